@@ -16,23 +16,13 @@ from rloo_cli.utils.files import JsonObject
 TEMPLATE_TOKENS = 64  # for what a chat template puts around an observation
 
 
-class AgentConfig(Frozen):
+class EpisodeConfig(Frozen):
     """Keys of every kind; a kind adds its own."""
 
     kind: str = key("Which agent: a file of rloo_cli/agents")
     max_turns: Positive = key("Most sampled turns of an episode (TRL's iterations of calls + 1)")
-    max_tool_s: float = key("Seconds a call may take; then its process is killed", gt=0, le=1e6)
-    max_observation_tokens: Positive = key(
-        "Most tokens of the texts that tools answer between two turns; the rest is cut off"
-    )
     max_episode_tokens: Positive | None = key(
         "Most tokens of an episode, those of tools too; null = what the context allows"
-    )
-    on_tool_error: Literal["tell", "mask"] = key(
-        "After an error in a tool: tell the model, or leave the row out of baseline and loss"
-    )
-    on_bad_call: Literal["tell", "end"] = key(
-        "After a call that cannot be read, or of a tool that does not exist: tell, or end there"
     )
     parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] = key(
         "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
@@ -44,8 +34,23 @@ class AgentConfig(Frozen):
         return {}
 
     def scores_episodes(self) -> bool:
-        """Whether its environments may have a reward of their own (`reward=environment`)."""
+        """Whether an episode may have a reward of its own (`reward=environment`)."""
         return False
+
+
+class AgentConfig(EpisodeConfig):
+    """Keys of the kinds whose calls the run makes; an agent behind the proxy makes its own."""
+
+    max_tool_s: float = key("Seconds a call may take; then its process is killed", gt=0, le=1e6)
+    max_observation_tokens: Positive = key(
+        "Most tokens of the texts that tools answer between two turns; the rest is cut off"
+    )
+    on_tool_error: Literal["tell", "mask"] = key(
+        "After an error in a tool: tell the model, or leave the row out of baseline and loss"
+    )
+    on_bad_call: Literal["tell", "end"] = key(
+        "After a call that cannot be read, or of a tool that does not exist: tell, or end there"
+    )
 
     def kept_processes(self) -> int:
         """Processes that are kept ready for calls; 0 = none."""
@@ -67,9 +72,9 @@ class ProcessAgentConfig(AgentConfig):
         return self.workers
 
 
-def agent_config(run: RunConfig) -> AgentConfig | None:
+def agent_config(run: RunConfig) -> EpisodeConfig | None:
     """The agent's keys, or None for one answer to each prompt."""
-    return cast("AgentConfig | None", run.agent)
+    return cast("EpisodeConfig | None", run.agent)
 
 
 def uses_tools(run: RunConfig) -> bool:
@@ -89,15 +94,17 @@ def sampled_token_limit(run: RunConfig) -> int:
 def completion_token_limit(run: RunConfig, room: int | None) -> int:
     """The most tokens of one completion, with what tools and environments say in it.
 
-    `room`: what the context leaves beside the prompt; None = not known.
+    `room`: what the context leaves beside the prompt; None = not known. What an agent behind the
+    proxy says has no limit of its own: the context's, or else as much as its turns may have.
     """
     agent, length = agent_config(run), run.generation.max_completion_length
     if agent is None:
         return length
-    between = agent.max_observation_tokens + TEMPLATE_TOKENS
-    most = agent.max_turns * length + agent.max_turns * between
-    limits = [most, *filter(None, [agent.max_episode_tokens, room])]
-    return max(length, min(limits))
+    limits = [*filter(None, [agent.max_episode_tokens, room])]
+    if isinstance(agent, AgentConfig):
+        between = agent.max_observation_tokens + TEMPLATE_TOKENS
+        limits.append(agent.max_turns * (length + between))
+    return max(length, min(limits, default=2 * agent.max_turns * (length + TEMPLATE_TOKENS)))
 
 
 def agent_section(values: JsonObject) -> type[Frozen]:
@@ -105,7 +112,7 @@ def agent_section(values: JsonObject) -> type[Frozen]:
     agent = values.get("agent")
     kind = agent.get("kind") if isinstance(agent, dict) else None
     names = registry.registry_names("agents")
-    found: type[Frozen] = registry.config_class("agents", kind) if kind in names else AgentConfig
+    found: type[Frozen] = registry.config_class("agents", kind) if kind in names else EpisodeConfig
     return found
 
 
@@ -132,10 +139,14 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
             what,
             f"reward.{asked[0]}.type",
             why,
-            "agent=class, http or openenv, whose environments have one",
+            "agent=class, http, openenv or proxy, which may have one",
         )
     if agent is None:
         return
+    if getattr(agent, "port", 0) and (run.distributed.num_processes or 1) > 1:
+        what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
+        why = "each of them has a proxy of its own, and a port has one listener"
+        yield Problem(what, "agent.port", why, "agent.port=0")
     least, most = run.generation.max_completion_length, agent.max_episode_tokens
     if most is not None and most < least:
         what = f"agent.max_episode_tokens = {most} holds no turn"

@@ -32,6 +32,8 @@ def episode_metrics(facts: Sequence[JsonObject]) -> MetricValues:
         "agent/tool_s": sum(f["tool_s"] for f in facts) / calls if calls else 0.0,
         "agent/retokenised": float(sum(f["retokenised"] for f in facts)),
     }
+    if any("refused" in f for f in facts):  # of agents behind the proxy
+        metrics["agent/refused"] = sum(f.get("refused", 0) for f in facts) / count
     for limit in LIMITS:
         metrics[f"agent/truncated_by/{limit}"] = ends.count(limit) / count
     return metrics

@@ -154,7 +154,12 @@ EPISODE_METRICS: list[MetricMeaning] = [
     ("agent/tool_s", "s", "seconds of a call, mean"),
     ("agent/retokenised", "count", "turns whose prompt was not the ids that were sampled before it;"
      " a run with one stops"),
-    ("agent/truncated_by/turns", "share", "episodes that made a call in their last turn"),
+    ("agent/refused", "count", "requests of an episode's agent that got an error (agent=proxy),"
+     " mean"),
+    ("agent/wrong_keys", "count", "requests to the proxy with a key of no episode, or of another,"
+     " since the run began"),
+    ("agent/truncated_by/turns", "share", "episodes that made a call in their last turn, or whose"
+     " agent asked for one more"),
     ("agent/truncated_by/tokens", "share", "episodes ended by agent.max_episode_tokens"),
     ("agent/truncated_by/context", "share", "episodes ended by the model's context"),
     ("agent/truncated_by/completion", "share", "episodes with a turn that was cut at"

@@ -8,7 +8,7 @@ from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.config import registry
-from rloo_cli.config.agent import agent_config, uses_tools
+from rloo_cli.config.agent import AgentConfig, agent_config, uses_tools
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation import Generator, replay
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 
 def load_tool_set(run: RunConfig) -> ToolSet | None:
-    """The descriptions of the run's tools; None without an agent. Raises ConfigError."""
+    """The descriptions of the run's tools; None without an agent, and for one that has its own.
+
+    Raises ConfigError.
+    """
     config = agent_config(run)
     if config is None:
         return None
     if not uses_tools(run):
         return recorded_tool_set(run)
-    found: ToolSet = registry.registered_module("agents", config.kind).load_tools(config)
+    found: ToolSet | None = registry.registered_module("agents", config.kind).load_tools(config)
     return found
 
 
@@ -50,10 +53,21 @@ def wrap_generator(
     `stop_ids` end a turn. Raises ConfigError for a chat template that tools cannot be used with.
     """
     config = agent_config(run)
-    if config is None or tools is None:
+    if config is None:
         return inner
     if not uses_tools(run):
         return inner
+    module = registry.registered_module("agents", config.kind)
+    if hasattr(module, "build_generator"):  # an agent that drives its episodes itself
+
+        def drive(sampler: Generator) -> Generator:
+            driven: Generator = module.build_generator(
+                sampler, run, tokenizer, stop_ids, context_length, note
+            )
+            return driven
+
+        return _around_sampler(inner, drive)
+    assert isinstance(config, AgentConfig) and tools is not None
     renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
     for environment in tools.environments.values():
         renderer.check_template(environment.schemas)
@@ -64,7 +78,12 @@ def wrap_generator(
     headroom = prompt_headroom(run, context_length)
     context = None if headroom is None else headroom + length
     rules = EpisodeRules(config, tools, renderer, parser, length, context)
+    return _around_sampler(inner, lambda sampler: EpisodeGenerator(sampler, rules))
+
+
+def _around_sampler(inner: Generator, wrap: Callable[[Generator], Generator]) -> Generator:
+    """What `wrap` puts around a sampler; of a player of records, around its held-out sampler."""
     if isinstance(inner, RecordPlayer):
-        inner.wrap_held_out = lambda sampler: EpisodeGenerator(sampler, rules)
+        inner.wrap_held_out = wrap
         return inner
-    return EpisodeGenerator(inner, rules)
+    return wrap(inner)

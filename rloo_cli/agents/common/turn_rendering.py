@@ -38,14 +38,19 @@ class TurnRenderer:
         special |= {str(t) for t in added if t.special}
         self.special_texts = sorted((s for s in special if s), key=len, reverse=True)
 
+    def split_specials(self, text: str) -> str:
+        """A text in which every text of a special token has a space."""
+        for special in self.special_texts:
+            text = text.replace(special, special[:1] + " " + special[1:])
+        return text
+
     def clean_observation(self, text: str, max_tokens: int) -> tuple[str, int]:
         """A tool's text as the model may see it, and its tokens.
 
         Texts of special tokens get a space, so that a tool cannot end a turn or begin one; beyond
         `max_tokens` it is cut off, which it then says.
         """
-        for special in self.special_texts:
-            text = text.replace(special, special[:1] + " " + special[1:])
+        text = self.split_specials(text)
         # One token has at most a few dozen characters; the rest need not be tokenised to be cut.
         text = text[: 64 * max_tokens]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,0 +1,93 @@
+"""The process of one agent, which belongs to others: it is killed with all that it started.
+
+It gets its row, the policy's address and the episode's key by its environment. What it prints is
+read and thrown away but for its end, which says why it failed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from rloo_cli.utils.child_process import kill_group, start_child
+from rloo_cli.utils.files import JsonObject
+
+MARK_VARIABLE = "RLOO_AGENT_STEP"  # of all agents of one wave of episodes
+MOST_ROW_BYTES = 100_000  # of RLOO_ROW; Linux takes no variable of more than 128 KiB
+KEPT_BYTES = 2000  # of what an agent printed last
+READ_BYTES = 1 << 16
+
+
+def agent_environment(row: JsonObject, base_url: str, key: str, host: str) -> dict[str, str]:
+    """The variables that an agent reads."""
+    text = json.dumps(row, default=str)
+    around = ",".join(filter(None, [os.environ.get("NO_PROXY"), host]))
+    found = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+    found |= {"NO_PROXY": around, "no_proxy": around, "PYTHONUNBUFFERED": "1"}
+    return found | ({"RLOO_ROW": text} if len(text) <= MOST_ROW_BYTES else {})
+
+
+class AgentProcess:
+    """An agent that runs. Raises OSError where it cannot be started."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], loop: asyncio.AbstractEventLoop
+    ):
+        self.loop, self.tail = loop, b""
+        ours, theirs = os.pipe()
+        try:
+            self.process = start_child(
+                command, env=env, death_signal=signal.SIGKILL, stdin=subprocess.DEVNULL,
+                stdout=theirs, stderr=theirs,
+            )  # fmt: skip
+        except OSError:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        self.pipe: int | None = ours
+        os.set_blocking(ours, False)
+        loop.call_soon_threadsafe(loop.add_reader, ours, self._read_some)
+
+    def _read_some(self) -> None:
+        if self.pipe is None:
+            return
+        try:
+            part = os.read(self.pipe, READ_BYTES)
+        except BlockingIOError:
+            return
+        self.tail = (self.tail + part)[-KEPT_BYTES:]
+        if not part:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self.pipe is not None:
+            self.loop.remove_reader(self.pipe)
+            os.close(self.pipe)
+            self.pipe = None
+
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self.process.poll()
+
+    def last_line(self) -> str:
+        """The end of what it printed."""
+        lines = self.tail.decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+    def kill(self) -> None:
+        """Kill it and all of its process group."""
+        kill_group(self.process.pid)
+        self.process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._close_pipe)
+
+
+def describe_exit(code: int, last_line: str) -> str:
+    """Why an agent that ended by itself has no score."""
+    name = signal.Signals(-code).name if code < 0 else ""
+    what = f"the agent was killed by {name}" if name else f"the agent ended with exit code {code}"
+    return f"{what}: {last_line}" if last_line else what

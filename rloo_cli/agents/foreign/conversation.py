@@ -1,0 +1,218 @@
+"""One episode as its agent sees it: what a request adds to it, and what is answered.
+
+The ids of a request are those of all turns before, as they were sampled, and then what is new,
+rendered by difference. A request whose history is not the episode's has no such ids. It is refused,
+and its episode has no score: to train on a conversation that the agent did not have would be wrong,
+and to make it another row would be a guess.
+"""
+
+import re
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rloo_cli.agents.common.call_parsers import CallParser, ParsedCalls
+from rloo_cli.agents.common.episode import CallCounts, Episode
+from rloo_cli.agents.common.turn_rendering import TurnRenderer, call_id
+from rloo_cli.agents.foreign.message_forms import (
+    AgentRequest,
+    RequestRefused,
+    first_difference,
+    message_for_template,
+)
+from rloo_cli.data.batch import Rollout
+from rloo_cli.data.prompts import render_prompt
+from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
+
+# What may stand before a call; the text up to it is the answer's content.
+CALL_MARKS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call_start\|>|[\[{]")
+
+
+@dataclass
+class RequestCounts(CallCounts):
+    """What an episode's calls and requests came to."""
+
+    refused: int = 0  # requests that got an error
+
+
+@dataclass(frozen=True)
+class ForeignRules:
+    """What all episodes of a run have in common."""
+
+    renderer: TurnRenderer
+    parser: CallParser
+    max_turns: int
+    max_completion_length: int
+    max_tokens: int  # of prompt and all turns
+
+
+@dataclass(frozen=True)
+class AgentAnswer:
+    """What a request is answered with. Its message is in the one form (`message_forms`)."""
+
+    id: str
+    message: JsonObject
+    finish_reason: str  # stop, length, tool_calls
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+
+
+@dataclass
+class Conversation:
+    """An episode on its way, with its agent's key. Whoever changes it holds the desk's lock."""
+
+    episode: Episode
+    slug: str  # its part of the address
+    key: str
+    counts: RequestCounts
+    request: AgentRequest | None = None  # the last one that was taken
+    answer: "Future[AgentAnswer] | None" = None  # to that request
+    messages: list[JsonObject] = field(default_factory=list)  # the episode so far
+    answered_at: float = 0.0
+    asked_at: float | None = None  # since when its agent waits for the policy
+    waited_s: float = 0.0
+    is_done: bool = False  # the agent has said so
+    undelivered: bool = False  # its connection was gone when the last answer was there
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its agent waits for the policy."""
+        return self.asked_at is not None
+
+    def take_request(self, request: AgentRequest, rules: ForeignRules) -> None:
+        """Make the ids of a request those that the next turn goes on from.
+
+        Raises RequestRefused, and leaves the episode as it was.
+        """
+        messages = self._whole_history(request)
+        if self.request is not None and request.tools != self.request.tools:
+            raise _refuse_history("its tools are not those of the episode's first request")
+        if difference := first_difference(self.messages, messages):
+            raise _refuse_history(difference)
+        new = messages[len(self.messages) :]
+        if not new or messages[-1]["role"] == "assistant":
+            why = "the last message is the assistant's: there is nothing to answer"
+            raise RequestRefused(400, "invalid_request", why)
+        if self.episode.turns and any(m["role"] == "assistant" for m in new):
+            raise _refuse_history("a message of the assistant's was not sampled here")
+        ids = self._new_ids(new, request, rules)
+        self._check_limits(len(ids), rules)
+        shown = [message_for_template(m) for m in new]
+        if self.episode.turns:
+            self.episode.new_ids, self.episode.new_messages = ids, shown
+        else:
+            self.episode.base_ids = ids
+            self.episode.new_messages = [] if shown == self.episode.group.prompt else shown
+        self.messages = messages
+
+    def _whole_history(self, request: AgentRequest) -> list[JsonObject]:
+        if request.previous_id is None:
+            return request.messages
+        last = self.answer.result() if self.answer is not None else None
+        if last is None or request.previous_id != last.id:
+            raise _refuse_history("previous_response_id is not the episode's last answer")
+        new = request.messages
+        if new[0] == self.messages[0] and new[0]["role"] == "system":
+            new = new[1:]  # instructions, which each request says again
+        return [*self.messages, *new]
+
+    def _new_ids(
+        self, new: list[JsonObject], request: AgentRequest, rules: ForeignRules
+    ) -> list[int]:
+        renderer = rules.renderer
+        shown = [
+            message_for_template(m)
+            if m["role"] == "assistant"
+            else message_for_template(m) | {"content": renderer.split_specials(m["content"])}
+            for m in new
+        ]
+        try:
+            if not self.episode.turns:
+                kwargs = renderer.template_kwargs | {"tools": request.tools or None}
+                return render_prompt(shown, renderer.tokenizer, kwargs)
+            turn = self.episode.turns[-1]
+            places = {c["id"]: i for i, c in enumerate(self.messages[-1].get("tool_calls", []))}
+            for message in shown:
+                if message["role"] == "tool" and message["tool_call_id"] not in places:
+                    what = f"no call has the id {message['tool_call_id']!r:.80}"
+                    raise RequestRefused(400, "invalid_request", what)
+                if message["role"] == "tool":
+                    place = places[message["tool_call_id"]]
+                    message |= {"tool_call_id": call_id(place), "name": turn.calls[place]["name"]}
+            return renderer.new_ids(turn.calls, shown, request.tools, turn.sampled_ids[-1])
+        except GenerationError as error:
+            raise RequestRefused(400, "template", error.problems[0].what, True) from None
+        except RequestRefused:
+            raise
+        except Exception as error:  # a template is a program, with a program's errors
+            what = f"the chat template refuses these messages: {type(error).__name__}: {error}"
+            raise RequestRefused(400, "template", what[:500]) from None
+
+    def _check_limits(self, num_new: int, rules: ForeignRules) -> None:
+        """Raise RequestRefused where a limit leaves no room; that limit then ends the episode."""
+        episode = self.episode
+        before = len(episode.sent_ids) if episode.turns else 0
+        whole = before + num_new + rules.max_completion_length
+        if len(episode.turns) >= rules.max_turns:
+            episode.ended_by = "turns"
+            what = f"the episode has had its {rules.max_turns} turns (agent.max_turns)"
+        elif whole > rules.max_tokens:
+            episode.ended_by = "tokens"
+            what = f"{before + num_new} tokens and an answer of {rules.max_completion_length} are"
+            what += f" more than the episode's {rules.max_tokens} (agent.max_episode_tokens, or the"
+            what += " model's context)"
+        else:
+            return
+        raise RequestRefused(400, "episode_over", what)
+
+    def add_answer(self, sampled: Rollout, prompt_ids: list[int], rules: ForeignRules) -> None:
+        """Take the turn that was sampled, and answer the request.
+
+        Raises GenerationError for a turn that did not go on from the ids that were sampled.
+        """
+        assert self.request is not None and self.answer is not None
+        calls = self._read_calls(sampled, rules) if self.request.reads_calls else ParsedCalls()
+        episode, ended = self.episode, sampled.terminated
+        found = calls.calls if ended else []
+        episode.add_turn(sampled, prompt_ids, found)
+        if episode.retokenised:
+            what = "a turn was sampled from other ids than those of the turns before it"
+            raise GenerationError(Problem(what, f"draw {episode.group.prompt_offset}"))
+        self.counts.calls += len(found)
+        self.counts.bad_calls += len(calls.unreadable)
+        if not ended:
+            episode.ended_by = "completion"
+        message = _answer_message(sampled.text, found, len(episode.turns))
+        self.messages = [*self.messages, message]
+        reason = "length" if not ended else "tool_calls" if found else "stop"
+        number = f"{self.slug}-{len(episode.turns)}"
+        self.answered_at = time.monotonic()
+        self.waited_s += self.answered_at - (self.asked_at or self.answered_at)
+        self.asked_at = None
+        self.answer.set_result(
+            AgentAnswer(number, message, reason, len(prompt_ids), len(sampled.completion_ids))
+        )
+
+    def _read_calls(self, sampled: Rollout, rules: ForeignRules) -> ParsedCalls:
+        ids, renderer = sampled.completion_ids, rules.renderer
+        kept = ids[:-1] if ids[-1] in renderer.stop_ids else ids
+        return rules.parser(renderer.tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def _answer_message(text: str, calls: list[JsonObject], turn: int) -> JsonObject:
+    """The assistant's message; the ids of its calls are unique in the episode."""
+    if not calls:
+        return {"role": "assistant", "content": text}
+    mark = CALL_MARKS.search(text)
+    before = text[: mark.start()] if mark is not None else ""
+    named = [
+        {"id": f"t{turn:04d}c{i:03d}", "name": c["name"], "arguments": c["arguments"]}
+        for i, c in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": before.strip(), "tool_calls": named}
+
+
+def _refuse_history(why: str) -> RequestRefused:
+    what = f"the request does not go on from this episode: {why}. An episode is one conversation"
+    return RequestRefused(400, "history_differs", f"{what} that grows; it has no score now", True)

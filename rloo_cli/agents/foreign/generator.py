@@ -1,0 +1,340 @@
+"""A `Generator` whose episodes are played by agents behind the proxy.
+
+All agents of a step run at once (`agent.workers` at most). What they ask is sampled in waves by the
+run's own generator, as soon as every agent waits, or after as long as the last wave took: a slow
+agent delays its own episode alone. An episode whose agent fails has no score, and is never a zero.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
+from rloo_cli.agents.common.episode import Episode, common_prefix
+from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.agents.foreign.agent_process import (
+    MARK_VARIABLE,
+    AgentProcess,
+    agent_environment,
+    describe_exit,
+)
+from rloo_cli.agents.foreign.conversation import Conversation, ForeignRules
+from rloo_cli.agents.foreign.desk import EpisodeDesk, row_of_group
+from rloo_cli.agents.foreign.message_forms import MODEL_NAME
+from rloo_cli.agents.foreign.server import ProxyServer
+from rloo_cli.config.agent import completion_token_limit
+from rloo_cli.config.prompt_limit import prompt_headroom
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Group
+from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.utils import signals
+from rloo_cli.utils.child_process import kill_marked_processes
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.rng import turn_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rloo_cli.policy.model import Policy
+
+SHORTEST_WAIT_S = 0.05  # for agents, after a wave that took less
+OPENING_WAIT_S = 1.0  # for agents to start, before the first wave
+POLL_S = 0.1  # seconds between two looks at the agents' processes
+STARTS_AT_ONCE = 8  # agents started between two looks
+
+
+@dataclass(frozen=True)
+class AgentLaunch:
+    """How agents begin: a command for each episode, or by themselves with the run's token."""
+
+    command: list[str] | None
+    environment: Mapping[str, str]
+    token: str
+
+
+class ForeignKeys(Protocol):
+    """What the generator reads of the agent's config."""
+
+    @property
+    def max_seconds(self) -> float: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+
+
+def build_proxy(
+    inner: Generator,
+    run: RunConfig,
+    launch: AgentLaunch,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: set[int],
+    context_length: int | None,
+    note: Callable[[str], None],
+) -> "ProxyGenerator":
+    """The generator around `inner`. Raises ConfigError for a template that cannot go on."""
+    keys: Any = run.agent
+    renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
+    _check_user_turns(renderer)
+    length = run.generation.max_completion_length
+    headroom = prompt_headroom(run, context_length)
+    context = None if headroom is None else headroom + length
+    limits = [n for n in (context, keys.max_episode_tokens) if n is not None]
+    most = min(limits) if limits else completion_token_limit(run, None)
+    try:
+        name, parser = choose_parser(keys.parser, tokenizer)
+    except ConfigError:
+        if keys.parser != "auto":
+            raise
+        name, parser = "text: the chat template shows no calls", lambda text: ParsedCalls()
+    rules = ForeignRules(renderer, parser, keys.max_turns, length, most)
+    generator = ProxyGenerator(inner, rules, keys, launch)
+    come = f"started as: {' '.join(launch.command)}" if launch.command else (
+        f"that come by themselves (POST {generator.server.url}/rloo/next)"
+    )  # fmt: skip
+    note(f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}")
+    return generator
+
+
+def _check_user_turns(renderer: TurnRenderer) -> None:
+    """Refuse a template that does not let a user answer the assistant. Raises ConfigError."""
+    stop = next(iter(sorted(renderer.stop_ids)), -1)
+    try:
+        renderer.new_ids([], [{"role": "user", "content": "?"}], [], stop)
+    except GenerationError as error:
+        raise ConfigError(*error.problems) from None
+    except Exception as error:  # a template is a program, with a program's errors
+        what, why = (
+            "the chat template refuses a second question",
+            f"{type(error).__name__}: {error}",
+        )
+        raise ConfigError(Problem(what, "model.chat_template", why)) from None
+
+
+class ProxyGenerator:
+    """Samples episodes with `inner`, the generator of single answers, as agents ask for turns."""
+
+    def __init__(
+        self, inner: Generator, rules: ForeignRules, keys: ForeignKeys, launch: AgentLaunch
+    ):
+        self.inner, self.rules, self.keys, self.launch = inner, rules, keys, launch
+        self.desk = EpisodeDesk(rules)
+        self.server = ProxyServer(self.desk, keys.host, keys.port, launch.token, keys.max_seconds)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the inner generator, and requests that were of no episode."""
+        return {**self.inner.metrics, "agent/wrong_keys": float(self.desk.wrong_keys)}
+
+    @property
+    def tolerance(self) -> float:
+        """That of the inner generator."""
+        return self.inner.tolerance
+
+    def load(self, policy: "Policy", version: int) -> None:
+        """Take the policy's weights."""
+        self.inner.load(policy, version)
+
+    def close(self) -> None:
+        """Close the port, and release the sampler."""
+        self.server.close()
+        self.inner.close()
+
+    def generate(
+        self,
+        groups: list[Group],
+        seeds: list[list[int]],
+        greedy: bool = False,
+        temperature: float | None = None,
+        arrived: Callable[[int], None] = ignore_arrival,
+    ) -> None:
+        """Fill `groups[i].rollouts` with episodes, one per seed and in order.
+
+        Raises GenerationError, also for a turn whose prompt is not the ids that were sampled.
+        """
+        if len(groups) != len(seeds):
+            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
+        stay_awake: Callable[[], AbstractContextManager[None]]
+        stay_awake = getattr(self.inner, "stay_awake", nullcontext)
+        options: JsonObject = {"greedy": greedy, "temperature": temperature}
+        step = _ProxyStep(self, groups, seeds, options, arrived)
+        with stay_awake():
+            try:
+                step.run()
+            finally:
+                step.abandon()
+
+
+@dataclass
+class _Played:
+    """A conversation and the agent that has it."""
+
+    conversation: Conversation
+    place: int  # its group's
+    process: AgentProcess | None = None
+    began: float | None = None  # when its agent was started, or fetched it
+
+
+class _ProxyStep:
+    """The episodes of one call of `generate`."""
+
+    def __init__(
+        self, proxy: ProxyGenerator, groups: list[Group], seeds: list[list[int]],
+        options: JsonObject, arrived: Callable[[int], None],
+    ):  # fmt: skip
+        self.proxy, self.desk, self.groups = proxy, proxy.desk, groups
+        self.options, self.arrived = options, arrived
+        self.mark = secrets.token_hex(8)
+        self.family = [
+            [
+                _Played(self.desk.open_conversation(group, k, seed), i)
+                for k, seed in enumerate(group_seeds)
+            ]
+            for i, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True))
+        ]
+        self.to_start = deque(played for siblings in self.family for played in siblings)
+        self.playing: list[_Played] = []
+        self.unfinished = [len(siblings) for siblings in self.family]
+
+    def run(self) -> None:
+        """Let agents play until every episode has ended."""
+        patience = OPENING_WAIT_S
+        while self.to_start or self.playing:
+            signals.raise_if_stopped()
+            self._start_agents()
+            self._end_episodes()
+            pause = POLL_S if not self.to_start or self._is_full else 0.0
+            wave = self.desk.take_wave(len(self.playing), patience, pause)
+            if wave:
+                began = time.monotonic()
+                self._sample_wave(wave)
+                patience = max(SHORTEST_WAIT_S, time.monotonic() - began)
+
+    @property
+    def _is_full(self) -> bool:
+        by_command = self.proxy.launch.command is not None
+        return by_command and len(self.playing) >= self.proxy.keys.workers
+
+    def abandon(self) -> None:
+        """End every agent, those too that have left their process group."""
+        for played in [*self.playing, *self.to_start]:
+            self.desk.close_conversation(played.conversation)
+            if played.process is not None:
+                played.process.kill()
+        if self.proxy.launch.command is not None:
+            kill_marked_processes(MARK_VARIABLE, self.mark)
+
+    def _start_agents(self) -> None:
+        for _ in range(STARTS_AT_ONCE):
+            if not self.to_start or self._is_full:
+                return
+            played = self.to_start.popleft()
+            self.playing.append(played)
+            command = self.proxy.launch.command
+            self.desk.add_live(played.conversation, offer=command is None)
+            if command is not None:
+                played.process = self._start_process(played.conversation, command)
+                played.began = time.monotonic()
+
+    def _start_process(self, conversation: Conversation, command: Sequence[str]) -> AgentProcess:
+        server, group = self.proxy.server, conversation.episode.group
+        url = server.base_url(conversation)
+        env = agent_environment(row_of_group(group), url, conversation.key, self.proxy.keys.host)
+        env |= {**self.proxy.launch.environment, MARK_VARIABLE: self.mark}
+        env |= {"RLOO_MODEL": MODEL_NAME, "RLOO_SEED": str(conversation.episode.seed)}
+        try:
+            return AgentProcess(command, env, server.thread.loop)
+        except OSError as error:
+            what, where = f"the agent cannot be started: {command[0]}", "agent.command"
+            raise GenerationError(Problem(what, where, str(error))) from None
+
+    def _end_episodes(self) -> None:
+        for played in list(self.playing):
+            if self._has_ended(played):
+                self._finish(played)
+
+    def _has_ended(self, played: _Played) -> bool:
+        """Whether an episode is over; one that its agent did not end well has failed."""
+        talk, now, most = played.conversation, time.monotonic(), self.proxy.keys.max_seconds
+        episode = talk.episode
+        if played.began is None and talk in self.desk.fetched:
+            played.began = now
+        code = played.process.exit_code() if played.process is not None else None
+        waited = talk.waited_s + (now - talk.asked_at if talk.asked_at is not None else 0.0)
+        late = played.began is not None and now - played.began - waited > most
+        if code is None and not late and not talk.is_done:
+            return False
+        # Where a limit has ended it before, what its agent made of the error does not matter; a
+        # signal is no answer to an error.
+        if late and not talk.is_done and episode.ended_by is None:
+            episode.fail(f"the agent took more than {most:g} s (agent.max_seconds)")
+        elif code and (code < 0 or episode.ended_by is None) and played.process is not None:
+            episode.fail(describe_exit(code, played.process.last_line()))
+        return True
+
+    def _finish(self, played: _Played) -> None:
+        """An episode is over; with the last of its group, the group is whole."""
+        talk = played.conversation
+        self.desk.close_conversation(talk)
+        self.playing.remove(played)
+        if played.process is not None:
+            played.process.kill()
+        if not talk.episode.turns:
+            talk.episode.fail("the agent asked for nothing that was sampled")
+        elif talk.undelivered:
+            talk.episode.fail("the agent hung up before its last answer")
+        i = played.place
+        self.unfinished[i] -= 1
+        if not self.unfinished[i]:
+            episodes = [p.conversation.episode for p in self.family[i]]
+            finish_group(self.groups[i], episodes)
+            self.arrived(i)
+
+    def _sample_wave(self, wave: Sequence[Conversation]) -> None:
+        asked: dict[tuple[int, tuple[int, ...]], list[Conversation]] = {}
+        for talk in wave:  # first turns of siblings go on from one prompt
+            place = talk.episode.group.prompt_offset, tuple(talk.episode.sent_ids)
+            asked.setdefault(place, []).append(talk)
+        together = list(asked.values())
+        stand_ins, seeds = [], []
+        for talks in together:
+            group = talks[0].episode.group
+            ids = talks[0].episode.sent_ids
+            stand_ins.append(Group(group.prompt_offset, group.example, group.prompt, ids))
+            seeds.append([turn_seed(t.episode.seed, len(t.episode.turns)) for t in talks])
+
+        def heard(place: int) -> None:
+            stand_in = stand_ins[place]
+            for talk, sampled in zip(together[place], stand_in.rollouts, strict=True):
+                self.desk.answer_request(talk, sampled, stand_in.prompt_ids)
+
+        self.proxy.inner.generate(stand_ins, seeds, arrived=heard, **self.options)
+
+
+def finish_group(group: Group, episodes: list[Episode]) -> None:
+    """Store a group's episodes, whose prompts its agents have written.
+
+    The group's prompt is what they all begin with; the rest is the beginning of each completion,
+    and not trained on. One that does not begin as the first one does has no score.
+    """
+    asked = [e for e in episodes if e.turns]
+    for other in asked[1:]:
+        if other.base_ids[0] != asked[0].base_ids[0]:
+            other.fail("its agent's prompt begins with another token than its siblings'")
+            other.turns = []
+    shared = [e.base_ids for e in asked if e.turns]
+    prompt_ids = common_prefix(shared) if shared else group.prompt_ids
+    for episode in episodes:
+        if not episode.turns:
+            episode.base_ids = prompt_ids
+    rollouts = [e.to_rollout(prompt_ids) for e in episodes]
+    for rollout in rollouts:
+        rollout.opening_ids = prompt_ids
+    group.take_rollouts(rollouts)

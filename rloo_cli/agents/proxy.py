@@ -1,0 +1,128 @@
+"""Agents written by others, in any language, that talk to the policy as to OpenAI's API.
+
+The run listens on an address of its own, and gives each episode a key. An agent's requests are
+sampled by the run's generator, token ids in and token ids out; what was sampled is what is trained.
+The agent is a command that is started for each episode, or comes by itself and asks for one.
+"""
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.config.agent import EpisodeConfig
+from rloo_cli.config.schema import Positive, RunConfig, Text, key
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.ports import bind_tcp_socket, port_holder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rloo_cli.generation import Generator
+
+LEAST_TOKEN = 16  # characters
+
+
+class ForeignConfig(EpisodeConfig):
+    """Keys of every kind of agent that is behind the proxy."""
+
+    max_seconds: float = key(
+        "Seconds of an episode in which the agent does not wait for the policy; then it is killed",
+        gt=0,
+        le=1e6,
+    )
+    host: Text = key("Address that the proxy listens on")
+    port: int = key("Its port; 0 = any free one", ge=0, le=65535)
+    workers: Positive = key("Most agents at a time; other episodes wait for one of them to end")
+
+    def scores_episodes(self) -> bool:
+        """An agent may post a reward for its episode."""
+        return True
+
+
+class Config(ForeignConfig):
+    kind: Literal["proxy"] = key("proxy: agents written by others")
+    command: Text | None = key(
+        "What is started for each episode, without a shell; null = agents come by themselves"
+    )
+    token_env: Text | None = key(
+        "Environment variable with the token of agents that come by themselves; null with a command"
+    )
+
+
+def load_tools(config: Config) -> None:
+    """Nothing: the agent has its tools. Raises ConfigError where no agent could be started."""
+    if config.command is None:
+        _check_token(config.token_env)
+    else:
+        if config.token_env is not None:
+            what = "agent.token_env is set, and agents are started by agent.command"
+            raise ConfigError(Problem(what, "agent.token_env", fix="agent.token_env=null"))
+        check_command(split_command(config.command), "agent.command")
+    check_address(config)
+
+
+def split_command(command: str) -> list[str]:
+    """The words of a command. Raises ConfigError for quotes without an end, or no word."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(
+            Problem(f"agent.command cannot be read: {command}", "agent.command", str(error))
+        ) from None
+    if not words:
+        raise ConfigError(Problem("agent.command is empty", "agent.command"))
+    return words
+
+
+def check_command(words: list[str], where: str) -> None:
+    """Raises ConfigError where there is no such program."""
+    if shutil.which(words[0]) is None:
+        what, why = f"{where}: there is no program {words[0]}", "it is started for each episode"
+        raise ConfigError(Problem(what, where, why, "a path, or a name that PATH finds"))
+
+
+def _check_token(variable: str | None) -> None:
+    why = "without agent.command agents come by themselves, and show a token"
+    if variable is None:
+        what, fix = "agent.command and agent.token_env are null", "agent.command='python agent.py'"
+        raise ConfigError(Problem(what, "agent.command", why, fix))
+    if len(os.environ.get(variable, "")) < LEAST_TOKEN:
+        what = (
+            f"the environment's {variable} has fewer than {LEAST_TOKEN} characters, or is not set"
+        )
+        fix = f"export {variable}=$(openssl rand -hex 16)"
+        raise ConfigError(Problem(what, "agent.token_env", why, fix))
+
+
+def check_address(config: ForeignConfig) -> None:
+    """Raises ConfigError where the proxy cannot listen."""
+    try:
+        bind_tcp_socket(config.host, config.port).close()
+    except OSError as error:
+        holder = f": {port_holder(config.port)} has it" if config.port else ""
+        what = f"the proxy cannot listen on {config.host}:{config.port}"
+        raise ConfigError(Problem(what, "agent.port", f"{error}{holder}", "agent.port=0")) from None
+
+
+def build_generator(
+    inner: "Generator",
+    run: RunConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: set[int],
+    context_length: int | None,
+    note: Callable[[str], None],
+) -> "Generator":
+    """A generator of episodes that agents behind the proxy play, around `inner`.
+
+    Raises ConfigError, also for a chat template that cannot go on after an answer.
+    """
+    from rloo_cli.agents.foreign import generator  # lazy: the registry reads schemas without torch
+
+    config = run.agent
+    assert isinstance(config, Config)
+    command = None if config.command is None else split_command(config.command)
+    token = os.environ.get(config.token_env or "", "")
+    launch = generator.AgentLaunch(command, {}, token)
+    return generator.build_proxy(inner, run, launch, tokenizer, stop_ids, context_length, note)

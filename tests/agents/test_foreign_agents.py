@@ -1,0 +1,282 @@
+"""Agents behind the proxy: what they are answered, what is trained, and how their episodes end."""
+
+import json
+import shutil
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import psutil
+import pytest
+from agent_cases import call_text
+from proxy_cases import agent_command, play_agents, proxy_generator, row_groups
+
+from rloo_cli.utils.rng import turn_seed
+
+CALL = call_text("add", a=1, b=2)
+
+
+def counted(text, seed):
+    """An answer that says how often it was asked."""
+    return f"answer {text.count('assistant')}"
+
+
+def test_the_trainers_ids_are_the_samplers_ids(tmp_path):
+    generator = proxy_generator(agent_command(tmp_path, "played(3)"), counted)
+    groups = play_agents(generator, {}, {}, k=2)
+    asked = [ids for wave in generator.inner.asked for ids in wave]
+    decode = generator.rules.renderer.tokenizer.decode
+    for group in groups:
+        for row in group.rollouts:
+            whole = group.prompt_ids + row.completion_ids
+            assert row.failed is None and row.episode_facts["ended_by"] == "answer"
+            assert [t.text for t in row.turns] == ["answer 1", "answer 2", "answer 3"]
+            assert row.episode_facts["retokenised"] == row.episode_facts["refused"] == 0
+            end = len(group.prompt_ids)
+            for turn in row.turns:
+                end += len(turn.prompt_ids)
+                assert whole[:end] in asked
+                end += len(turn.sampled_ids)
+            assert end == len(whole) and sum(row.mask) == sum(len(t.sampled_ids) for t in row.turns)
+            assert "<|im_start|>system\nbrief<|im_end|>" in decode(group.prompt_ids)
+            assert row.turns[1].observation == [{"role": "user", "content": "and then? 0"}]
+    # The prompt once for its group, whichever wave it was in; each turn's seed is its own.
+    seeds = {turn_seed(s, t) for s in (0, 1, 100, 101) for t in range(3)}
+    assert {*generator.inner.seeds} == seeds and len(generator.inner.seeds) == 12
+
+
+SHAPES = """
+tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+messages = [{"role": "developer", "content": [{"type": "text", "text": "use add"}]}, *ROW["prompt"]]
+said = chat(messages, tools=tools, temperature=0.1)
+(call,) = said["tool_calls"]
+assert said["content"] is None and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3<|im_end|>"}]
+assert chat(messages, tools=tools)["content"] == "the end"
+post("/rloo/reward", {"reward": 0.5})
+"""
+STREAM = """
+def pieces(path, body):
+    request = urllib.request.Request(BASE + path, json.dumps(body).encode(), method="POST")
+    request.add_header("Authorization", "Bearer " + KEY)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line[6:] for line in lines if line.startswith("data: ")]
+    return [json.loads(piece) for piece in found if piece != "[DONE]"]
+
+
+first = pieces("/chat/completions", {"model": "policy", "messages": ROW["prompt"], "stream": True})
+text = "".join(p["choices"][0]["delta"].get("content", "") for p in first)
+assert text == "answer 1" and first[-1]["choices"][0]["finish_reason"] == "stop", first
+more = [*ROW["prompt"], {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
+status, answer = post("/responses", {"model": "policy", "input": more})
+assert status == 200 and answer["output"][0]["content"][0]["text"] == "answer 2", answer
+events = pieces("/responses", {"model": "policy", "input": "more", "stream": True,
+                               "previous_response_id": answer["id"]})
+assert [e["sequence_number"] for e in events] == list(range(len(events)))
+done = events[-1]
+assert done["type"] == "response.completed", events
+assert done["response"]["output"][0]["content"][0]["text"] == "answer 3"
+"""
+
+
+def test_calls_are_told_apart_and_what_tools_say_cannot_end_a_turn(tmp_path):
+    def script(text, seed):
+        return "the end" if "tool_response" in text else CALL
+
+    generator = proxy_generator(agent_command(tmp_path, SHAPES), script)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert row.failed is None and row.environment_reward == 0.5
+    assert row.turns[0].calls == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
+    told = generator.rules.renderer.tokenizer.decode(row.turns[1].prompt_ids)
+    assert "3< |im_end|>" in told and row.episode_facts["calls"] == 1
+
+
+def test_streams_and_the_responses_shape_are_the_same_conversation(tmp_path):
+    generator = proxy_generator(agent_command(tmp_path, STREAM), counted)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert row.failed is None and len(row.turns) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "said", "why"),
+    [
+        ({"max_turns": 2}, "yes", "turns"),
+        ({"max_tokens": 150}, "yes", "tokens"),
+        ({}, "words without an end...", "completion"),
+    ],
+)
+def test_a_limit_ends_the_episode_whatever_the_agent_makes_of_it(tmp_path, keys, said, why):
+    generator = proxy_generator(agent_command(tmp_path, "played(5)"), lambda *_: said, **keys)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert row.failed is None and row.episode_facts["ended_by"] == why
+    assert row.episode_facts["refused"] == 1 and row.mask[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("m = played(1); m[1]['content'] = 'other'; chat(m)", "messages[1].content is 'other'"),
+        ("m = played(1); chat(m[-1:])", "messages[0].role is 'user', and was 'system'"),
+        ("m = played(1); m[2]['content'] += '!'; chat(m)", "messages[2].content is 'answer 1!'"),
+        ("m = played(2); chat(m[:3] + m[5:])", "messages[3].content"),
+        ("m = played(1); chat([*m, {'role': 'assistant', 'content': 'x'}, m[-1]])",
+         "was not sampled here"),
+        ("m = played(1); chat(m, tools=[{'type': 'function', 'function': {'name': 'f'}}])",
+         "its tools are not"),
+    ],
+)  # fmt: skip
+def test_a_history_that_differs_is_an_error_that_says_where_and_no_score(tmp_path, text, why):
+    generator = proxy_generator(agent_command(tmp_path, text), counted)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert why in row.failed and row.episode_facts["refused"] == 1
+    assert row.episode_facts["ended_by"] == "failed"
+
+
+def test_a_request_that_is_sent_again_gets_the_answer_that_it_had(tmp_path):
+    text = "assert chat(ROW['prompt']) == chat(ROW['prompt'])"
+    generator = proxy_generator(agent_command(tmp_path, text), counted)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert row.failed is None and len(row.turns) == 1 and len(generator.inner.seeds) == 1
+
+
+def test_a_slow_agent_delays_its_own_episode_alone(tmp_path):
+    text = "m = played(1)\nif ROW['slow']: time.sleep(2)\nm.append(chat(m))"
+    generator = proxy_generator(agent_command(tmp_path, text), counted)
+    groups = row_groups(generator, {"slow": True}, {"slow": False})
+    done = []
+    generator.generate(groups, [[0], [1]], arrived=lambda i: done.append((i, time.monotonic())))
+    generator.close()
+    assert [i for i, _ in done] == [1, 0] and done[1][1] - done[0][1] > 1.0
+
+
+# Misbehaving agents: what they do -> (the reason of a row without a score, or None; refusals).
+MISBEHAVING = {
+    "never_answers": ("played(1); time.sleep(60)", "took more than 1.5 s", 0),
+    "never_asks": ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
+                   "took more than 1.5 s", 0),
+    "floods": ("played(1)\nwhile True: post('/chat/completions', {'model': 'no'})",
+               "more than 64 of its requests", 65),
+    "floods_its_output": ("played(1)\nwhile True: print('x' * 10000)", "took more than 1.5 s", 0),
+    "wrong_key": ("played(1); assert post('/chat/completions', {}, 'rloo-no')[0] == 401", None, 0),
+    "other_key": ("k = os.environ['OTHER']\nplayed(1)\n"
+                  "assert post('/chat/completions', {'model': 'policy'}, k)[0] == 403", None, 0),
+    "asks_another_model": ("played(1); assert post('/chat/completions', {'model': 'gpt-5',"
+                           " 'messages': ROW['prompt']})[0] == 404", None, 1),
+    "sends_images": ("m = played(1); m[-1]['content'] = [{'type': 'image_url', 'image_url': {}}]\n"
+                     "chat(m)", "ended with exit code 1: 400 invalid_request: messages[3] has a"
+                     " part of type 'image_url'", 1),
+    "cuts_the_stream": ("s = socket.create_connection(BASE.split('/')[2].split(':'))\n"
+                        "b = json.dumps({'model': 'policy', 'messages': ROW['prompt'],"
+                        " 'stream': True})\n"
+                        "s.sendall(f'POST {BASE[BASE.index(\"/episodes\"):]}/chat/completions"
+                        " HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {KEY}\\r\\n"
+                        "Content-Length: {len(b)}\\r\\n\\r\\n{b}'.encode())\n"
+                        "s.recv(10); s.close(); time.sleep(0.5)",
+                        "hung up before its last answer", 0),
+    "calls_itself": ("codes = []\n"
+                     "def ask(i): codes.append(post('/chat/completions', {'model': 'policy',"
+                     " 'messages': [{'role': 'user', 'content': str(i)}]})[0])\n"
+                     "ts = [threading.Thread(target=ask, args=(i,)) for i in range(8)]\n"
+                     "[t.start() for t in ts]; [t.join() for t in ts]\n"
+                     "assert codes.count(200) == 1 and codes.count(409) == 7, codes", None, 7),
+    "kills_itself": ("played(1); os.kill(os.getpid(), 9)", "was killed by SIGKILL", 0),
+    "leaves_a_process": ("played(1)\nif not os.fork():\n    os.setsid(); time.sleep(60)", None, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISBEHAVING)
+def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
+    text, why, refused = MISBEHAVING[name]
+    text = "if ROW['bad']:\n    " + text.replace("\n", "\n    ") + "\nelse: played(2)"
+
+    def script(text, seed):
+        if name in ("cuts_the_stream", "calls_itself"):
+            time.sleep(0.4)
+        return counted(text, seed)
+
+    generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=1.5)
+    environment = {"TEST_FOLDER": str(tmp_path)}
+    if name == "other_key":  # the key of an episode that is on its way, and not this one's
+        other = generator.desk.open_conversation(row_groups(generator, {})[0], 0, 0)
+        generator.desk.add_live(other, offer=False)
+        environment["OTHER"] = other.key
+    generator.launch = replace(generator.launch, environment=environment)
+    port = int(generator.server.url.rpartition(":")[2])
+    bad, good = (g.rollouts[0] for g in play_agents(generator, {"bad": True}, {"bad": False}))
+    assert good.failed is None and [t.text for t in good.turns] == ["answer 1", "answer 2"]
+    assert (bad.failed is None) if why is None else why in (bad.failed or ""), bad.failed
+    found = bad.episode_facts["refused"]
+    assert found >= refused if name == "floods" else found == refused
+    # One that floods may still ask when its episode has ended.
+    assert name == "floods" or generator.metrics["agent/wrong_keys"] == name.endswith("_key")
+    assert not [p for p in psutil.process_iter() if _is_of_test(p, tmp_path)]
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+
+
+def _is_of_test(process, folder):
+    try:
+        return process.environ().get("TEST_FOLDER") == str(folder)
+    except (psutil.Error, OSError):  # gone, a zombie, or somebody else's
+        return False
+
+
+def test_an_agent_that_comes_by_itself_gets_an_episode_for_the_runs_token():
+    token = "the token of this run"
+    generator = proxy_generator(None, counted, token=token)
+    heard = []
+
+    def post(url, body, key):
+        request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
+        request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def agent():
+        heard.append(post(f"{generator.server.url}/rloo/next", {}, "another"))
+        for end in ({}, {"error": "lost my way"}):
+            told = post(f"{generator.server.url}/rloo/next", {}, token)
+            url, key = told["base_url"], told["api_key"]
+            ask = {"model": told["model"], "messages": told["row"]["prompt"]}
+            heard.append(post(f"{url}/chat/completions", ask, key)["choices"][0]["message"])
+            post(f"{url}/rloo/reward", {"reward": told["row"]["n"]}, key)
+            post(f"{url}/rloo/done", end, key)
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    first, second = (g.rollouts[0] for g in play_agents(generator, {"n": 1}, {"n": 2}))
+    thread.join()
+    assert heard[0] == 401 and heard[1]["content"] == "answer 1"
+    assert first.failed is None and first.environment_reward == 1.0
+    assert second.failed == "the agent: lost my way"
+
+
+NODE = """
+const {OPENAI_BASE_URL: base, OPENAI_API_KEY: key, RLOO_ROW, RLOO_MODEL} = process.env;
+const messages = [...JSON.parse(RLOO_ROW).prompt];
+for (let turn = 0; turn < 2; turn++) {
+  const answer = await fetch(`${base}/chat/completions`, {
+    method: "POST", headers: {Authorization: `Bearer ${key}`, "Content-Type": "application/json"},
+    body: JSON.stringify({model: RLOO_MODEL, messages})});
+  if (!answer.ok) throw new Error(await answer.text());
+  messages.push((await answer.json()).choices[0].message, {role: "user", content: `${turn}`});
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node in the PATH")
+def test_an_agent_may_be_written_in_another_language(tmp_path):
+    path = tmp_path / "agent.mjs"
+    path.write_text(NODE)
+    generator = proxy_generator(["node", str(path)], counted)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert row.failed is None and [t.text for t in row.turns] == ["answer 1", "answer 2"]
+    assert row.episode_facts["retokenised"] == 0

@@ -1,0 +1,104 @@
+"""Training on episodes of foreign agents, among them one that is written with OpenAI's client."""
+
+import math
+import sys
+
+import loop_cases
+import pytest
+from agent_cases import CHATML, write_file
+
+from rloo_cli.agents import proxy
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose_config
+from rloo_cli.utils.errors import ConfigError
+
+AGENT = """
+import json, os
+import openai
+
+client, row = openai.OpenAI(), json.loads(os.environ["RLOO_ROW"])
+model = os.environ["RLOO_MODEL"]
+assert [m.id for m in client.models.list()] == [model]
+messages = [{"role": "system", "content": "short"}, *row["prompt"]]
+for turn in range(1):
+    stream = client.chat.completions.create(model=model, messages=messages, stream=True)
+    choices = [piece.choices[0] for piece in stream]
+    if choices[-1].finish_reason == "length":
+        break
+    said = "".join(choice.delta.content or "" for choice in choices)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+    answer = client.responses.create(model=model, input=messages)
+    if answer.incomplete_details is not None:
+        break
+    messages += [{"role": "assistant", "content": answer.output_text}]
+    messages += [{"role": "user", "content": "more"}]
+if int(os.environ["RLOO_SEED"]) % 5 == 0:
+    os.kill(os.getpid(), 9)
+"""
+WORDS = (
+    "data.path=make:tiny_chat", "agent=proxy", "generation.max_completion_length=6",
+    "train.prompts_per_step=2", "algorithm.num_generations=4", "data.eval_split=null",
+    "agent.max_seconds=120",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_written_with_openais_client_trains_two_steps(tmp_path):
+    pytest.importorskip("openai", reason="the agent is written with the package openai")
+    command = f"{sys.executable} {write_file(tmp_path, AGENT, 'agent.py')}"
+    template = write_file(tmp_path, CHATML.replace("<|im_end|>", "<eos>"), "chat.jinja")
+    run = loop_cases.make(
+        tmp_path, *WORDS, f"agent.command='{command}'", f"model.chat_template={template}",
+        loop_cases.ENDS,
+    )  # fmt: skip
+    asked, inner = [], run.generator.inner
+    whole_waves = inner.generate
+
+    def listen(groups, *arguments, **options):
+        whole_waves(groups, *arguments, **options)
+        asked.extend(g.prompt_ids + r.completion_ids for g in groups for r in g.rollouts)
+
+    inner.generate = listen
+    try:
+        for _ in range(2):
+            moved, line, batch = loop_cases.step(run)
+            rows = [(g, r) for g in batch.groups for r in g.rollouts]
+            assert float(moved.norm()) > 0 and math.isfinite(line["grad_norm"])
+            assert line["agent/retokenised"] == line["agent/refused"] == 0
+            killed = [r.failed for _, r in rows if r.seed % 5 == 0]
+            assert all("was killed by SIGKILL" in why for why in killed)
+            assert line["agent/failures"] == len(killed) / len(rows)
+            for group, row in rows:
+                assert (row.failed is None) == (row.seed % 5 != 0)
+                assert group.prompt_ids + row.completion_ids in asked  # the engine's own ids
+        assert max(len(r.turns) for _, r in rows) == 2
+    finally:
+        run.generator.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "agent.command and agent.token_env are null"),
+        (["agent.command=no-such-program x"], "there is no program no-such-program"),
+        (['agent.command="python \\"x"'], "cannot be read"),
+        (["agent.token_env=NO_SUCH_TOKEN"], "fewer than 16 characters"),
+        (["agent.command=python x", "agent.token_env=HOME"], "agent.token_env is set"),
+        (["agent.command=python x", "agent.host=192.0.2.1"], "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_an_agent_that_could_not_be_started_is_refused_before_weights_load(words, why):
+    run = check.check_config(compose_config(["+recipe=smoke", "agent=proxy", *words]))
+    with pytest.raises(ConfigError, match=why):
+        proxy.load_tools(run.agent)
+
+
+def test_keys_of_tools_and_a_port_for_several_processes_are_refused():
+    for words, why in (
+        (["agent.max_tool_s=3"], "max_tool_s"),
+        (["agent.port=4000", "distributed.num_processes=2"], "agent.port = 4000 for several"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check.check_config(
+                compose_config(["+recipe=smoke", "agent=proxy", "agent.command=python x", *words])
+            )
