@@ -17,7 +17,7 @@ from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
-NOT_TOOLS = ("reset", "get_reward", "close")
+NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
 # What a value of each JSON type may be in Python; bool is an int, and is looked at first.
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,),
@@ -33,6 +33,7 @@ class Environment:
     specs: dict[str, str]  # tool -> `file.py:name` that the process imports
     class_spec: str | None = None  # of the class; None = plain functions, without state
     has_reward: bool = False
+    has_turn_reward: bool = False
 
     def check_call(self, name: str, arguments: object) -> str | None:
         """What is wrong with a call, in words for the model; None = nothing."""
@@ -132,7 +133,8 @@ def _describe_environment(factory: Callable[..., object], spec: str, where: str)
         what, why = f"{spec} has no tool", "its public methods are what a model can call"
         raise ConfigError(Problem(what, where, why, "a method with types and a docstring"))
     schemas = [tool_schema(method, f"{spec}.{n}", where) for n, method in tools.items()]
-    return Environment(schemas, dict.fromkeys(tools, spec), spec, "get_reward" in methods)
+    own = [name in methods for name in ("get_reward", "get_turn_reward")]
+    return Environment(schemas, dict.fromkeys(tools, spec), spec, *own)
 
 
 def _public_methods(factory: Callable[..., object]) -> dict[str, Callable[..., object]]:
