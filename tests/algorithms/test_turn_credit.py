@@ -168,28 +168,52 @@ def test_the_gradient_is_the_credit_of_each_token_over_the_number_of_episodes(wo
 @pytest.mark.parametrize(
     ("words", "key", "fix"),
     [
-        (("algorithm.normalize_advantages=true",), "normalize_advantages", "false"),
-        (("algorithm.baseline=batch_mean",), "baseline", "loo"),
-        (("algorithm.advantage_scale=group",), "advantage_scale", "none"),
-        (("algorithm.normalize_rewards=true",), "normalize_rewards", "false"),
-        (("algorithm.reward_clip_range=[-1,1]",), "reward_clip_range", "null"),
-        (("algorithm.zero_std_groups=drop",), "zero_std_groups", "keep"),
-        (("algorithm.missing_eos_penalty={mode: replace, value: -1.0}",), "missing_eos_penalty",
-         "{mode: none"),
-        (("algorithm.policy_loss=clip",), "ratio_level", "token"),
-        (("algorithm.dialect=trl",), "dialect", "null"),
-        (("algorithm=ppo", "algorithm.ratio_level=token"), "turn_rewards", "sum"),
-        (("agent=null", "reward=unique_chars"), "turn_rewards", "agent=class"),
-        (("agent=null", "reward=unique_chars", "algorithm.turn_rewards=last"), "turn_rewards",
-         "agent=class"),
-        (("reward=unique_chars",), "turn_rewards", "reward=environment"),
+        (
+            ("algorithm.normalize_advantages=true",),
+            "normalize_advantages",
+            "algorithm.normalize_advantages=false",
+        ),
+        (("algorithm.baseline=batch_mean",), "baseline", "algorithm.baseline=loo"),
+        (("algorithm.advantage_scale=group",), "advantage_scale", "algorithm.advantage_scale=none"),
+        (
+            ("algorithm.normalize_rewards=true",),
+            "normalize_rewards",
+            "algorithm.normalize_rewards=false",
+        ),
+        (
+            ("algorithm.reward_clip_range=[-1,1]",),
+            "reward_clip_range",
+            "algorithm.reward_clip_range=null",
+        ),
+        (("algorithm.zero_std_groups=drop",), "zero_std_groups", "algorithm.zero_std_groups=keep"),
+        (
+            ("algorithm.missing_eos_penalty={mode: replace, value: -1.0}",),
+            "missing_eos_penalty",
+            "algorithm.missing_eos_penalty={mode: none",
+        ),
+        (("algorithm.policy_loss=clip",), "ratio_level", "algorithm.ratio_level=token"),
+        (("algorithm.dialect=trl",), "dialect", "algorithm.dialect=null"),
+        (
+            ("algorithm=ppo", "algorithm.ratio_level=token"),
+            "turn_rewards",
+            "algorithm.turn_rewards=sum",
+        ),
+        (("reward=unique_chars",), "turn_rewards", "agent=class reward=environment"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused_with_the_key_and_a_way_out(words, key, fix):
     with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config([*RUN, *words]))
-    told = [p for p in caught.value.problems if p.where.startswith(f"algorithm.{key}")]
-    assert told and fix in told[0].fix, str(caught.value)
+    said = str(caught.value)
+    assert f"algorithm.{key}" in said and f"fix      {fix}" in said, said
+
+
+@pytest.mark.parametrize("how", ["last", "credit"])
+def test_without_an_agent_no_turn_can_have_a_reward(how):
+    words = ("+recipe=smoke", "algorithm.policy_loss=reinforce", f"algorithm.turn_rewards={how}")
+    with pytest.raises(ConfigError, match="agent is null") as caught:
+        check.check_config(compose_config(words))
+    assert f"turn_rewards={how}, and no turn can have a reward" in str(caught.value)
 
 
 def test_a_run_with_credit_or_the_last_turns_reward_is_accepted():
