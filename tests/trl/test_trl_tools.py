@@ -105,5 +105,5 @@ def test_a_step_of_episodes_is_that_of_trl_with_the_same_tool(tmp_path, words):
         theirs.advantages(ours.batch), ours.batch.advantage, atol=1e-5, rtol=0
     )
     assert max(gaps(ours, theirs)[:1]) < 1e-5 and max(gaps(ours, theirs)) < 1e-4
-    if len(theirs.losses) == 1:
-        assert theirs.losses[0] == pytest.approx(ours.row["loss"], abs=1e-5)
+    if len(ours.gradients) == 1:  # GRPOTrainer divides each micro-batch's loss by their number
+        assert sum(theirs.parts) == pytest.approx(ours.row["loss"], abs=1e-5)
