@@ -35,7 +35,7 @@ class Turn:
     weight_version: int
     calls: list[JsonObject] = field(default_factory=list)  # name and arguments, as they were parsed
     observation: list[JsonObject] = field(default_factory=list)  # the messages of prompt_ids
-    reward: float | None = None
+    reward: float | None = None  # what the environment says that it earned; None = nothing
 
 
 # What a batch consists of, for those that write it down.
@@ -64,7 +64,7 @@ class Rollout:
     # baseline and loss. None = it did not.
     opening_ids: list[int] | None = None  # its group's prompt, where the environment changed it
     environment: JsonObject | None = None  # the environment's public attributes at the end
-    environment_reward: float | None = None  # what its get_reward() said
+    environment_reward: float | None = None  # what its get_reward() said, and its turns' rewards
     episode_facts: JsonObject | None = None  # counts of its calls, and why it ended
 
     @property

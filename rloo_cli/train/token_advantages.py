@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rloo_cli.algorithms.common.token_advantage import collect_step_tokens
+from rloo_cli.algorithms.common.turn_credit import ENVIRONMENT
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.reporting.update_metrics import UpdateMetrics, add_value_loss
@@ -23,7 +24,7 @@ def add_token_advantages(run: Run, batch: Batch) -> None:
     # Masked truncated completions need no forward, but their siblings are compared with them.
     active = set(batch.active)
     indices = [(i, k) for i, k in batch.usable.nonzero().tolist() if i in active]
-    step, lengths = collect_step_tokens(batch, indices)
+    step, lengths = collect_step_tokens(batch, indices, _turn_weight(run))
     table = run.algorithm.token_advantages(step)
     batch.norm_skipped = table.norm_skipped
     for name in ("advantage", "returns"):
@@ -39,6 +40,13 @@ def add_token_advantages(run: Run, batch: Batch) -> None:
     columns = zip(indices, table.advantage.split(lengths), step.mask.split(lengths), strict=True)
     for (i, k), advantage, mask in columns:
         batch.advantage[i, k] = (advantage * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _turn_weight(run: Run) -> float | None:
+    """The weight of what turns earn in a completion's score; None where no turn gets a credit."""
+    if run.algorithm.config.turn_rewards != "credit":
+        return None
+    return sum(r.weight for r in run.config.rewards.values() if r.type == ENVIRONMENT)
 
 
 @torch.no_grad()

@@ -95,3 +95,36 @@ def test_every_layout_has_that_gradient(layout):
     found = ours.logp(micro).logp
     (found * micro.mask * WEIGHTS[micro.sequence_ids]).sum().backward()
     assert worst(gradients(model), rows_apart()) <= 1e-6
+
+
+def reworded():
+    """The same episodes, told other things and of another length: only an observation's last token
+    is as it was, from which the next turn's first is predicted."""
+    groups = episodes()
+    groups[0].rollouts[0] = episode(([], [8, 9]), ([15, 16, 17, 18, 12], [13, 2]))
+    groups[1].rollouts[0] = episode(([19, 22], [23]), ([24], [25]), ([27], [28, 2]))
+    return groups
+
+
+def gradient_without_attention(groups, layout, read):
+    """The gradient of log-probabilities and a KL; `read` False: no token sees another."""
+    model = fresh("gpt_neox", initializer_range=0.08)
+    for name, weight in model.named_parameters():
+        if "attention.dense" in name and not read:
+            weight.data.zero_()
+    ours = policy("gpt_neox", layout, fused=False, model=model)
+    micro = laid(groups, layout)
+    found = ours.logp(micro).logp
+    kl = (-2.0 - found).exp() - 1 + found
+    total = found * WEIGHTS[micro.sequence_ids] + 0.3 * kl
+    (total * micro.mask).sum().backward()
+    return {n: g for n, g in gradients(model).items() if "attention" not in n}
+
+
+@layouts
+def test_no_gradient_comes_from_what_a_tool_said(layout):
+    told = gradient_without_attention(episodes(), layout, read=False)
+    assert worst(gradient_without_attention(reworded(), layout, read=False), told) <= 1e-5
+    # It is read all the same: what the policy says after it depends on it.
+    told = gradient_without_attention(episodes(), layout, read=True)
+    assert worst(gradient_without_attention(reworded(), layout, read=True), told) > 1e-2

@@ -98,12 +98,15 @@ def both(
     steps: int = 1,
     optimizer: bool = False,
     trainer: str = "RLOO",
+    tools: Sequence[Callable[..., Any]] = (),
+    inner: Callable[[Any], Any] | None = None,
     **theirs: Any,
 ) -> tuple[Ours, Theirs]:
     """`steps` steps of a run made from `words`, through both.
 
     `told`: rewards for TRL where it must be told what we do by ourselves. `completions`: ids in
-    place of sampled ones. `optimizer`: TRL builds its own; otherwise plain SGD. `theirs`: TRL's
+    place of sampled ones. `tools`: the run's, for TRL; `inner` makes the sampler of the run's turns
+    of its tokenizer. `optimizer`: TRL builds its own; otherwise plain SGD. `theirs`: TRL's
     settings where they are not to follow ours. With several mini-batches TRL cuts the step as we
     do: left alone it shuffles rows, and groups with them.
     """
@@ -111,6 +114,8 @@ def both(
     run = make(folder, *words, rewards=rewards)
     if completions is not None:
         replay(run, completions)
+    if inner is not None:
+        run.generator.inner = inner(run.tokenizer)
     with native_attention(run.policy.model):
         model = copy.deepcopy(run.policy.model)
     del model.rloo_native
@@ -118,7 +123,7 @@ def both(
     args = settings(run, steps) | (of_rloo if trainer == "RLOO" else of_grpo)(run)
     args |= {"output_dir": str(folder / "trl")} | theirs
     told = told or rewards or {"digits": digits}
-    return ours, trained(ours, model, told, args, optimizer, trainer)
+    return ours, trained(ours, model, told, args, optimizer, trainer, tools)
 
 
 def go(run: Run) -> Ours:
@@ -228,13 +233,18 @@ def trained(
     args: dict[str, Any],
     optimizer: bool,
     kind: str,
+    tools: Sequence[Callable[..., Any]] = (),
 ) -> Theirs:
     """Train `model` with TRL on what `ours` sampled."""
     import trl
     from datasets import Dataset
 
     run, theirs = ours.run, Theirs()
-    model.generation_config.eos_token_id = sorted(run.generator.stop_rule.stop_ids)
+    if tools:
+        run.tokenizer.response_template = {}  # TRL then asks its parser, which the test replaces
+    else:
+        stops = sorted(run.generator.stop_rule.stop_ids)
+        model.generation_config.eos_token_id = stops
     groups = [g for batch in ours.batches for g in batch.groups]
     functions = [named(name, function) for name, function in rewards.items()]
     sgd = torch.optim.SGD(model.parameters(), lr=args["learning_rate"])
@@ -247,10 +257,11 @@ def trained(
             train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.example} for g in groups]),
             processing_class=run.tokenizer,
             callbacks=[Watch(theirs.gradients)],
+            **({"tools": [*tools]} if tools else {}),
             **({} if optimizer else {"optimizers": (sgd, constant)}),
         )
     theirs.trainer = trainer
-    watch(trainer, theirs, [r.completion_ids for g in groups for r in g.rollouts])
+    watch(trainer, theirs, said_by_turn([r for g in groups for r in g.rollouts]))
     with ordered(ours, kind):
         trainer.train()
     return theirs
@@ -272,12 +283,19 @@ def ordered(ours: Ours, kind: str) -> AbstractContextManager[Any]:
     )
 
 
+def said_by_turn(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """What was sampled, in the order in which it is asked for: all first turns, then all second."""
+    turns = [[r.completion_ids] if r.turns is None else [t.sampled_ids for t in r.turns]
+             for r in rollouts]  # fmt: skip
+    return [own[t] for t in range(max(map(len, turns))) for own in turns if len(own) > t]
+
+
 def watch(trainer: Any, theirs: Theirs, said: Iterable[list[int]]) -> None:
     """Put the completions in the place of sampling, and note what passes by."""
     said = iter(said)
     score, loss = trainer._generate_and_score_completions, trainer.compute_loss
 
-    def generated(prompt_ids: list[list[int]], *_: Any) -> Any:
+    def generated(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         theirs.prompts += prompt_ids
         found = [next(said) for _ in prompt_ids]
         return (found, None) if "GRPO" in type(trainer).__name__ else found  # no logprobs

@@ -3,8 +3,9 @@
 import math
 
 import loop_cases
+import pytest
 import torch
-from agent_cases import write_file
+from agent_cases import call_text, class_agent, episode_generator, play, write_file
 
 from rloo_cli.checkpoint.step_state import dump_step, load_step
 from rloo_cli.run import StepProgress
@@ -38,9 +39,9 @@ WORDS = (
 )  # fmt: skip
 
 
-def made(tmp_path, monkeypatch, *words):
+def made(tmp_path, *words, text=TOOL):
     """A run in which every answer calls the tool, whatever it says."""
-    path = write_file(tmp_path, TOOL)
+    path = write_file(tmp_path, text)
     run = loop_cases.make(
         tmp_path, *WORDS, f"agent.environments={{world: '{path}:World'}}", loop_cases.ENDS, *words,
         rewards={},
@@ -55,8 +56,8 @@ def made(tmp_path, monkeypatch, *words):
     return run
 
 
-def test_a_step_of_episodes_is_trained_saved_and_read_again(tmp_path, monkeypatch):
-    run = made(tmp_path, monkeypatch)
+def test_a_step_of_episodes_is_trained_saved_and_read_again(tmp_path):
+    run = made(tmp_path)
     try:
         batch = loop_cases.sampled(run)
         rows = [r for g in batch.groups for r in g.rollouts]
@@ -88,3 +89,84 @@ def test_a_step_of_episodes_is_trained_saved_and_read_again(tmp_path, monkeypatc
         assert line["completions/mean_length"] == sum(r.length for r in rows) / len(rows)
     finally:
         run.generator.close()
+
+
+EARNING = '''
+import random
+
+
+class World:
+    def reset(self, **row):
+        self.earned = []
+
+    def look(self) -> str:
+        """Looks around."""
+        return "nothing"
+
+    def get_turn_reward(self) -> float:
+        self.earned.append(random.random())
+        return self.earned[-1]
+
+    def get_reward(self) -> float:
+        return 10.0
+'''
+CREDIT = ("algorithm.turn_rewards=credit", "algorithm.policy_loss=reinforce", "algorithm.beta=0.0")
+
+
+def credit_by_hand(rows, weight):
+    """Each turn's return to go less the mean of the siblings', by the words of the definition."""
+    earned = [[weight * (turn.reward or 0.0) for turn in row.turns] for row in rows]
+    to_go = [[weight * 10.0 + sum(e[t:]) for t in range(len(e))] for e in earned]
+    found = []
+    for i, own in enumerate(to_go):
+        others = [g for j, g in enumerate(to_go) if j != i]
+        for t, value in enumerate(own):
+            same = [g[t] for g in others if len(g) > t] or [g[-1] for g in others]
+            found.append([value - sum(same) / len(same)] * len(rows[i].turns[t].sampled_ids))
+    return torch.tensor([a for part in found for a in part])
+
+
+def test_a_turns_tokens_are_trained_with_what_is_earned_from_that_turn_on(tmp_path):
+    run = made(tmp_path, *CREDIT, "reward.environment.weight=0.5", text=EARNING)
+    try:
+        batch = loop_cases.sampled(run)
+        rows = [r for g in batch.groups for r in g.rollouts]
+        assert len({len(row.turns) for row in rows}) > 1
+        for row in rows:
+            earned = [turn.reward for turn in row.turns if turn.reward is not None]
+            assert row.environment["earned"] == earned
+            assert len(earned) == row.episode_facts["calls"]
+            assert row.environment_reward == 10.0 + sum(earned)
+        assert batch.score.flatten().tolist() == [0.5 * row.environment_reward for row in rows]
+        moved, line, _ = loop_cases.step(run, batch)
+        for group in batch.groups:
+            wanted = credit_by_hand(group.rollouts, 0.5)
+            torch.testing.assert_close(torch.cat(group.advantage), wanted, rtol=0, atol=1e-5)
+        assert float(moved.norm()) > 0 and math.isfinite(line["loss"])
+    finally:
+        run.generator.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("raise ValueError('no idea')", "get_turn_reward: ValueError: no idea"),
+        ("return float('inf')", "get_turn_reward: it is inf, which is no reward"),
+    ],
+)
+def test_a_turn_reward_that_fails_leaves_the_row_out_and_is_never_a_zero(tmp_path, body, why):
+    path = write_file(tmp_path, EARNING.replace("return self.earned[-1]", body))
+    config = class_agent({"world": f"{path}:World"}, max_turns=2)
+    generator = episode_generator(config, lambda *_: call_text("look"))
+    (group,) = play(generator)
+    assert group.rollouts[0].failed == why and group.rollouts[0].environment_reward is None
+
+
+def test_a_turn_may_earn_nothing_and_an_answer_is_not_asked_for(tmp_path):
+    path = write_file(tmp_path, EARNING.replace("return self.earned[-1]", "return None"))
+    config = class_agent({"world": f"{path}:World"}, max_turns=3)
+    said = iter([call_text("look"), call_text("other"), "the end"])
+    (group,) = play(episode_generator(config, lambda *_: next(said)))
+    (row,) = group.rollouts
+    assert [turn.reward for turn in row.turns] == [None, None, None]
+    assert len(row.environment["earned"]) == 1 and row.environment_reward == 10.0

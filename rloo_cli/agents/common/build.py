@@ -77,7 +77,8 @@ def wrap_generator(
     length = run.generation.max_completion_length
     headroom = prompt_headroom(run, context_length)
     context = None if headroom is None else headroom + length
-    rules = EpisodeRules(config, tools, renderer, parser, length, context)
+    turn_rewards = getattr(run.algorithm, "turn_rewards", "sum")  # an algorithm of the user's own
+    rules = EpisodeRules(config, tools, renderer, parser, length, context, turn_rewards)
     return _around_sampler(inner, lambda sampler: EpisodeGenerator(sampler, rules))
 
 

@@ -4,6 +4,7 @@ The ids that the sampler gets are always those of all turns before, as they were
 what is new. `retokenised` counts turns for which that did not hold; there is no such turn.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rloo_cli.agents.common.tool_set import Environment
@@ -81,8 +82,11 @@ class Episode:
         self.failed = self.failed or why
         self.ended_by = "failed"
 
-    def to_rollout(self, prompt_ids: list[int]) -> Rollout:
-        """The episode as a rollout of a group whose prompt, `prompt_ids`, it begins with."""
+    def to_rollout(self, prompt_ids: list[int], turn_rewards: str = "sum") -> Rollout:
+        """The episode as a rollout of a group whose prompt, `prompt_ids`, it begins with.
+
+        `turn_rewards`: how its turns' rewards become part of its own (`algorithm.turn_rewards`).
+        """
         rest = self.base_ids[len(prompt_ids) :]
         if not self.turns:  # reset failed: one token stands for it, and is masked with the row
             rollout = Rollout(
@@ -93,10 +97,26 @@ class Episode:
             first.prompt_ids = [*rest, *first.prompt_ids]
             rollout = Rollout.from_turns(self.turns, self.terminated, self.seed)
         rollout.failed, rollout.environment = self.failed, self.state
-        rollout.environment_reward = self.reward
+        earned = [turn.reward for turn in self.turns]
+        rollout.environment_reward = episode_reward(self.reward, earned, turn_rewards)
         rollout.episode_facts = {**vars(self.counts), "ended_by": self.ended_by or "answer"}
         rollout.episode_facts |= {"turns": len(self.turns), "retokenised": self.retokenised}
         return rollout
+
+
+def episode_reward(
+    own: float | None, earned: Sequence[float | None], turn_rewards: str
+) -> float | None:
+    """What an environment says of an episode: `own`, of the whole of it, and what turns earned.
+
+    The latter is their sum, or with `turn_rewards` last that of the last turn that earned
+    something. None where it says nothing at all.
+    """
+    said = [reward for reward in earned if reward is not None]
+    if turn_rewards == "last":
+        said = said[-1:]
+    parts = said if own is None else [own, *said]
+    return sum(parts) if parts else None
 
 
 def common_prefix(sequences: list[list[int]]) -> list[int]:

@@ -51,6 +51,7 @@ class EpisodeRules:
     parser: CallParser
     max_completion_length: int
     context_length: int | None  # tokens of a prompt and a whole episode; None = not known
+    turn_rewards: str = "sum"  # algorithm.turn_rewards
 
 
 class EpisodeGenerator:
@@ -321,7 +322,7 @@ class _EpisodeStep:
         group, siblings = self.groups[i], self.family[i]
         changed = any(e.base_ids is not group.prompt_ids for e in siblings)
         prompt_ids = common_prefix([e.base_ids for e in siblings]) if changed else group.prompt_ids
-        rollouts = [e.to_rollout(prompt_ids) for e in siblings]
+        rollouts = [e.to_rollout(prompt_ids, self.rules.turn_rewards) for e in siblings]
         for rollout in rollouts if changed else ():
             rollout.opening_ids = prompt_ids
         group.take_rollouts(rollouts)

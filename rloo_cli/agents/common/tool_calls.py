@@ -50,7 +50,7 @@ class ToolCalls:
         self, episode: Episode, calls: list[JsonObject], unreadable: list[str]
     ) -> Answers:
         """Make the calls of the episode's last turn, one after the other."""
-        answers = Answers(calls, [], unreadable)
+        answers, made = Answers(calls, [], unreadable), 0
         for number, call in enumerate(calls):
             episode.counts.calls += 1
             wrong = episode.environment.check_call(call["name"], call["arguments"])
@@ -58,6 +58,7 @@ class ToolCalls:
                 episode.counts.bad_calls += 1
                 answers.texts.append(_error_text(wrong))
                 continue
+            made += 1
             began = time.monotonic()
             answer = self._call(episode, call, number)
             episode.counts.tool_s += time.monotonic() - began
@@ -66,6 +67,8 @@ class ToolCalls:
             answers.done = answers.done or bool(answer.get("done"))
             answers.texts.append(answer["text"] if "text" in answer else answer["told"])
         episode.counts.bad_calls += len(unreadable)
+        if episode.environment.has_turn_reward and made:
+            self._ask_turn_reward(episode)
         return answers
 
     def close_environment(self, episode: Episode) -> None:
@@ -83,6 +86,15 @@ class ToolCalls:
         if episode.caller is not None:
             episode.caller.kill()
         episode.caller = None
+
+    def _ask_turn_reward(self, episode: Episode) -> None:
+        """Store what the environment says that the episode's last turn earned."""
+        message = {"do": "turn"} | self._limits(episode, 0) | {"seed": None}  # reset has seeded it
+        answer = self._ask_environment(episode, message)
+        if answer is not None and "error" in answer:
+            self._give_up(episode, f"get_turn_reward: {answer['error']}")
+        elif answer is not None:
+            episode.turns[-1].reward = answer["reward"]
 
     def _call(self, episode: Episode, call: JsonObject, number: int) -> JsonObject | None:
         """One call's answer: `text`, or `told` where it failed; None where the episode has."""

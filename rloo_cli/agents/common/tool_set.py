@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rloo_cli.agents.processes.tool_pool import ToolCaller
 
 ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
-NOT_TOOLS = ("reset", "get_reward", "close")
+NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
 # What a value of each JSON type may be in Python; bool is an int, and is looked at first.
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,),
@@ -36,6 +36,7 @@ class Environment:
     specs: dict[str, str]  # tool -> `file.py:name` that the process imports
     class_spec: str | None = None  # of the class; None = plain functions, without state
     has_reward: bool = False
+    has_turn_reward: bool = False
     # What answers an episode's messages, where that is not a process of ours: one for each episode.
     connect: "Callable[[], ToolCaller] | None" = None
 
@@ -154,7 +155,8 @@ def _describe_environment(factory: Callable[..., object], spec: str, where: str)
         what, why = f"{spec} has no tool", "its public methods are what a model can call"
         raise ConfigError(Problem(what, where, why, "a method with types and a docstring"))
     schemas = [tool_schema(method, f"{spec}.{n}", where) for n, method in tools.items()]
-    return Environment(schemas, dict.fromkeys(tools, spec), spec, "get_reward" in methods)
+    own = [name in methods for name in ("get_reward", "get_turn_reward")]
+    return Environment(schemas, dict.fromkeys(tools, spec), spec, *own)
 
 
 def _public_methods(factory: Callable[..., object]) -> dict[str, Callable[..., object]]:

@@ -36,9 +36,10 @@ class ToolWorker:
         try:
             if self.seeds and message.get("seed") is not None:
                 seed_process(message["seed"])
-            return {"reset": self._reset, "call": self._call, "end": self._end}[message["do"]](
-                message
-            )
+            answers = {
+                "reset": self._reset, "call": self._call, "turn": self._turn, "end": self._end,
+            }  # fmt: skip
+            return answers[message["do"]](message)
         except BaseException as error:  # sys.exit() in a tool is an error of the tool
             text = f"{type(error).__name__}: {error}"
             return {"error": text[:ERROR_CHARACTERS]}
@@ -66,16 +67,26 @@ class ToolWorker:
     def _state(self) -> JsonObject:
         return {"done": bool(getattr(self.environment, "done", False))}
 
+    def _turn(self, message: JsonObject) -> JsonObject:
+        """What the turn earned whose calls have just been made."""
+        return self._reward("get_turn_reward")
+
     def _end(self, message: JsonObject) -> JsonObject:
         """The environment's own reward, where it has one, and its public attributes."""
-        answer: JsonObject = {"reward": None}
-        if hasattr(self.environment, "get_reward"):
-            value = float(_run(self.environment.get_reward, {}))
-            if not math.isfinite(value):
-                return {"error": f"it is {value}, which is no reward"}
-            answer["reward"] = value
-        answer["state"] = _public_values(self.environment)
-        return answer
+        answer = self._reward("get_reward")
+        return answer if "error" in answer else answer | {"state": _public_values(self.environment)}
+
+    def _reward(self, method: str) -> JsonObject:
+        """What a method without arguments says; None without that method, or where it does."""
+        if not hasattr(self.environment, method):
+            return {"reward": None}
+        told = _run(getattr(self.environment, method), {})
+        if told is None and method == "get_turn_reward":
+            return {"reward": None}
+        value = float(told)
+        if not math.isfinite(value):
+            return {"error": f"it is {value}, which is no reward"}
+        return {"reward": value}
 
 
 def _run(code: Callable[..., Any], arguments: JsonObject) -> Any:

@@ -15,4 +15,5 @@ rules               choices that do not go together
 score               several rewards to one score; penalties, clips
 siblings            what compares siblings, where there are too few
 token_advantage     an advantage per token
+turn_credit         rewards of an episode's turns
 """

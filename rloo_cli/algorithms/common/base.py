@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rloo_cli.algorithms.common import advantage, forward_plan, rules, score
+from rloo_cli.algorithms.common import advantage, forward_plan, rules, score, turn_credit
 from rloo_cli.algorithms.common import loss as common_loss
 from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
 from rloo_cli.algorithms.common.config import Switches, resolve_loss_type, resolved_values
@@ -72,6 +72,8 @@ class Algorithm(ABC, Generic[C]):
 
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
         """Advantages of every token of the step, where `Config.by_token` says so. (N,) -> (N,)"""
+        if self.config.turn_rewards == "credit":
+            return turn_credit.credit_turns(step, self.config)
         raise NotImplementedError(f"{type(self).__name__} does not define token_advantages")
 
     def loss(self, inputs: LossInputs) -> Loss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from rloo_cli.algorithms.common import advantage, aggregate, kl, policy_loss, score
+from rloo_cli.algorithms.common import advantage, aggregate, kl, policy_loss, score, turn_credit
 from rloo_cli.algorithms.common import importance_weights as weights
 from rloo_cli.config.schema import AlgorithmConfig, RunConfig, key
 from rloo_cli.utils.files import JsonObject
@@ -18,6 +18,7 @@ class Switches(
     policy_loss.Config,
     aggregate.Config,
     weights.Config,
+    turn_credit.Config,
     AlgorithmConfig,
 ):
     """Every switch that algorithms share (docs/OBJECTIVES.md)."""

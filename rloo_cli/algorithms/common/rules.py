@@ -10,7 +10,13 @@ from math import inf, log, sqrt
 from statistics import NormalDist
 
 from rloo_cli.algorithms.common import config as common_config
-from rloo_cli.algorithms.common import dialect, importance_weights, policy_loss, siblings
+from rloo_cli.algorithms.common import (
+    dialect,
+    importance_weights,
+    policy_loss,
+    siblings,
+    turn_credit,
+)
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config import registry
 from rloo_cli.config.schema import GenerationConfig, RunConfig
@@ -84,6 +90,7 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     yield from dialect.dialect_problems(run, config)
     yield from choice_problems(config)
     yield from siblings.sibling_problems(config)
+    yield from turn_credit.turn_reward_problems(run, config)
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)

@@ -6,13 +6,13 @@ They are computed once per step, on the CPU and on every rank alike, before the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.data.batch import Batch
+    from rloo_cli.data.batch import Batch, Rollout
 
 WHITE_EPS = 1e-8  # added to the variance
 
@@ -28,12 +28,19 @@ class StepTokens:
     old: Tensor  # (N,) old_logp, at the KL's temperature
     ref: Tensor | None  # (N,) ref_logp; None = there is no reference
     value: Tensor | None  # (N,) values; None = there is no value model
+    # With turn_rewards=credit, where every completion is an episode of up to U turns:
+    turn: Tensor | None = None  # (N,) the index of the token's turn
+    num_turns: Tensor | None = None  # (S,) turns that each has
+    turn_reward: Tensor | None = None  # (S, U) what each turn earned, weighted; 0 = nothing
 
 
 def collect_step_tokens(
-    batch: Batch, indices: Sequence[tuple[int, int]]
+    batch: Batch, indices: Sequence[tuple[int, int]], turn_weight: float | None = None
 ) -> tuple[StepTokens, list[int]]:
-    """Flat columns of the completions with these (group, completion) indices, and their lengths."""
+    """Flat columns of the completions with these (group, completion) indices, and their lengths.
+
+    `turn_weight`: the weight of what turns earn; None = their columns are not needed.
+    """
     import torch  # lazy: the registry reads the algorithms' schemas without torch
 
     groups = batch.groups
@@ -65,7 +72,25 @@ def collect_step_tokens(
         ref=column("ref_logp"),
         value=column("value"),
     )
+    if turn_weight is not None:
+        step = replace(step, **_turn_columns(rollouts, turn_weight))
     return step, lengths
+
+
+def _turn_columns(rollouts: Sequence[Rollout], weight: float) -> dict[str, Tensor]:
+    """Which turn each token is of, how many there are, and what they earned."""
+    import torch  # lazy: the registry reads the algorithms' schemas without torch
+
+    episodes = [r.turns or [] for r in rollouts]
+    width = max(map(len, episodes), default=0)
+    turn = [t for turns in episodes for t, x in enumerate(turns) for _ in x.sampled_ids]
+    rows = [[x.reward or 0.0 for x in turns] + [0.0] * (width - len(turns)) for turns in episodes]
+    rewards = torch.tensor(rows, dtype=torch.float64).reshape(len(episodes), width)
+    return {
+        "turn": torch.tensor(turn).long(),
+        "num_turns": torch.tensor([len(turns) for turns in episodes]).long(),
+        "turn_reward": weight * rewards,
+    }
 
 
 @dataclass(frozen=True)
