@@ -194,3 +194,33 @@ def test_calls_that_a_template_refuses_to_write_are_told_of_nevertheless(model: 
     messages = [tool_message(i, c, f"answer {i}") for i, c in enumerate(bad)]
     said = tokenizer.decode(ours.new_ids(bad, messages, [], tokenizer.eos_token_id))
     assert [said.count(f"answer {i}") for i in range(3)] == [1, 1, 1]
+
+
+RENDERERS = {  # model: (the renderer's config, special tokens that it looks for)
+    "qwen3": ("Qwen3RendererConfig", (
+        "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+        "</tool_response>")),
+    "llama3": ("Llama3RendererConfig", ("<|python_tag|>", "<|eom_id|>", "<|end_of_text|>")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", RENDERERS)
+def test_hand_written_renderers_put_the_same_ids_between_two_turns(model: str) -> None:
+    """The package `renderers` has rules by hand where ours takes a difference of two texts."""
+    reason = "the package renderers, which is compared with, is not installed"
+    renderers = pytest.importorskip("renderers", reason=reason)
+    config, special = RENDERERS[model]
+    tokenizer = learnt_tokenizer(model)
+    known = [str(token) for token in tokenizer.all_special_tokens]
+    tokenizer.add_special_tokens({"extra_special_tokens": [*known, *special]})
+    theirs = renderers.create_renderer(tokenizer, getattr(renderers, config)())
+    ours, stop = TurnRenderer(tokenizer, {}, {tokenizer.eos_token_id}), tokenizer.eos_token_id
+    call = {"name": "odd", "arguments": {"number": 1}}
+    asked = [{"role": "user", "content": "other"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    said = [*tokenizer(call_of(model, 1), add_special_tokens=False)["input_ids"], stop]
+    for text in HOSTILE:
+        text, _ = ours.clean_observation(text, 200)
+        message = tool_message(0, call, text)
+        whole = theirs.bridge_to_next_turn(prompt, said, [message]).token_ids
+        assert [*prompt, *said, *ours.new_ids([call], [message], [], stop)] == list(whole)
