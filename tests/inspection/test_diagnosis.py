@@ -264,11 +264,13 @@ def test_a_score_that_comes_with_another_turn_is_not_hacked_by_length() -> None:
     def two_turns(step: int, draw: int, k: int) -> dict[str, Any]:
         sample = healthy_sample(step, draw, k)
         called = random.Random(f"{step} {draw} {k} called").random() < step / 24
-        long = random.Random(f"{step} {draw} {k} length").randint(4, 5) * (1 + called)
+        of_a_turn = random.Random(f"{step} {draw} {k} length").randint(4, 5) + step // 8
+        long = of_a_turn * (1 + called)
         turns = turns_of(*["42"] * (1 + called))
         return sample | {"score": float(called), "completion_length": long, "turns": turns}
 
-    growing = {"completions__mean_length": lambda s: 4.5 * (1 + s / 24)}
+    # Turns grow, too, and say nothing of the score; their number does.
+    growing = {"completions__mean_length": lambda s: (4.5 + s / 8) * (1 + s / 24)}
     episodes = EPISODE_METRICS | growing | {"agent__turns": lambda s: 1 + s / 24}
     assert named(make_run(two_turns, **episodes)) == []
 
