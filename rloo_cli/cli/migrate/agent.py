@@ -15,6 +15,7 @@ LENGTH_OF_ALL = (
     "TRL's max_completion_length was of the whole conversation, tools included; here it is of a"
     " turn: generation.max_completion_length for one, agent.max_episode_tokens for all of them"
 )
+ROLLOUT_AGENT = "rollout"  # the kind that plays a function of the user's; its key has that name
 ROLLOUT_FUNCTION = (
     "rollout_func is not carried over: make what it plays tools (agent=tools) or an environment"
     " (agent=class), docs/agents.md"
@@ -53,10 +54,10 @@ def write_agent(recipe: Recipe) -> None:
 
 
 def _write_rollout_function(recipe: Recipe, spec: str) -> None:
-    if "rollout" not in registry.registry_names("agents"):
+    if ROLLOUT_AGENT not in registry.registry_names("agents"):
         recipe.notes.append(f"{ROLLOUT_FUNCTION} ({spec})")
         return
-    recipe.groups["agent"] = ("rollout", "rollout_func")
-    recipe.put("agent.rollout", spec, "rollout_func")
-    what = "takes and returns other values than TRL's: docs/agents.md"
-    recipe.notes.append(f"{spec}: agent.rollout {what}")
+    recipe.groups["agent"] = (ROLLOUT_AGENT, "rollout_func")
+    recipe.put(f"agent.{ROLLOUT_AGENT}", spec, "rollout_func")
+    what = "what it takes and returns may differ from TRL's: docs/agents.md"
+    recipe.notes.append(f"{spec}: {what}")
