@@ -4,8 +4,8 @@
     python bench/pathologies.py --again          every row's findings anew, from its folder
     python bench/pathologies.py --page           the tables of docs/doctor.md, from the rows
 
-The faults are a learning rate, a reward, a dtype, a data set or a key of sampling; no file of a run
-is edited.
+The faults are a learning rate, a reward, a dtype, a data set, a tool or a key of sampling; no file
+of a run is edited.
 Thresholds were set on seed 1 and are shown on the others. A row of bench/pathologies.jsonl a run.
 """
 
@@ -46,6 +46,17 @@ def sevens(completions, **kwargs):
     return [text.count("7") / max(1, len(text)) for text in texts(completions)]
 """
 
+TOOLS = '''
+def multiply(x: int, y: int) -> int:
+    """Multiplies two integers.
+
+    Args:
+        x: The first integer.
+        y: The second integer.
+    """
+    return x * y
+'''
+
 SUMS: Words = (
     "+recipe=quickstart", "max_steps=30", "train.prompts_per_step=16", "eval.max_samples=50",
     "eval.every=0", "logging.samples_every=1", "resume=never",
@@ -54,6 +65,11 @@ WORDS: Words = (
     "+recipe=smoke", "max_steps=30", "train.prompts_per_step=8", "logging.samples_every=1",
     "train.learning_rate=1e-3", "train.lr_scheduler=constant", "algorithm.num_generations=8",
     "generation.ignore_eos=true",  # a random model never ends: all completions have one length
+)  # fmt: skip
+
+
+EPISODES: Words = (
+    "+recipe=tools_mini", "max_steps=24", "eval.every=0", "logging.samples_every=1", "resume=never",
 )  # fmt: skip
 
 
@@ -104,6 +120,11 @@ SICK: dict[str, tuple[str, Words]] = {
         "data is seen twice",
         (*SUMS, "data.path={folder}/doubled.jsonl", "data.eval_split=null"),
     ),
+    # The model was taught a and b.
+    "calls": (
+        "tools or environments fail",
+        (*EPISODES, "agent.tools=[{folder}/tools.py:multiply]", "max_steps=12"),
+    ),
     "ignored": ("the reward ignores the completion", (*SUMS, *scored_by("of_the_prompt"))),
 }  # fmt: skip
 HEALTHY: dict[str, Words] = {
@@ -118,16 +139,18 @@ HEALTHY: dict[str, Words] = {
     "sums, an adapter": (*SUMS, "lora=default", "train.learning_rate=1e-3"),
     "sums, bfloat16": (*SUMS, "model.dtype=bfloat16"),
     "words, two rewards": WORDS,
+    "products, a tool": EPISODES,
     "words, vLLM": (*WORDS, "generation=vllm_colocate"),
 }
 
 
 def write_files(folder: Path) -> None:
-    """The rewards, and the sums of the quickstart with every row of a few hundred twice."""
+    """The rewards, a tool, and the sums of the quickstart with every row of a few hundred twice."""
     from rloo_cli.data.synthetic.addition import addition_examples
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "tools.py").write_text(TOOLS)
     rows = addition_examples("train")[:150]
     text = "".join(json.dumps(row) + "\n" for row in [*rows, *rows])
     (folder / "doubled.jsonl").write_text(text)

@@ -24,7 +24,8 @@ from rloo_cli.utils.files import JsonObject
 
 USAGE = (
     "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
-    "[--prompts N] [--prompt-tokens N] [--completion-tokens N] [--json]"
+    "[--prompts N] [--prompt-tokens N] [--completion-tokens N] [--turns N] "
+    "[--observation-tokens N] [--json]"
 )
 
 
@@ -40,8 +41,10 @@ class PlanArgumentParser(argparse.ArgumentParser):
         super().__init__(prog="rloo plan", usage=USAGE, add_help=False, allow_abbrev=False)
         self.add_argument("--gpu")
         self.add_argument("--json", action="store_true")
-        for name in ("--gpus", "--prompts", "--prompt-tokens", "--completion-tokens"):
+        for name in ("--gpus", "--prompts", "--prompt-tokens", "--completion-tokens",
+                     "--observation-tokens"):  # fmt: skip
             self.add_argument(name, type=_count)
+        self.add_argument("--turns", type=_turns)
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -55,7 +58,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _turns(text: str) -> float:
+    """A mean number of turns, 1 or more. Raises ValueError."""
+    if not 1 <= float(text) <= 10**6:
+        raise ValueError
+    return float(text)
+
+
 _count.__name__ = "count"  # as argparse names it in its message
+_turns.__name__ = "number of turns"
 
 
 def run(args: list[str]) -> int:
@@ -66,7 +77,12 @@ def run(args: list[str]) -> int:
     composed = compose.compose_config(rest)
     settings = check.check_config(composed)
     with hf_cache.recorded_command(composed.user_overrides):
-        asked = PlanOptions(flags.gpus, flags.prompts, flags.prompt_tokens, flags.completion_tokens)
+        asked = PlanOptions(
+            flags.gpus, flags.prompts, flags.prompt_tokens, flags.completion_tokens, flags.turns,
+            flags.observation_tokens,
+        )  # fmt: skip
+        if asked.turns is not None or asked.observation_tokens is not None:
+            _require_agent(settings)
         found = plan_run(settings, flags.gpu, asked)
     if flags.json:
         print(json.dumps(planning_text.plan_values(found), indent=2))
@@ -75,6 +91,15 @@ def run(args: list[str]) -> int:
     if not found.fits:
         raise does_not_fit_error(found)
     return 0
+
+
+def _require_agent(run: RunConfig) -> None:
+    """Raises ConfigError where flags of episodes are given for a run of single answers."""
+    if run.agent is None:
+        why = "agent is null: a completion is one answer, of one turn"
+        what = "--turns and --observation-tokens are of episodes"
+        fix = "agent=tools, or without these flags"
+        raise ConfigError(Problem(what, "command line", why, fix))
 
 
 def dry_run_text(run: RunConfig) -> str:

@@ -23,13 +23,16 @@ from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, find_samples_file, read_sample_records
+from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.panel import clean_line, format_number, wrap_text
 from rloo_cli.utils.errors import ConfigError, Problem
 
 USAGE = "rloo samples RUN [--step N] [--worst | --best] [-n 5] [--eval] [--set NAME]" \
     " [--reward NAME] [--json]"  # fmt: skip
 DEFAULT_COUNT = 5
-MAX_LINES = {"prompt": 8, "completion": 24, "told": 8}  # lines of a text; --json has all of it
+MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all of it
+# Of an episode's parts: the style, and the lines that are shown.
+PART_STYLES = {"told": ("green", 8), "said": ("bold", 24), "called": ("cyan", 8)}
 HEAD_WIDTH = 11  # cells before a text
 OPTIONAL_FIELDS = ("kl", "reward", "advantage")
 SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs to see
@@ -142,20 +145,12 @@ def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
 def _turn_lines(sample: SampleRecord, width: int) -> list[Text]:
     """An episode as a conversation: what the model said and called, and what it was told."""
     lines: list[Text] = []
-    for number, turn in enumerate(sample["turns"], 1):
-        for message in turn.get("told") or []:
-            told = f"{message.get('name') or message.get('role', '?')}: {message.get('content')}"
-            lines += _paragraph("told", told, width, MAX_LINES["told"])
-        lines += _paragraph(f"turn {number}", str(turn.get("said", "")), width,
-                            MAX_LINES["completion"], "bold")  # fmt: skip
-        for call in turn.get("calls") or []:
-            called = f"{call.get('name')}({json.dumps(call.get('arguments'))})"
-            lines += _paragraph("calls", called, width, MAX_LINES["told"], "cyan")
-    facts = sample.get("episode") or {}
-    end = f"ended by {facts.get('ended_by', '?')}, {facts.get('calls', 0)} calls"
-    if sample.get("failed"):
-        end += f"; no score: {sample['failed']}"
-    return lines + _paragraph("episode", clean_line(end), width, 2, "bright_black")
+    for part in conversation_parts(sample):
+        style, limit = PART_STYLES[part.kind]
+        head = wrap_text(part.head, HEAD_WIDTH - 1, 1)[0]
+        lines += _paragraph(head, part.text, width, limit, style)
+    end = clean_line(episode_end(sample))
+    return lines + _paragraph("episode", end, width, 2, "bright_black")
 
 
 def _paragraph(head: str, text: str, width: int, max_lines: int, style: str = "") -> list[Text]:

@@ -135,6 +135,8 @@ VERBS: dict[str, VerbHelp] = {
             "--prompts N": "how many prompts the data has, for the number of steps",
             "--prompt-tokens N": "mean tokens of a prompt",
             "--completion-tokens N": "mean tokens of a completion",
+            "--turns N": "mean turns of an episode, with an agent",
+            "--observation-tokens N": "mean tokens of what tools say between two turns",
             "--json": "bytes, seconds and counts, for tools",
             **CONFIG_DIR,
         },

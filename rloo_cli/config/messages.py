@@ -28,6 +28,7 @@ OPTIONAL_SECTIONS = {
 # A number with an exponent, as it is written: its digits before the exponent in a group.
 EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
 REGISTRY_KEYS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
+CHOSEN_SECTIONS = REGISTRY_KEYS | {"agent": ("agents", "kind")}  # an agent may be null
 
 
 def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
@@ -293,9 +294,9 @@ def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
 def choice_with_key(key: str) -> str:
     """`algorithm=ppo` for a key that only this choice has; "" where all have it, or none."""
     section, _, rest = key.partition(".")
-    if section not in REGISTRY_KEYS:
+    if section not in CHOSEN_SECTIONS:
         return ""
-    kind, _ = REGISTRY_KEYS[section]
+    kind, _ = CHOSEN_SECTIONS[section]
     names = registry.registry_names(kind)
     having = [n for n in names if rest in schema_keys(registry.config_class(kind, n))]
     return " or ".join(f"{section}={n}" for n in having) if len(having) < len(names) else ""

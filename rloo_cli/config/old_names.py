@@ -142,8 +142,10 @@ log_completions, num_completions_to_print | logging.samples | how many are print
 disable_dropout | model.disable_dropout |
 shuffle_dataset, dataset_shuffle | data.shuffle |
 model_init_kwargs | model | fix: model.KEY=VALUE for each of its entries
-tools, rollout_func, multi_turn_scheduler, environment_factory | - | a completion is one answer
-max_tool_calling_iterations, max_turns | - | a completion is one answer
+tools | agent.tools | fix: agent=tools agent.tools=[file.py:name]
+environment_factory | agent.environments | fix: agent=class agent.environments={name:file.py:Class}
+rollout_func, multi_turn_scheduler | agent | fix: agent=tools or agent=class (docs/agents.md)
+max_tool_calling_iterations, max_turns | agent.max_turns | it counts sampled turns: iterations + 1
 """,
     "ms-swift": """
 model | model.path | model is a section here; ms-swift reads ModelScope unless use_hf is true

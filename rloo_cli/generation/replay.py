@@ -76,6 +76,7 @@ def rules(run: RunConfig) -> Iterator[Problem]:
         yield from error.problems
         return
     yield from _sampler_problems(run)
+    yield from _turn_reward_problems(run, folder)
     yield from step_problems(folder, heads, run.num_steps())
     for head in heads.values():
         problems = [*_head_problems(run, folder, head)]
@@ -144,6 +145,19 @@ def _length_problems(run: RunConfig, where: str, head: JsonObject) -> Iterator[P
         what = f"agent.max_turns = {agent.max_turns} is less than was recorded"
         why = f"{where} has an episode of {turns} turns"
         yield Problem(what, "agent.max_turns", why, f"agent.max_turns={turns}")
+
+
+def _turn_reward_problems(run: RunConfig, folder: Path) -> Iterator[Problem]:
+    """Whether the recorded rewards of environments were made of turns in another way."""
+    name, config = "algorithm.turn_rewards", folder / "config.yaml"
+    ours = getattr(run.algorithm, "turn_rewards", "sum")  # an algorithm of the user's own
+    try:
+        theirs = yaml.safe_load(config.read_text())["algorithm"].get("turn_rewards", "sum")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return  # a run of an older version, or a damaged one, which others name
+    if run.agent is not None and (ours == "last") != (theirs == "last"):
+        why = f"{config} has {theirs}, and a record keeps what came of it, not what made it up"
+        yield Problem(f"{name} = {ours} is not the record's", name, why, f"{name}={theirs}")
 
 
 def _sampler_problems(run: RunConfig) -> Iterator[Problem]:

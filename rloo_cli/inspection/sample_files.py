@@ -20,7 +20,7 @@ SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.
 FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "draw": (int,), "k": (int,), "prompt": (str, list), "completion": (str,), "rewards": (dict,),
     "score": (int, float), "completion_length": (int,), "weight_version": (int,),
-    "token_strip": (dict,), "row": (dict,),
+    "token_strip": (dict,), "row": (dict,), "turns": (list,), "episode": (dict,),
 }  # fmt: skip
 
 

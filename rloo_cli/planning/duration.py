@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, replace
 
 from rloo_cli.algorithms.common.base import load_algorithm
+from rloo_cli.config.agent import agent_config
+from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.planning.model_spec import ModelSpec
@@ -24,10 +26,12 @@ ASSUMED_LENGTH_SHARE = 0.5  # assumed mean length as a share of the limit
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """Mean tokens of prompts and completions."""
+    """Mean tokens of prompts and completions, and sampled turns of a completion."""
 
     prompt: float
-    completion: float
+    completion: float  # with what tools say in it
+    sampled: float  # of these, by the policy
+    turns: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,27 @@ class StepDuration:
 
 
 def mean_token_lengths(
-    inputs: PlanInputs, prompt: float | None, completion: float | None
+    inputs: PlanInputs,
+    prompt: float | None,
+    completion: float | None,
+    turns: float | None = None,
+    observation: float | None = None,
 ) -> MeanLengths:
-    """The mean lengths of the options; half of the limits where an option is not set."""
-    return MeanLengths(
-        prompt or ASSUMED_LENGTH_SHARE * inputs.max_prompt_tokens,
-        completion or ASSUMED_LENGTH_SHARE * inputs.max_completion_tokens,
-    )
+    """The mean lengths of the options; half of the limits where an option is not set.
+
+    `completion`: what the policy samples, over all turns; `observation`: between two turns.
+    """
+    half, agent = ASSUMED_LENGTH_SHARE, agent_config(inputs.run)
+    prompt = prompt or half * inputs.max_prompt_tokens
+    if agent is None:
+        sampled = completion or half * inputs.max_completion_tokens
+        return MeanLengths(prompt, sampled, sampled)
+    turns = max(1.0, turns or half * agent.max_turns)
+    length = half * inputs.run.generation.max_completion_length
+    sampled = completion or min(turns * length, inputs.max_sampled_tokens)
+    told = (turns - 1) * (observation or half * agent.max_observation_tokens)
+    room = max(inputs.max_completion_tokens - sampled, 0.0)
+    return MeanLengths(prompt, sampled + min(told, room), sampled, turns)
 
 
 def forward_cost(model: ModelSpec) -> ForwardCost:
@@ -114,7 +132,7 @@ def _generation(
         copies, gpus, at_once = sampler.copies, sampler.tensor_parallel_size, sampler.sequences
     layer_params = model.sizes.layers * model.active_params
     token_flops = 2.0 * (layer_params + model.final_params + model.output_embedding_params)
-    prefill = run.train.prompts_per_step * means.prompt * token_flops
+    prefill = prefilled_tokens(inputs, means) * token_flops
     rounds = math.ceil(completions / copies / at_once)
     token_bytes = model.kv_bytes(inputs.bytes_per_weight)
     context = means.completion / 2 + (means.prompt if sampler is not None else means.prompt / k)
@@ -123,16 +141,32 @@ def _generation(
     read_s = read / (gpus * device.bytes_per_s)
     if device.kind == "cuda":
         iteration = max(read_s, compute_s) / device.shares.decode
-        decoding = means.completion * max(iteration, MIN_DECODE_ITERATION_S)
+        decoding = means.sampled * max(iteration, MIN_DECODE_ITERATION_S)
     else:
         # A CPU reads and computes in turn: it reads the weights until the longest completion has
         # ended, and computes for those that have not.
-        longest = max(inputs.max_completion_tokens, means.completion)
-        decoding = (longest * read_s + means.completion * compute_s) / device.shares.decode
+        turns = means.turns * run.generation.max_completion_length
+        longest = max(min(turns, inputs.max_sampled_tokens), means.sampled)
+        decoding = (longest * read_s + means.sampled * compute_s) / device.shares.decode
     return {
         "prefill": prefill / (device.shares.no_grad * device.flops_per_s * copies * gpus),
         "decoding": rounds * decoding,
     }
+
+
+def prefilled_tokens(inputs: PlanInputs, means: MeanLengths) -> float:
+    """Tokens of a step that the sampler reads before it samples.
+
+    A group's prompt is read once. A later turn reads what tools said, if the sampler has kept the
+    keys and values of all before (vLLM's prefix cache), else the whole episode so far.
+    """
+    run, later = inputs.run, means.turns - 1
+    prompts = run.train.prompts_per_step * means.prompt
+    section = VLLM_SECTIONS.get(run.generation.backend)
+    if section is not None and getattr(run.generation, section).enable_prefix_caching:
+        return prompts + run.episodes_per_step * (means.completion - means.sampled)
+    grown = means.completion / means.turns * later * means.turns / 2  # sum of all histories
+    return prompts + run.episodes_per_step * (later * means.prompt + grown)
 
 
 def _network(inputs: PlanInputs, micro_batches: int) -> float:

@@ -103,9 +103,10 @@ def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemo
     fit = headroom / kept_bytes_per_forward_token(inputs, recompute)
     budget = inputs.token_budget or run.train.micro_batch_tokens or _token_budget(inputs, fit)
     tokens, micro_batches = _micro_batch_sizes(inputs, budget)
-    k, c = run.algorithm.num_generations, inputs.max_completion_tokens
+    k, c = run.algorithm.num_generations, inputs.max_sampled_tokens  # those that have logits
     shared = inputs.resolved_layout == "shared"
-    share = k * c / group_tokens if shared else c / (inputs.max_prompt_tokens + c)
+    longest = inputs.max_prompt_tokens + inputs.max_completion_tokens
+    share = k * c / group_tokens if shared else c / longest
     completion_tokens = int(tokens * share)
     size, model = inputs.bytes_per_weight, inputs.model
     per_layer = kept_bytes_per_layer(inputs)
@@ -238,6 +239,9 @@ def _rollout_memory(inputs: PlanInputs) -> NamedBytes:
         parts["replica"] = size * model.total_params
     k, p, c = run.algorithm.num_generations, inputs.max_prompt_tokens, inputs.max_completion_tokens
     prompts, completions = inputs.prompts_per_rank, inputs.prompts_per_rank * k
+    if inputs.max_turns > 1:  # a later turn goes on from all that its own episode has so far
+        k, prompts, c = 1, completions, run.generation.max_completion_length
+        p += inputs.max_completion_tokens - c
     batch_tokens = getattr(run.generation, "transformers").batch_tokens  # noqa: B009
     if batch_tokens is not None:
         completions = min(completions, max(1, batch_tokens // (p + c)))

@@ -26,7 +26,9 @@ class PlanOptions:
     gpus: int | None = None  # that train
     prompts: int | None = None  # in the data
     prompt_tokens: float | None = None  # mean of a prompt
-    completion_tokens: float | None = None  # mean of a completion
+    completion_tokens: float | None = None  # mean of a completion, without what tools say
+    turns: float | None = None  # mean of an episode
+    observation_tokens: float | None = None  # mean of what tools say between two turns
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ def make_run_plan(run: RunConfig, device: Device, options: PlanOptions | None = 
     inputs = cases.collect_plan_inputs(run, device, options.gpus)
     memory, sampler = _estimate_memory(inputs)
     forward, size = memory.forward, checkpoint_size(inputs)
-    means = duration.mean_token_lengths(inputs, options.prompt_tokens, options.completion_tokens)
+    means = duration.mean_token_lengths(
+        inputs, options.prompt_tokens, options.completion_tokens, options.turns,
+        options.observation_tokens,
+    )  # fmt: skip
     step = duration.estimate_step_duration(
         inputs, means, sampler, forward.micro_batches, forward.recompute
     )

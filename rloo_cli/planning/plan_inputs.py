@@ -1,11 +1,13 @@
 """The numbers of a run that the plan computes with: config, models, device, ranks, lengths."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from rloo_cli.config import prompt_limit, value_model
+from rloo_cli.config.agent import agent_config, completion_token_limit, sampled_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DatasetConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.planning import model_spec
 from rloo_cli.planning.device import Device
@@ -51,7 +53,21 @@ class PlanInputs:
 
     @property
     def max_completion_tokens(self) -> int:
-        return self.run.generation.max_completion_length
+        """Most tokens of a completion; of an episode, with what its tools say."""
+        context = self.model.context_length
+        room = None if context is None else context - self.max_prompt_tokens
+        return completion_token_limit(self.run, room)
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Most tokens of a completion that the policy samples, over all its turns."""
+        return min(sampled_token_limit(self.run), self.max_completion_tokens)
+
+    @property
+    def max_turns(self) -> int:
+        """Most sampled turns of a completion."""
+        agent = agent_config(self.run)
+        return 1 if agent is None else agent.max_turns
 
     @property
     def groups_per_update(self) -> int:
@@ -100,11 +116,23 @@ def collect_plan_inputs(run: RunConfig, device: Device, count: int | None = None
         model=model,
         device=device,
         ranks=count or device_count.total_process_count(run),
-        max_prompt_tokens=prompt_limit.max_prompt_tokens(run, training, model.context_length),
+        max_prompt_tokens=_longest_prompt(run, training, model.context_length),
         reference_model=reference_spec(run, model),
         value_model=value_model_spec(run),
         reward_models=reward_model_specs(run),
     )
+
+
+def _longest_prompt(run: RunConfig, sources: Sequence[DatasetConfig], context: int | None) -> int:
+    """Tokens of the longest prompt; with an agent, one that leaves room for the turns after it.
+
+    Where the context does not hold both at their longest, the episodes get half of it.
+    """
+    longest = prompt_limit.max_prompt_tokens(run, sources, context)
+    if agent_config(run) is None or context is None:
+        return longest
+    room = context - completion_token_limit(run, None)
+    return min(longest, max(room, context // 2))
 
 
 def reference_spec(run: RunConfig, model: ModelSpec) -> ModelSpec | None:

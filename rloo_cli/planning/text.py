@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.planning import plan as planning
 from rloo_cli.planning.model_spec import ModelSpec
@@ -151,6 +152,7 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         f"{case.max_completion_tokens}; a forward "
         f"of {forward.tokens} tokens ({case.resolved_layout}), {forward.micro_batches} an update"
     )
+    yield from _episode_assumptions(plan)
     if forward.recompute:
         yield "  gradient checkpointing: activations are made again, one layer at a time"
     if case.parallel_strategy == "zero3":
@@ -181,6 +183,26 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
 
 
+def _episode_assumptions(plan: RunPlan) -> Iterator[str]:
+    """How long episodes are taken to be; nothing without an agent."""
+    case, means = plan.inputs, plan.duration.mean_lengths
+    agent = agent_config(case.run)
+    if agent is None:
+        return
+    length = case.run.generation.max_completion_length
+    yield (
+        f"  episodes of up to {case.max_turns} turns of {length} sampled tokens, and up to"
+        f" {agent.max_observation_tokens} of tools after each"
+    )
+    told = means.completion - means.sampled
+    yield (
+        f"  on the mean {means.turns:.3g} turns: {means.sampled:.0f} sampled tokens, and"
+        f" {told:.0f} that are read; seconds of the tools are not counted"
+    )
+    if plan.options.turns is None or plan.options.observation_tokens is None:
+        yield "  (half of the limits; --turns N, --observation-tokens N say better)"
+
+
 def plan_values(plan: RunPlan) -> JsonObject:
     """The plan as plain values for tools: bytes, seconds, counts."""
     case, engine = plan.inputs, plan.sampler
@@ -207,6 +229,7 @@ def plan_values(plan: RunPlan) -> JsonObject:
             "kv_cache_wanted_bytes": engine.wanted_kv_bytes,
             "gpu_memory_utilization": planning.recommended_gpu_utilization(plan),
         },
+        "mean_lengths": vars(plan.duration.mean_lengths),
         "steps": plan.steps,
         "tokens_per_step": plan.tokens_per_step,
         "step_seconds": plan.duration.total_seconds,

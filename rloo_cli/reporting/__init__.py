@@ -1,6 +1,7 @@
 """What a run writes and shows: metrics, log lines, the panel, curves, advice.
 
 advice          health rules: what looks wrong in a run, and which key to change
+conversation    the turns of an episode, as parts with a heading
 curves          matplotlib curves of one run
 display         a live panel, or plain lines
 episode_metrics  the metrics of episodes: turns, calls, failures

@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import headline_metrics, is_evaluation, split_by_set
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
@@ -44,8 +45,19 @@ PANEL_METRICS = {  # label: metric; a % marks a share
     "grad norm": "grad_norm",
     "tokens/s": "perf/tokens_per_s",
 }
+EPISODE_FIGURES = {  # of runs with an agent
+    "turns": "agent/turns",
+    "calls": "agent/calls",
+    "bad calls": "agent/bad_calls",
+    "no score %": "agent/failures",
+    "seconds a call": "agent/tool_s",
+}
+EPISODE_LIMITS = ("turns", "tokens", "context")  # the one that ended most is shown
 LINE_LABELS = ("KL", "entropy", "length", "truncated %")
 LINE_METRICS = {"reward": "reward"} | {label.lower(): PANEL_METRICS[label] for label in LINE_LABELS}
+LINE_METRICS |= {"turns": "agent/turns", "no score %": "agent/failures"}
+MAX_PARTS_SHOWN = 4  # of an episode, in the panel
+PART_STYLES = {"told": "green", "said": "bold", "called": "cyan"}
 
 
 def clean_line(text: object) -> str:
@@ -171,7 +183,7 @@ def metric_figures(metrics_lines: Sequence[JsonObject], width: int) -> list[Text
     trained = [metrics for metrics in metrics_lines if "reward" in metrics]
     rewards = [*reward_mean_names(trained).items()][:MAX_REWARDS_SHOWN]
     parts = {f"· {clean_line(reward)[:13]}": name for reward, name in rewards}
-    for label, name in (PANEL_METRICS | parts).items():
+    for label, name in (PANEL_METRICS | episode_figures(metrics_lines) | parts).items():
         values = metric_history(metrics_lines, name)
         value = format_number(values[-1], label) if values else "–"
         head = (f"{label.removesuffix(' %'):<{19 - len(value)}}", "bright_black")
@@ -180,10 +192,36 @@ def metric_figures(metrics_lines: Sequence[JsonObject], width: int) -> list[Text
     return lines + [Text("  ").join(cells[i : i + 2]) for i in range(0, len(cells), 2)]
 
 
-def render_sample(sample: JsonObject, width: int) -> list[Text]:
-    """The end of the prompt, the completion, and its score with what each reward says."""
+def episode_figures(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
+    """Label -> metric of what is shown of an agent's episodes; {} without one."""
+    steps = [m for m in metrics_lines if metric_history([m], "agent/turns")]
+    if not steps:
+        return {}
+    limits = {f"cut: {n} %": f"agent/truncated_by/{n}" for n in EPISODE_LIMITS}
+    shares = {label: sum(metric_history(steps[-1:], limits[label])) for label in limits}
+    most = max(shares, key=lambda label: shares[label])
+    return EPISODE_FIGURES | {most: limits[most]}
+
+
+def render_conversation(sample: JsonObject, width: int) -> list[Text]:
+    """The last parts of an episode, a line each."""
+    parts = conversation_parts(sample)
     lines = []
+    for part in parts[-MAX_PARTS_SHOWN:]:
+        head = clean_line(part.head)[:10]
+        text = wrap_text(part.text, width - 11, 1)[0]
+        named = (set_cell_size(head, 11), "bright_black")
+        lines.append(Text.assemble(named, (text, PART_STYLES[part.kind])))
+    return lines
+
+
+def render_sample(sample: JsonObject, width: int) -> list[Text]:
+    """The end of the prompt, the completion or episode, and its score with what rewards say."""
+    lines: list[Text] = []
     for name, count in (("prompt", 2), ("completion", 4)):
+        if name == "completion" and (turns := render_conversation(sample, width)):
+            lines += turns
+            continue
         shown = last_message(sample.get(name, "")) if name == "prompt" else sample.get(name, "")
         texts = wrap_text(shown, width - 11, count, from_end=name == "prompt")
         for head, text in zip_longest([name], texts, fillvalue=""):
@@ -193,7 +231,8 @@ def render_sample(sample: JsonObject, width: int) -> list[Text]:
     parts = []
     for name, score in scores.items():
         parts.append(f"{name} {format_number(score) if isinstance(score, int | float) else '–'}")
-    parts += [sample["finish_reason"]] if sample.get("finish_reason") else []
+    end = episode_end(sample) or str(sample.get("finish_reason") or "")
+    parts += [end] if end else []
     return [*lines, Text(wrap_text(" · ".join(parts), width, 1)[0], "yellow")]
 
 

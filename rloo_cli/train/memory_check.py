@@ -117,12 +117,14 @@ def compare_step_time(run: Run) -> JsonObject:
     ]
     if not times or not lengths:
         return {}
+    turns = [line["agent/turns"] for line in lines if "agent/turns" in line]
     prompt = fmean(len(ids) for ids in run.prompts.prompt_ids)
     try:
         inputs = plan_inputs_of_run(run)
         forward = peak_memory.estimate_peak_memory(inputs).forward
         sampler = vllm_memory.estimate_engine_memory(inputs)
-        means = duration.mean_token_lengths(inputs, prompt, fmean(lengths))
+        mean_turns = fmean(turns) if turns else None
+        means = duration.mean_token_lengths(inputs, prompt, fmean(lengths), mean_turns)
         predicted = duration.estimate_step_duration(
             inputs, means, sampler, forward.micro_batches, forward.recompute
         )

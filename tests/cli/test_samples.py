@@ -155,6 +155,28 @@ def test_texts_keep_their_lines_and_lose_their_tricks(run, show):
     assert "\x1b" not in text and "\u202e" not in text
 
 
+def test_an_episode_is_a_conversation_and_what_tools_say_loses_its_tricks(run, show):
+    nasty = "one\n\x1b[2J\x1b]0;title\x07[red]two[/red]\u202eevil"
+    turns = [
+        {"told": [], "said": "Let me see.", "calls": [{"name": "look\x1b", "arguments": {"a": 1}}]},
+        {"told": [{"role": "tool", "name": "look\x1b", "content": nasty}], "said": "It is 2.",
+         "calls": []},
+    ]  # fmt: skip
+    facts = {"calls": 1, "bad_calls": 0, "errors": 0, "ended_by": "turns"}
+    save(run, "step_000050", [row(0, 1.0, turns=turns, episode=facts, failed="late\x1b")])
+    text = show()
+    start = text.index("turn 1")
+    assert text[start:].splitlines() == [
+        "turn 1     Let me see.",
+        'calls      look␛({"a": 1})',
+        "look␛      one",
+        "           ␛[2J␛]0;title␇[red]two[/red]�evil",
+        "turn 2     It is 2.",
+        "episode    ended by agent.max_turns, 1 call, no score: late␛",
+    ]
+    assert "\x1b" not in text and "\u202e" not in text and "completion" not in text
+
+
 def test_a_long_prompt_shows_its_end_and_a_long_completion_its_beginning(run, show):
     many = "\n".join(f"line {i}" for i in range(50))
     save(run, "step_000050", [row(0, 1.0, completion=many, prompt=many)])

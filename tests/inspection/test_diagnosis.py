@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from compare_cases import write
 
 from rloo_cli.cli import doctor
 from rloo_cli.inspection.diagnosis import diagnose_run
-from rloo_cli.inspection.diagnosis.pathologies import PATHOLOGIES
+from rloo_cli.inspection.diagnosis.pathologies import MIN_STEPS, PATHOLOGIES
 
 Samples = Callable[[int, int, int], dict[str, Any]]  # step, draw, k -> fields of a sample
 HEALTHY_METRICS = {
@@ -151,6 +152,28 @@ def test_one_of_two_rewards_that_has_all_the_say_is_named() -> None:
     assert "length makes 100" in finding.figures and "right" in finding.figures
 
 
+def test_one_reward_drowns_the_others_only_after_some_steps() -> None:
+    def two(step: int, draw: int, k: int) -> dict[str, Any]:
+        sample = healthy_sample(step, draw, k)
+        long = float(sample["completion_length"])
+        return sample | {"rewards": {"right": sample["score"], "length": long}}
+
+    for steps, found in ((MIN_STEPS - 1, []), (MIN_STEPS, ["one reward drowns the others"])):
+        folder = make_run(two, steps=steps)
+        change_config(folder, reward={"right": {"weight": 1.0}, "length": {"weight": 50.0}})
+        assert named(folder) == found
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("penalty", "found"), [(1.2, ["sampling is truncated"]), (1.0, [])])
+def test_a_repetition_penalty_samples_from_another_distribution(
+    penalty: float, found: list[str]
+) -> None:
+    folder = make_run()
+    change_config(folder, generation={"repetition_penalty": penalty})
+    assert named(folder) == found
+
+
 def test_sampling_from_a_part_of_the_distribution_is_named_and_is_not_a_mismatch() -> None:
     folder = make_run(sampling__logp_diff_rms=0.2, sampling__logp_diff_mean=0.1)
     change_config(folder, generation={"top_p": 0.9, "top_k": 0})
@@ -204,6 +227,89 @@ def test_entropy_may_fall_where_the_reward_goes_half_of_the_way(
         return healthy_sample(step, draw, k) | {"score": score, "completion": f"{draw} {score}"}
 
     assert named(make_run(rising, entropy=lambda step: 2.0 * 0.7**step)) == found
+
+
+EPISODE_METRICS = {
+    "agent__turns": 2.0, "agent__calls": 2.0, "agent__bad_calls": 0.2, "agent__errors": 0.1,
+    "agent__failures": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metrics", "figures"),
+    [
+        ({"agent__failures": 0.7}, "the environment of 70% of the last episodes failed"),
+        ({"agent__bad_calls": 1.5}, "1.5 could not be read"),
+        ({"agent__calls": 0.0, "agent__bad_calls": 1.0}, "1 could not be read"),
+        ({"agent__errors": 1.5}, "1.5 ended in an error of the tool"),
+        ({"agent__calls": 0.0, "agent__bad_calls": 0.0, "agent__errors": 0.0}, "no tool was"),
+    ],
+)
+def test_tools_that_fail_and_calls_that_cannot_be_read_are_named(
+    metrics: dict[str, float], figures: str
+) -> None:
+    (finding,) = diagnose_run(make_run(**EPISODE_METRICS | metrics)).findings
+    assert finding.name == "tools or environments fail" and figures in finding.figures
+
+
+def turns_of(*said: str) -> list[dict[str, Any]]:
+    """An episode with a call in each turn but the last."""
+    turns = [{"told": [], "said": text, "calls": []} for text in said]
+    for number, turn in enumerate(turns[1:]):
+        turn["told"] = [{"role": "tool", "content": f"answer {number}"}]
+    return turns
+
+
+def test_a_score_that_comes_with_another_turn_is_not_hacked_by_length() -> None:
+    def two_turns(step: int, draw: int, k: int) -> dict[str, Any]:
+        sample = healthy_sample(step, draw, k)
+        called = random.Random(f"{step} {draw} {k} called").random() < step / 24
+        of_a_turn = random.Random(f"{step} {draw} {k} length").randint(4, 5) + step // 8
+        long = of_a_turn * (1 + called)
+        turns = turns_of(*["42"] * (1 + called))
+        return sample | {"score": float(called), "completion_length": long, "turns": turns}
+
+    # Turns grow, too, and say nothing of the score; their number does.
+    growing = {"completions__mean_length": lambda s: (4.5 + s / 8) * (1 + s / 24)}
+    episodes = EPISODE_METRICS | growing | {"agent__turns": lambda s: 1 + s / 24}
+    assert named(make_run(two_turns, **episodes)) == []
+
+
+def test_turns_that_grow_with_their_score_are_hacked_by_length() -> None:
+    def one_turn(step: int, draw: int, k: int) -> dict[str, Any]:
+        return with_length(step, draw, k) | {"turns": turns_of("a" * (4 + step // 4 + k))}
+
+    growing = {"completions__mean_length": lambda s: 4 + s}
+    (finding,) = diagnose_run(make_run(one_turn, **EPISODE_METRICS | growing)).findings
+    assert finding.name == "reward hacking by length" and "length of a turn" in finding.figures
+
+
+def test_episodes_with_one_last_answer_and_other_turns_before_it_are_not_equal() -> None:
+    def by_first_turn(step: int, draw: int, k: int) -> dict[str, Any]:
+        sample = by_chance(step, draw, k)
+        return sample | {"turns": turns_of(f"call {sample['score']}", "done")}
+
+    metrics: dict[str, Any] = {"frac_reward_zero_std": 0.3}
+    folder = make_run(by_chance, **metrics)
+    assert named(folder) == ["the reward ignores the completion"]
+    shutil.rmtree(folder)
+    assert named(make_run(by_first_turn, **EPISODE_METRICS | metrics)) == []
+
+
+def test_equal_prompts_of_an_environment_may_be_different_tasks() -> None:
+    def guess(step: int, draw: int, k: int) -> dict[str, Any]:
+        return healthy_sample(step, draw, k) | {"prompt": "Guess the number."}
+
+    folder = make_run(guess, **EPISODE_METRICS)
+    assert named(folder) == ["data is seen twice"]
+    change_config(folder, agent={"kind": "class"})
+    assert named(folder) == []
+
+
+def test_completions_that_are_cut_off_in_their_last_turn_are_named_as_such() -> None:
+    metrics = EPISODE_METRICS | {"completions__clipped_ratio": 1.0}
+    (finding,) = diagnose_run(make_run(**metrics)).findings
+    assert finding.name == "all completions are truncated" and "last turn" in finding.figures
 
 
 def test_the_verb_exits_with_20_and_tells_figures_and_fix(

@@ -98,6 +98,33 @@ def test_the_page_says_how_the_run_went_and_no_text_of_a_model_is_markup() -> No
     assert outside == [{"rel": "icon", "href": "data:,"}]
 
 
+def test_an_episode_is_a_conversation_in_which_no_text_of_a_tool_is_markup() -> None:
+    folder = make_run()
+    path = folder / "samples/step_000012.jsonl"
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [{"role": "tool", "name": NASTY, "content": [{"type": "text", "text": NASTY}]}]
+    turns = [
+        {"told": [], "said": NASTY, "calls": [{"name": NASTY, "arguments": {"a": NASTY}}]},
+        *[{"told": told, "said": "then", "calls": []}] * 30,
+    ]
+    for sample in samples:
+        sample |= {"turns": turns, "failed": NASTY, "episode": {"ended_by": "turns", "calls": 1}}
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    shown = {"agent/turns": 2.0, "agent/tool_s": 0.1, "agent/truncated_by/turns": 0.5}
+    told_lines = [json.dumps(line | shown) + "\n" for line in lines]
+    metrics.write_text("".join(told_lines))
+    page, figures = make_report(folder)
+    elements = Elements(page)
+    assert "turns and calls of an episode" in figures["charts"]
+    assert "seconds of a call" in figures["charts"]
+    kinds = [at.get("class") for tag, at in elements.found if tag == "div"]
+    assert {"part said", "part called", "part told"} <= {*kinds}
+    assert "ended by agent.max_turns, 1 call, no score" in elements.text and "38 more" in page
+    assert "alert(1)</script>" not in page and "<b>" not in page and "\x1b" not in page
+
+
 def test_tokens_have_their_numbers_as_colours() -> None:
     folder = make_run()
     path = folder / "samples/step_000012.jsonl"

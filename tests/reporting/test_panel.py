@@ -397,6 +397,59 @@ def test_a_conversation_is_shown_by_its_last_question():
     assert last_message([{"role": "system", "content": "hm"}]) == "hm"
 
 
+def episode(text):
+    """A sample of an episode in which everything that is said is the same text."""
+    told = [{"role": "tool", "name": text, "content": text}]
+    turns = [
+        {"told": [], "said": text, "calls": [{"name": text, "arguments": {"a": text}}]},
+        {"told": told, "said": text, "calls": []},
+    ]
+    facts = {"calls": 1, "bad_calls": 0, "errors": 2, "ended_by": "answer"}
+    return sample(text) | {"turns": turns, "episode": facts, "failed": text}
+
+
+def episode_rows(count):
+    figures = {"agent/turns": 1.5, "agent/calls": 0.5, "agent/bad_calls": 0.25, "agent/tool_s": 0.1}
+    cut = {
+        "agent/failures": 0.25,
+        "agent/truncated_by/turns": 1.0,
+        "agent/truncated_by/tokens": 0.1,
+    }
+    return [row | figures | cut for row in run_rows(count)]
+
+
+@pytest.mark.parametrize("width", [48, 80, 140])
+@pytest.mark.parametrize("text", NASTY)
+def test_an_episode_of_hostile_texts_stays_inside_the_panel_and_a_terminal(width, text):
+    panel = render_panel(episode_rows(42), [episode(text)], PLAN, width, "generation")
+    lines = shown(panel, width).splitlines()
+    assert len(lines) <= (23 if width >= 80 else 30)
+    assert all(cell_len(line) <= width for line in lines)
+    assert not any(c in line for c in "\x1b\x07\r\u202e" for line in lines)
+
+
+def test_an_episode_is_shown_as_a_conversation_with_its_figures():
+    text = shown(render_panel(episode_rows(3), [episode("seven")], PLAN, 80))
+    for line in ("turn 1     seven", 'calls      seven({"a": "seven"})', "seven      seven",
+                 "turn 2     seven"):  # fmt: skip
+        assert line in text
+    assert "ended by an answer, 1 call, 2 errors, no" in text
+    for label, value in (("turns", "1.5"), ("no score", "25%"), ("cut: turns", "100%")):
+        assert re.search(rf"{label} +{value} ", text), label
+    assert "completion" not in text and "cut: tokens" not in text
+    assert "turns" not in shown(render_panel(run_rows(3), [sample("seven")], PLAN, 80))
+    file = io.StringIO()
+    Display({"max_steps": 3}, "plain", file=file).step(episode_rows(3)[-1])
+    assert "turns 1.5  no score 25%" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "turns", ["x", [3], [{}], [{"told": 1, "calls": [2]}], [{"told": [{"content": [7, {}]}]}]]
+)
+def test_turns_that_are_damaged_are_shown_as_far_as_they_can_be(turns):
+    shown(render_panel([], [{"turns": turns, "episode": [], "failed": 3}], PLAN, 80))
+
+
 def test_a_start_says_what_took_long_and_how_far_it_has_come(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("rloo_cli.reporting.display.time.monotonic", lambda: clock[0])

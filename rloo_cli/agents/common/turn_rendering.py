@@ -71,14 +71,34 @@ class TurnRenderer:
 
         `messages`: what is new; `calls`: those that the turn before made. Raises GenerationError.
         """
-        before = _before(calls)
-        shorter = self._ids(before, schemas, False)
+        before, shorter = self._conversation_before(calls, schemas)
         longer = self._ids([*before, *messages], schemas, True)
         end = self._turn_end(shorter, longer)
         # Where a stop string ended the turn, the token that ends a turn is still to come.
         is_open = end > 0 and longer[end - 1] in self.stop_ids
         is_open = is_open and last_sampled_id not in self.stop_ids
         return longer[end - 1 if is_open else end :]
+
+    def _conversation_before(
+        self, calls: Sequence[JsonObject], schemas: Sequence[JsonObject]
+    ) -> tuple[list[JsonObject], list[int]]:
+        """The conversation that stands in for the one so far, and its ids.
+
+        A model may make calls that its template refuses to write (several at once, arguments that
+        are not an object). The turn is never rendered again, so simpler calls can stand in.
+        """
+        plain = [c if isinstance(c["arguments"], dict) else c | {"arguments": {}} for c in calls]
+        why: Exception | None = None
+        for written in (calls, plain, plain[:1]):
+            try:
+                before = _before(written)
+                return before, self._ids(before, schemas, False)
+            except Exception as error:  # a template is a program, with a program's errors
+                why = error
+        what = "the chat template refuses a turn with calls"
+        text = f"{type(why).__name__}: {why}"
+        fix = "model.chat_template=FILE, one with tools"
+        raise GenerationError(Problem(what, self._template_name(), text, fix))
 
     def _turn_end(self, shorter: list[int], longer: list[int]) -> int:
         """Where the assistant's turn ends in the longer text, the token that ends it included."""

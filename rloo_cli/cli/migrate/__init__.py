@@ -13,6 +13,7 @@ old tool's defaults are written out where they differ from ours, with what was c
 says whether the old run was RLOO or GRPO, --from has to. OpenRLHF, verl and Megatron are recognised
 and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
 
+    agent      Writes the tools and environments of an old run
     batch      Writes how much an old run did
     foreign    Refuses trainers whose runs are recognised and not converted
     model      Writes the model of an old run
@@ -32,6 +33,7 @@ from dataclasses import replace
 
 from rloo_cli.cli.migrate import model, objective, tables
 from rloo_cli.cli.migrate import sections as rules
+from rloo_cli.cli.migrate.agent import write_agent
 from rloo_cli.cli.migrate.batch import Dialect, write_batch_sizes, write_duration, write_schedule
 from rloo_cli.cli.migrate.foreign import refuse_foreign_trainer
 from rloo_cli.cli.migrate.old_run import OldRun
@@ -91,6 +93,7 @@ def convert_to_recipe(old_run: OldRun, dialect_name: str, world: int) -> str:
     rules.write_data(recipe, dialect, old_run.script)
     rules.write_rewards(recipe, dialect)
     rules.write_generation(recipe, dialect)
+    write_agent(recipe)
     objective.write_reward_shaping(recipe, dialect)
     objective.write_objective(recipe, dialect)
     rules.write_run_settings(recipe)

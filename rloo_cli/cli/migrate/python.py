@@ -35,6 +35,13 @@ class Script:
         self.top_level_functions = {n.name for n in self.tree.body if isinstance(n, FUNCTION_NODES)}
         functions = {n.name for n in nodes if isinstance(n, FUNCTION_NODES)}
         self.nested_functions = functions - self.top_level_functions
+        self.classes = {n.name: n for n in self.tree.body if isinstance(n, ast.ClassDef)}
+        self.imported = {  # name -> module:name, of `from module import name`
+            alias.asname or alias.name: f"{node.module}:{alias.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and not node.level
+            for alias in node.names
+        }
         self.assigned: dict[str, list[ast.expr]] = {}
         self.attributes: list[tuple[ast.expr, str, ast.expr]] = []
         for node in sorted((n for n in nodes if isinstance(n, ast.Assign)), key=_position):
@@ -69,6 +76,18 @@ class Script:
         if value is ...:
             raise ValueError("an ellipsis")
         return value
+
+    def class_methods(self, name: str) -> set[str]:
+        """The methods of a class of the script, and of those of its bases that are there, too."""
+        found, waiting, seen = set(), [name], set()
+        while waiting:
+            if (one := waiting.pop()) in seen or one not in self.classes:
+                continue
+            seen.add(one)
+            node = self.classes[one]
+            found |= {n.name for n in node.body if isinstance(n, FUNCTION_NODES)}
+            waiting += [base.id for base in node.bases if isinstance(base, ast.Name)]
+        return found
 
 
 def _position(node: ast.AST) -> tuple[int, int]:
@@ -193,9 +212,14 @@ def _read_trainer_call(script: Script, call: ast.Call, old_run: OldRun) -> None:
             _read_adapter(script, node, old_run)
         elif name in ("processing_class", "tokenizer"):
             _read_tokenizer(script, node, old_run)
+        elif name in ("tools", "environment_factory", "rollout_func"):
+            _read_agent_code(script, name, node, old_run)
         elif name not in ("args", "config", "ref_policy"):
             old_run.notes.append(f"{name}={_short_source(node)} {NOT_CARRIED_OVER}")
-    if not script.resolve_name(parts.get("train_dataset")):
+    if "environment_factory" in parts and "train_dataset" not in parts:
+        what = "rows are needed here: data.path, a file with a prompt (and a seed) on each line"
+        old_run.notes.append(f"the environment made its own rows; {what}")
+    elif not script.resolve_name(parts.get("train_dataset")):
         _read_load_dataset_calls(script, old_run)
 
 
@@ -378,6 +402,54 @@ def _reward_spec(script: Script, node: ast.expr, functions: set[str]) -> str | N
     name = ast.unparse(node)
     is_trl_reward = name.rpartition(".")[2] in tables.TRL_REWARDS
     return f"{script.where}:{name}" if name in functions else name if is_trl_reward else None
+
+
+def _read_agent_code(script: Script, name: str, node: ast.expr, old_run: OldRun) -> None:
+    """Read the functions and classes that a trainer got, as file.py:name or module:name."""
+    value = script.resolve_name(node) or node
+    if isinstance(value, ast.Constant) and value.value is None:
+        return
+    if name == "tools":
+        items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        specs = [_code_spec(script, item, name, old_run) for item in items]
+        if found := [spec for spec in specs if spec]:
+            old_run.flags[name] = found
+    elif name == "rollout_func":
+        if spec := _code_spec(script, value, name, old_run):
+            old_run.flags[name] = spec
+    else:
+        pairs: list[tuple[str, ast.expr]] = [("environment", value)]
+        if isinstance(value, ast.Dict):
+            keys = [k.value if isinstance(k, ast.Constant) else "?" for k in value.keys]
+            pairs = list(zip(map(str, keys), value.values, strict=True))
+        made = {key: _code_spec(script, item, name, old_run) for key, item in pairs}
+        old_run.flags[name] = {key: spec for key, spec in made.items() if spec} or None
+        _read_environment_rewards(script, [item for _, item in pairs], old_run)
+
+
+def _code_spec(script: Script, node: ast.expr, name: str, old_run: OldRun) -> str | None:
+    """How a function or class is named in a recipe; what cannot be named is noted."""
+    source = _short_source(node)
+    if isinstance(node, ast.Name) and node.id in script.imported:
+        return script.imported[node.id]
+    if isinstance(node, ast.Name) and node.id in script.classes.keys() | script.top_level_functions:
+        moved = "importing the training script may start the training; move it to its own file"
+        old_run.notes.append(f"{name}: {source} is in the training script; {moved}")
+        return f"{script.where}:{node.id}"
+    what = f"{name}: {source} {NOT_CARRIED_OVER}: name a function or class at the top of a file"
+    old_run.notes.append(what)
+    return None
+
+
+def _read_environment_rewards(script: Script, made: list[ast.expr], old_run: OldRun) -> None:
+    """Whether the environments score themselves; of imported ones the script does not say it."""
+    names = [node.id for node in made if isinstance(node, ast.Name)]
+    methods = [script.class_methods(name) for name in names if name in script.classes]
+    if any("get_reward" in found for found in methods):
+        old_run.flags["environment_reward"] = True
+    elif len(methods) < len(made):
+        what = "where it has get_reward, its reward is reward=environment"
+        old_run.notes.append(f"environment_factory: {what}")
 
 
 def _note_rewards_in_script(old_run: OldRun, script: Script) -> None:

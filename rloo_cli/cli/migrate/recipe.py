@@ -103,6 +103,8 @@ def _models(section: str, leaf: str, algorithm: str) -> list[type[BaseModel]]:
     if section == "generation":
         backend = f"vllm_{leaf}" if leaf in VLLM_BACKEND_SECTIONS else "transformers"
         return [registry.config_class("generation", backend)]
+    if section == "agent":  # the keys of every kind
+        return [registry.config_class("agents", n) for n in registry.registry_names("agents")]
     info = schema.RunConfig.model_fields.get(section)
     return _sections_of(info.annotation) if info else []
 

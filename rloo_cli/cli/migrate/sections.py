@@ -203,7 +203,9 @@ def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
         recipe.put_reward(name, entry, why)
         if weights and schema_refusal(f"reward.{name}.type", entry["type"]) is None:
             recipe.put(f"reward.{name}.weight", weight, recipe.original_text("reward_weights"))
-    if not rewards:
+    if recipe.take("environment_reward"):  # TRL adds it with the weight 1
+        recipe.put_reward("environment", {"type": "environment"}, "the environment's get_reward")
+    elif not rewards:
         recipe.notes.append("no reward is named in the old settings: add reward=NAME")
 
 

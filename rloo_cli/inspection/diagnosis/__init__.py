@@ -1,7 +1,7 @@
 """Says from a run's files what went wrong in it: pathologies, advice, and what is damaged.
 
     evidence     Reads the metrics, the samples and the ledger of a run
-    pathologies  Has a rule for each of thirteen things that go wrong
+    pathologies  Has a rule for each of fourteen things that go wrong
 
 Reads files only, and imports no torch.
 """

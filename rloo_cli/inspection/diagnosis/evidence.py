@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +155,19 @@ def prompt_text(sample: SampleRecord) -> str:
     return last_message(sample.get("prompt", ""))
 
 
+def episode_turns(sample: SampleRecord) -> list[JsonObject]:
+    """The turns of an episode; [] for one answer to a prompt."""
+    turns = sample.get("turns")
+    return [t for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
+
+
+def whole_text(sample: SampleRecord) -> str:
+    """What was said and told in a completion: two that have it in common are equal."""
+    turns = episode_turns(sample)
+    parts = [[turn.get("told"), turn.get("said")] for turn in turns]
+    return json.dumps(parts) if turns else str(sample.get("completion"))
+
+
 def finite_field(sample: SampleRecord, name: str) -> float | None:
     """A number of a sample; None where there is none."""
     value = sample.get(name)
@@ -163,7 +176,7 @@ def finite_field(sample: SampleRecord, name: str) -> float | None:
 
 
 def group_pairs(
-    groups: Iterator[list[SampleRecord]], first: str, second: str
+    groups: Iterable[list[SampleRecord]], first: str, second: str
 ) -> list[tuple[float, float]]:
     """Two fields of every completion, each minus its mean over the completion's group."""
     pairs = []

@@ -1,4 +1,4 @@
-"""Thirteen things that go wrong in RL of language models, each seen in a run's own files.
+"""Fourteen things that go wrong in RL of language models, each seen in a run's own files.
 
 A rule reads `RunEvidence` and returns the figures that make it speak, or None. Thresholds were set
 on the first seed of `bench/pathologies.py`, whose runs have the fault really in them, and are shown
@@ -12,11 +12,14 @@ from statistics import fmean, median, pstdev
 
 from rloo_cli.inspection.diagnosis.evidence import (
     RunEvidence,
+    episode_turns,
     finite_field,
     group_pairs,
     pair_correlation,
     prompt_text,
+    whole_text,
 )
+from rloo_cli.inspection.sample_files import SampleRecord
 from rloo_cli.reporting import advice
 
 MIN_STEPS = 8  # logged steps before a rule about their course speaks
@@ -38,11 +41,17 @@ LEARNT_SHARE = 0.15  # of the span of all scores, by which the reward of a run t
 MASTERED_SHARE = 0.5  # of the way to the best score: a policy that went it may be certain
 KL_END = 1.0  # nats per token: e times as likely as under the reference, token by token
 NOISE_GAP = 0.25  # of the scores' spread: what equal completions of a prompt differ by
+FAILED_SHARE = 0.5  # of episodes without a score, or of calls that a tool did not answer
+PROMPT_IS_THE_TASK = (None, "tools")  # agents for which equal prompts are one task
 
 
 def length_hacking(run: RunEvidence) -> str | None:
     lengths = run.start_and_end("completions/mean_length")
-    pairs = group_pairs(run.groups(), "score", "completion_length")
+    turns = run.start_and_end("agent/turns")
+    if lengths is not None and turns is not None:  # more turns are what an agent may have to learn
+        lengths = lengths[0] / max(turns[0], 1.0), lengths[1] / max(turns[1], 1.0)
+    alike = (part for group in run.groups() for part in _split_by_turns(group))
+    pairs = group_pairs(alike, "score", "completion_length")
     correlation = pair_correlation(pairs) if len(pairs) >= MIN_COMPLETIONS else None
     if lengths is None or correlation is None or run.steps < MIN_STEPS:
         return None
@@ -50,10 +59,20 @@ def length_hacking(run: RunEvidence) -> str | None:
     grown = after / before if correlation > 0 else before / after
     if abs(correlation) < LENGTH_CORRELATION or grown < LENGTH_GROWTH:
         return None
+    of_a_turn = " of a turn" if turns is not None else ""
     return (
         f"within groups the score follows the length (correlation {correlation:+.2f} over"
-        f" {len(pairs)} completions), and the mean length went from {before:.3g} to {after:.3g}"
+        f" {len(pairs)} completions), and the mean length{of_a_turn} went from {before:.3g} to"
+        f" {after:.3g}"
     )
+
+
+def _split_by_turns(group: list[SampleRecord]) -> list[list[SampleRecord]]:
+    """The group's completions by their number of turns; without an agent they have none."""
+    parts: dict[int, list[SampleRecord]] = defaultdict(list)
+    for sample in group:
+        parts[len(episode_turns(sample))].append(sample)
+    return [*parts.values()]
 
 
 def reward_drowned(run: RunEvidence) -> str | None:
@@ -64,7 +83,7 @@ def reward_drowned(run: RunEvidence) -> str | None:
         if isinstance(entry, dict) and isinstance(entry.get("weight", 1.0), int | float)
     }
     used = {name for name, weight in weights.items() if weight}
-    if len(used) < 2:
+    if len(used) < 2 or run.steps < MIN_STEPS:
         return None
     spread: dict[str, float] = defaultdict(float)
     told_apart: dict[str, int] = defaultdict(int)
@@ -133,7 +152,28 @@ def all_truncated(run: RunEvidence) -> str | None:
     if share is None or share < TRUNCATED_SHARE or any(wanted):
         return None
     length = run.config_value("generation.max_completion_length")
-    return f"{share:.0%} of the last completions were cut at {length} tokens"
+    where = ", in their last turn" if run.metric_values("agent/turns") else ""
+    return f"{share:.0%} of the last completions were cut at {length} tokens{where}"
+
+
+def failing_calls(run: RunEvidence) -> str | None:
+    """Episodes without a score, and calls that no tool answered."""
+    failures, calls = run.end_mean("agent/failures"), run.end_mean("agent/calls")
+    bad, errors = run.end_mean("agent/bad_calls"), run.end_mean("agent/errors")
+    if failures is None or calls is None or bad is None or errors is None:
+        return None
+    if run.steps < MIN_STEPS:
+        return None
+    if failures > FAILED_SHARE:
+        return f"the environment of {failures:.0%} of the last episodes failed: they have no score"
+    if bad + errors > FAILED_SHARE * max(calls, bad + errors):
+        return (
+            f"of {calls:.3g} calls in an episode at the end, {bad:.3g} could not be read or were"
+            f" of no such tool or arguments, and {errors:.3g} ended in an error of the tool"
+        )
+    if not any(run.metric_values("agent/calls")) and not any(run.metric_values("agent/bad_calls")):
+        return f"no tool was called in {run.steps} steps"
+    return None
 
 
 def kl_runaway(run: RunEvidence) -> str | None:
@@ -177,6 +217,7 @@ def truncated_sampling(run: RunEvidence) -> str | None:
         "top_p": lambda value: value < 1,
         "top_k": lambda value: value > 0,
         "min_p": lambda value: value > 0,
+        "repetition_penalty": lambda value: value != 1,
     }
     set_keys = [
         f"generation.{name}={value:g}"
@@ -241,6 +282,8 @@ def rate_too_low(run: RunEvidence) -> str | None:
 
 
 def data_seen_twice(run: RunEvidence) -> str | None:
+    if run.config_value("agent.kind") not in PROMPT_IS_THE_TASK:
+        return None  # an environment gets the whole row: equal prompts may be different tasks
     rows: dict[tuple[int, str], set[int]] = defaultdict(set)
     prompts: set[str] = set()
     for group in run.groups():
@@ -269,7 +312,7 @@ def ignored_completions(run: RunEvidence) -> str | None:
         by_text: dict[object, list[float]] = defaultdict(list)
         for sample in group:
             if (score := finite_field(sample, "score")) is not None:
-                by_text[sample.get("completion")].append(score)
+                by_text[whole_text(sample)].append(score)
                 scores.append(score)
         flat = [score for found in by_text.values() for score in found]
         if len(flat) > 1 and len(by_text) > 1:
@@ -299,6 +342,10 @@ PATHOLOGIES: dict[str, tuple[PathologyRule, str]] = {
         ignored_completions,
         "the reward function: call it on two different completions (rloo samples RUN --best)",
     ),
+    "tools or environments fail": (
+        failing_calls,
+        "agent.parser and the code of the tools: rloo samples RUN shows what they were asked",
+    ),
     "learning rate too high": (
         rate_too_high,
         "a lower train.learning_rate, or fewer algorithm.num_iterations",
@@ -321,7 +368,10 @@ PATHOLOGIES: dict[str, tuple[PathologyRule, str]] = {
         all_truncated,
         "generation.max_completion_length, or algorithm.missing_eos_penalty",
     ),
-    "sampling is truncated": (truncated_sampling, "generation.top_p=1.0, top_k=0, min_p=0.0"),
+    "sampling is truncated": (
+        truncated_sampling,
+        "generation.top_p=1.0, top_k=0, min_p=null, repetition_penalty=1.0",
+    ),
     "sampler and trainer disagree": (
         sampler_mismatch,
         "one model.dtype for both, and model.lm_head_fp32=true",

@@ -33,6 +33,20 @@ CURVES: dict[str, dict[str, str]] = {
         "frac_reward_zero_std": "groups without spread",
         "clip_ratio/region_mean": "ratios clipped",
     },
+    "turns and calls of an episode": {
+        "agent/turns": "turns",
+        "agent/calls": "calls",
+        "agent/bad_calls": "bad calls",
+        "agent/errors": "errors of tools",
+    },
+    "episodes that failed or were cut off, shares": {
+        "agent/failures": "no score",
+        "agent/truncated_by/turns": "at max_turns",
+        "agent/truncated_by/tokens": "at max_episode_tokens",
+        "agent/truncated_by/context": "at the context",
+        "agent/truncated_by/completion": "in a turn",
+    },
+    "seconds of a call": {"agent/tool_s": "seconds"},
     "gradient norm before clipping": {"grad_norm": "grad_norm"},
     "sampler against trainer, nats per token": {
         "sampling/logp_diff_rms": "root mean square",

@@ -20,6 +20,7 @@ from rloo_cli.inspection.diagnosis.evidence import (
 from rloo_cli.inspection.ledger_audit import audit_ledger, ledger_summary
 from rloo_cli.inspection.report.token_strips import TokenStrip, token_strips
 from rloo_cli.inspection.sample_files import SampleRecord
+from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import headline_metrics
 from rloo_cli.reporting.panel import format_duration, format_number, metric_history
 from rloo_cli.utils.console import show_control_characters
@@ -28,6 +29,7 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 SHOWN_SAMPLES = 5  # best, worst and most disputed ones each
 MAX_TEXT = 1200  # characters of a prompt or a completion
+MAX_PARTS = 24  # messages of an episode
 STATE_WORDS = {
     "finished": "finished",
     "stopped": "was stopped, and can go on",
@@ -56,6 +58,8 @@ class ShownSample:
     prompt: str
     completion: str
     figures: str
+    # Of an episode: (told, said or called; who; the text); it then stands for the completion.
+    parts: Sequence[tuple[str, str, str]] = ()
 
 
 @dataclass
@@ -227,13 +231,26 @@ def _shown_sample(sample: SampleRecord) -> ShownSample:
     parts = [("score", sample.get("score")), *(sample.get("rewards") or {}).items()]
     parts += [(name, sample.get(name)) for name in ("advantage", "kl") if name in sample]
     figures = [f"{k} {format_number(v)}" for k, v in parts if isinstance(v, int | float)]
-    figures += [str(sample["finish_reason"])] if sample.get("finish_reason") else []
+    end = episode_end(sample) or str(sample.get("finish_reason") or "")
+    figures += [_visible(end)] if end else []
     return ShownSample(
         f"draw {sample.get('draw', '?')}, completion {sample.get('k', '?')}",
         _shortened(prompt_text(sample)),
         _shortened(str(sample.get("completion", ""))),
         " · ".join(figures),
+        _shown_parts(sample),
     )
+
+
+def _shown_parts(sample: SampleRecord) -> list[tuple[str, str, str]]:
+    """An episode's messages, each shortened; of very many the first and the last."""
+    parts = conversation_parts(sample)
+    shown = [(str(part.kind), _visible(part.head), _shortened(part.text)) for part in parts]
+    if len(shown) <= MAX_PARTS:
+        return shown
+    half = MAX_PARTS // 2
+    left_out = ("told", "…", f"{len(shown) - 2 * half} more")
+    return [*shown[:half], left_out, *shown[-half:]]
 
 
 def _shortened(text: str) -> str:
