@@ -107,6 +107,16 @@ def completion_token_limit(run: RunConfig, room: int | None) -> int:
     return max(length, min(limits, default=2 * agent.max_turns * (length + TEMPLATE_TOKENS)))
 
 
+def observation_token_limit(run: RunConfig) -> int:
+    """The most tokens that are told between two turns.
+
+    What an agent behind the proxy says has no limit of its own; it counts as much as a turn.
+    """
+    agent = agent_config(run)
+    length = run.generation.max_completion_length
+    return agent.max_observation_tokens if isinstance(agent, AgentConfig) else length
+
+
 def agent_section(values: JsonObject) -> type[Frozen]:
     """The schema of these plain values of `agent`."""
     agent = values.get("agent")

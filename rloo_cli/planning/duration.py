@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rloo_cli.algorithms.common.base import load_algorithm
-from rloo_cli.config.agent import agent_config
+from rloo_cli.config.agent import agent_config, observation_token_limit
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.data.bin_packing import ForwardCost
@@ -66,7 +66,7 @@ def mean_token_lengths(
     turns = max(1.0, turns or half * agent.max_turns)
     length = half * inputs.run.generation.max_completion_length
     sampled = completion or min(turns * length, inputs.max_sampled_tokens)
-    told = (turns - 1) * (observation or half * agent.max_observation_tokens)
+    told = (turns - 1) * (observation or half * observation_token_limit(inputs.run))
     room = max(inputs.max_completion_tokens - sampled, 0.0)
     return MeanLengths(prompt, sampled + min(told, room), sampled, turns)
 

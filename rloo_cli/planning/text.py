@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rloo_cli.config.agent import agent_config
+from rloo_cli.config.agent import agent_config, observation_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.planning import plan as planning
 from rloo_cli.planning.model_spec import ModelSpec
@@ -186,13 +186,12 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
 def _episode_assumptions(plan: RunPlan) -> Iterator[str]:
     """How long episodes are taken to be; nothing without an agent."""
     case, means = plan.inputs, plan.duration.mean_lengths
-    agent = agent_config(case.run)
-    if agent is None:
+    if agent_config(case.run) is None:
         return
     length = case.run.generation.max_completion_length
     yield (
         f"  episodes of up to {case.max_turns} turns of {length} sampled tokens, and up to"
-        f" {agent.max_observation_tokens} of tools after each"
+        f" {observation_token_limit(case.run)} of tools after each"
     )
     told = means.completion - means.sampled
     yield (

@@ -155,8 +155,13 @@ def _describe_environment(factory: Callable[..., object], spec: str, where: str)
         what, why = f"{spec} has no tool", "its public methods are what a model can call"
         raise ConfigError(Problem(what, where, why, "a method with types and a docstring"))
     schemas = [tool_schema(method, f"{spec}.{n}", where) for n, method in tools.items()]
-    own = [name in methods for name in ("get_reward", "get_turn_reward")]
-    return Environment(schemas, dict.fromkeys(tools, spec), spec, *own)
+    return Environment(
+        schemas,
+        dict.fromkeys(tools, spec),
+        spec,
+        has_reward="get_reward" in methods,
+        has_turn_reward="get_turn_reward" in methods,
+    )
 
 
 def _public_methods(factory: Callable[..., object]) -> dict[str, Callable[..., object]]:
