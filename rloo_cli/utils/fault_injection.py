@@ -4,7 +4,7 @@
 
 `name@n=action`: the n-th time (default 1) that a point whose name matches (`ckpt.*` matches all
 of a save) is passed. Without the first variable a set second one is refused. Points:
-load, gen.request, gen.chunk, agent.turn (between two turns of episodes), reward, logp, loss, grad,
+load, gen.request, gen.chunk, turn (between two turns of episodes), reward, logp, loss, grad,
 step, metrics, eval, of a weight sync
 sync.{start,update,finish,version} (skip leaves that part out), and of a save
 ckpt.{write,fsync,manifest,rename,latest,prune}. Nothing is done unless armed.

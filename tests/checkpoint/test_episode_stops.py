@@ -8,7 +8,7 @@ from episode_runs import world_words
 from fork_cases import Forked
 from resume_cases import differing, left
 
-TURN = "agent.turn@4"  # a step has two or three waves of turns after the first
+TURN = "turn@4"  # a step has two or three waves of turns after the first
 
 
 def words(folder: Path, *more: str) -> tuple[str, ...]:

@@ -158,7 +158,7 @@ class _EpisodeStep:
             began, wave = time.monotonic(), self.ready
             self.ready = []
             if any(episode.turns for asked in wave for episode in asked.episodes):
-                trigger_fault("agent.turn")
+                trigger_fault("turn")
                 signals.raise_if_stopped()
             self._sample_wave(wave)
             patience = max(SHORTEST_WAIT_S, time.monotonic() - began)
