@@ -44,9 +44,8 @@ def add_token_advantages(run: Run, batch: Batch) -> None:
 
 def _turn_weight(run: Run) -> float | None:
     """The weight of what turns earn in a completion's score; None where no turn gets a credit."""
-    if run.algorithm.config.turn_rewards != "credit":
-        return None
-    return sum(r.weight for r in run.config.rewards.values() if r.type == ENVIRONMENT)
+    weights = [r.weight for r in run.config.rewards.values() if r.type == ENVIRONMENT]
+    return sum(weights) if run.algorithm.config.turn_rewards == "credit" else None
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ def require_textworld(key: str) -> None:
 
 
 def text_game_examples(split: str) -> list[JsonObject]:
-    """A row for each game of `train` or `test`: its seed, in the column `game`."""
+    """A row for each game of a split, train or test: its seed, in the column `game`."""
     end = TRAIN_GAMES + HELD_OUT_GAMES
     seeds = {"train": range(TRAIN_GAMES), "test": range(TRAIN_GAMES, end)}[split]
     return [{"prompt": [{"role": "user", "content": PROMPT}], "game": seed} for seed in seeds]
