@@ -56,3 +56,24 @@ def test_the_parser_is_chosen_by_the_chat_template_or_refused():
         choose_parser("auto", bare)
     with pytest.raises(ConfigError, match="no template for answers"):
         choose_parser("response", bare)
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+        },
+    },
+}  # fmt: skip
+
+
+def test_the_tokenizers_own_parser_is_told_how_an_answer_begins():
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    name, parse = choose_parser("response", tokenizer)
+    assert name == "response" and parse(TWICE["hermes"]).calls == [ADD, ADD]
+    answer = parse("The answer is 4.")
+    assert not answer.calls and not answer.unreadable
+    assert len(parse("<tool_call>{nonsense}</tool_call>").unreadable) == 1

@@ -6,6 +6,7 @@ has neither: it is an answer.
 """
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -140,12 +141,20 @@ def _read_python_call(node: ast.expr) -> JsonObject:
 
 
 def response_parser(tokenizer: Any) -> CallParser:
-    """The tokenizer's own `parse_response`, of models that bring a template for it."""
+    """The tokenizer's own `parse_response`, of models that bring a template for it.
+
+    It is told how an answer begins, since a chat template may write the first of it itself.
+    """
+    asked = [{"role": "user", "content": ""}]
+    begun = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    # Before transformers 5.13 a response has no prefix.
+    takes_prefix = "prefix" in inspect.signature(tokenizer.parse_response).parameters
+    prefix = {"prefix": begun} if takes_prefix else {}
 
     def parse_response(text: str) -> ParsedCalls:
         found = ParsedCalls()
         try:
-            message = tokenizer.parse_response(text)
+            message = tokenizer.parse_response(text, **prefix)
         except Exception as error:  # a regular expression that does not match, odd JSON
             found.unreadable.append(f"the answer cannot be read: {type(error).__name__}: {error}")
             return found
