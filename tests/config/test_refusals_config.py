@@ -28,7 +28,7 @@ SCORECARD: dict[str, Case] = {
     ),
     "BC-3 a recipe with a slip": Case(
         ["train", "+recipe=tldr_1B"],
-        ["no recipe 'tldr_1B'", "multitask, openenv_echo, quickstart, ", "fix      +recipe=tldr_1b"],
+        ["no recipe 'tldr_1B'", "multitask, openenv_echo, ", "fix      +recipe=tldr_1b"],
     ),
     "BC-5 a key as a flag": train("--algorithm.beta=0.1", says=["fix      algorithm.beta=0.1"]),
     "BC-6 a word for a number": train("algorithm.beta=abc", says=["valid number, got 'abc'"]),
