@@ -85,7 +85,7 @@ def flip(data: bytes) -> bytes:
 
 
 def newer(data: bytes) -> bytes:
-    return data.replace(b'\\"format\\": 1', b'\\"format\\": 2')
+    return data.replace(b'\\"format\\": 1', b'\\"format\\": 9')
 
 
 def other(data: bytes) -> bytes:
@@ -95,7 +95,7 @@ def other(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 1"),
+        (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 2"),
         (other, "head was changed"), (lambda d: b"", "damaged"),
         (lambda d: b"\xff" * 40, "does not begin"), (lambda d: d[:30], "damaged"),
     ],
