@@ -1,12 +1,15 @@
 """Tools that misbehave: each is an error that the model is told of, or a row without a score."""
 
 import os
+import resource
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from agent_cases import call_text, class_agent, episode_generator, play, tools_agent, write_file
+
+from rloo_cli.agents.processes.tool_pool import ToolPool
 
 HEAD = "import os, signal, sys, time\n\n"
 FUNCTION = '''
@@ -145,3 +148,20 @@ def test_kill_9_of_an_environment_in_mid_episode_leaves_its_row_out_alone(tmp_pa
     assert groups[0].rollouts[0].failed == "tool: its process ended in the call"
     assert groups[0].rollouts[0].episode_facts["ended_by"] == "failed"
     assert groups[1].rollouts[0].failed is None and groups[1].rollouts[0].environment_reward == 1.0
+
+
+def test_a_run_may_hold_more_files_than_select_takes(tmp_path):
+    path = write_file(tmp_path, HEAD + CLASS.replace("RESET", "pass").replace("TOOL", "pass"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    pool = ToolPool([f"{path}:World"], keep=1)
+    try:
+        message = {"do": "reset", "spec": f"{path}:World", "row": {}, "seed": 1}
+        answer = pool.take_new().request(message | {"max_characters": 100}, 60.0)
+        assert answer["text"] is None
+    finally:
+        pool.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,7 +11,6 @@ The run asks by one packet: `fork` with the caller's socket attached is answered
 
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ import traceback
 from rloo_cli.agents.processes.worker import serve_calls
 from rloo_cli.config import registry
 from rloo_cli.utils.child_process import die_with_pid, end_with_pipe, kill_group
+from rloo_cli.utils.files import wait_until_readable
 from rloo_cli.utils.message_socket import receive_pickled
 
 POLL_S = 0.5
@@ -59,7 +59,7 @@ def _reap(children: set[int]) -> None:
 def _answer_packets(control: socket.socket) -> None:
     children: set[int] = set()
     while True:
-        ready, _, _ = select.select([control], [], [], POLL_S)
+        ready = wait_until_readable(control, POLL_S)
         _reap(children)
         if not ready:
             continue
