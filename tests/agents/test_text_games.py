@@ -21,7 +21,7 @@ def test_a_game_without_its_package_is_refused_with_how_to_install_it(monkeypatc
     with pytest.raises(MachineError, match="textworld is not installed") as caught:
         class_.preflight(class_agent({"game": GAME}))
     (problem,) = caught.value.problems
-    assert problem.where == "agent.environments.game" and "rloo-cli[tasks]" in problem.fix
+    assert problem.where == "agent.environments.game" and "rloo-cli[textworld]" in problem.fix
 
 
 def test_held_out_games_are_others():
@@ -48,7 +48,7 @@ def test_our_chat_template_shows_tools_calls_and_what_they_answer():
 
 @pytest.mark.slow
 def test_a_real_game_is_played_to_its_end(tmp_path, monkeypatch):
-    pytest.importorskip("textworld", reason="textworld is not installed (the extra tasks)")
+    pytest.importorskip("textworld", reason="textworld is not installed (the extra textworld)")
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path))
     solution = iter(["dance", "take cloak from display", "go north", "go south", "drop cloak"])
     generator = episode_generator(

@@ -37,7 +37,7 @@ STATUS_LINE = re.compile(r"\s*(> )?-= [^=]+ =-\d+/\d+$")
 def require_textworld(key: str) -> None:
     """Raises MachineError when textworld is not installed."""
     if importlib.util.find_spec("textworld") is None:
-        why, fix = "its games are made and played by that package", "pip install 'rloo-cli[tasks]'"
+        why, fix = "its games are made and played by it", "pip install 'rloo-cli[textworld]'"
         raise MachineError(Problem("textworld is not installed", key, why, fix))
 
 
