@@ -155,12 +155,12 @@ def test_a_slow_agent_delays_its_own_episode_alone(tmp_path):
 
 # Misbehaving agents: what they do -> (the reason of a row without a score, or None; refusals).
 MISBEHAVING = {
-    "never_answers": ("played(1); time.sleep(60)", "took more than 1.5 s", 0),
+    "never_answers": ("played(1); time.sleep(60)", "took more than 6 s", 0),
     "never_asks": ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
-                   "took more than 1.5 s", 0),
+                   "took more than 6 s", 0),
     "floods": ("played(1)\nwhile True: post('/chat/completions', {'model': 'no'})",
                "more than 64 of its requests", 65),
-    "floods_its_output": ("played(1)\nwhile True: print('x' * 10000)", "took more than 1.5 s", 0),
+    "floods_its_output": ("played(1)\nwhile True: print('x' * 10000)", "took more than 6 s", 0),
     "wrong_key": ("played(1); assert post('/chat/completions', {}, 'rloo-no')[0] == 401", None, 0),
     "other_key": ("k = os.environ['OTHER']\nplayed(1)\n"
                   "assert post('/chat/completions', {'model': 'policy'}, k)[0] == 403", None, 0),
@@ -195,10 +195,11 @@ def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
 
     def script(text, seed):
         if name in ("cuts_the_stream", "calls_itself"):
-            time.sleep(0.4)
+            time.sleep(0.4 if name == "cuts_the_stream" else 1.5)
         return counted(text, seed)
 
-    generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=1.5)
+    limit = 6.0 if why is not None and "took more than" in why else 60.0
+    generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=limit)
     environment = {"TEST_FOLDER": str(tmp_path)}
     if name == "other_key":  # the key of an episode that is on its way, and not this one's
         other = generator.desk.open_conversation(row_groups(generator, {})[0], 0, 0)
