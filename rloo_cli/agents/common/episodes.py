@@ -12,12 +12,12 @@ depends on its prompt, its seed and its tools, not on its neighbours.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_cli.agents.common.call_parsers import CallParser, ParsedCalls
 from rloo_cli.agents.common.episode import Episode, common_prefix
+from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.tool_calls import Answers, ToolCalls
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
@@ -25,15 +25,12 @@ from rloo_cli.agents.processes.tool_pool import ToolPool
 from rloo_cli.config.agent import AgentConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import render_prompt
-from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
-
-if TYPE_CHECKING:
-    from rloo_cli.policy.model import Policy
 
 MAX_THREADS = 256  # that wait for tools
 SHORTEST_WAIT_S = 0.05  # for tools, after a wave that took less
@@ -54,57 +51,30 @@ class EpisodeRules:
     turn_rewards: str = "sum"  # algorithm.turn_rewards
 
 
-class EpisodeGenerator:
+class EpisodeGenerator(EpisodeSampler):
     """Samples episodes with `inner`, the generator of single answers."""
 
     def __init__(self, inner: Generator, rules: EpisodeRules):
-        self.inner, self.rules = inner, rules
+        super().__init__(inner)
+        self.rules = rules
         self.pool = ToolPool(rules.tools.import_specs, rules.config.kept_processes())
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Those of the inner generator; an episode's own are on its rollout."""
-        return self.inner.metrics
-
-    @property
-    def tolerance(self) -> float:
-        """That of the inner generator."""
-        return self.inner.tolerance
-
-    def load(self, policy: "Policy", version: int) -> None:
-        """Take the policy's weights."""
-        self.inner.load(policy, version)
 
     def close(self) -> None:
         """End all tool processes, and release the sampler."""
         self.pool.close()
         if self.rules.tools.release is not None:
             self.rules.tools.release()
-        self.inner.close()
+        super().close()
 
-    def generate(
+    def begin_step(
         self,
         groups: list[Group],
         seeds: list[list[int]],
-        greedy: bool = False,
-        temperature: float | None = None,
-        arrived: Callable[[int], None] = ignore_arrival,
-    ) -> None:
-        """Fill `groups[i].rollouts` with episodes, one per seed and in order.
-
-        Raises GenerationError, also for a turn whose prompt is not the ids that were sampled.
-        """
-        if len(groups) != len(seeds):
-            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
-        stay_awake: Callable[[], AbstractContextManager[None]]
-        stay_awake = getattr(self.inner, "stay_awake", nullcontext)
-        options: JsonObject = {"greedy": greedy, "temperature": temperature}
-        step = _EpisodeStep(self, groups, seeds, options, arrived)
-        with stay_awake(), step.executor:
-            try:
-                step.run()
-            finally:
-                step.abandon()
+        options: JsonObject,
+        arrived: Callable[[int], None],
+    ) -> EpisodeStep:
+        """The episodes of these groups."""
+        return _EpisodeStep(self, groups, seeds, options, arrived)
 
 
 @dataclass
@@ -170,6 +140,7 @@ class _EpisodeStep:
                 episode.caller.kill()
         for future in list(self.waiting):
             future.cancel()
+        self.executor.shutdown()
 
     def _submit(
         self, kind: str, episode: Episode, work: Callable[..., Any], *arguments: Any

@@ -9,12 +9,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
 from rloo_cli.agents.common.episode import Episode, common_prefix
+from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.foreign.agent_process import (
     MARK_VARIABLE,
@@ -30,7 +30,7 @@ from rloo_cli.config.agent import completion_token_limit
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group
-from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.child_process import kill_marked_processes
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
@@ -39,8 +39,6 @@ from rloo_cli.utils.rng import turn_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rloo_cli.policy.model import Policy
 
 SHORTEST_WAIT_S = 0.05  # for agents, after a wave that took less
 OPENING_WAIT_S = 1.0  # for agents to start, before the first wave
@@ -118,13 +116,14 @@ def _check_user_turns(renderer: TurnRenderer) -> None:
         raise ConfigError(Problem(what, "model.chat_template", why)) from None
 
 
-class ProxyGenerator:
+class ProxyGenerator(EpisodeSampler):
     """Samples episodes with `inner`, the generator of single answers, as agents ask for turns."""
 
     def __init__(
         self, inner: Generator, rules: ForeignRules, keys: ForeignKeys, launch: AgentLaunch
     ):
-        self.inner, self.rules, self.keys, self.launch = inner, rules, keys, launch
+        super().__init__(inner)
+        self.rules, self.keys, self.launch = rules, keys, launch
         self.desk = EpisodeDesk(rules)
         self.server = ProxyServer(self.desk, keys.host, keys.port, launch.token, keys.max_seconds)
 
@@ -133,43 +132,20 @@ class ProxyGenerator:
         """Those of the inner generator, and requests that were of no episode."""
         return {**self.inner.metrics, "agent/wrong_keys": float(self.desk.wrong_keys)}
 
-    @property
-    def tolerance(self) -> float:
-        """That of the inner generator."""
-        return self.inner.tolerance
-
-    def load(self, policy: "Policy", version: int) -> None:
-        """Take the policy's weights."""
-        self.inner.load(policy, version)
-
     def close(self) -> None:
         """Close the port, and release the sampler."""
         self.server.close()
-        self.inner.close()
+        super().close()
 
-    def generate(
+    def begin_step(
         self,
         groups: list[Group],
         seeds: list[list[int]],
-        greedy: bool = False,
-        temperature: float | None = None,
-        arrived: Callable[[int], None] = ignore_arrival,
-    ) -> None:
-        """Fill `groups[i].rollouts` with episodes, one per seed and in order.
-
-        Raises GenerationError, also for a turn whose prompt is not the ids that were sampled.
-        """
-        if len(groups) != len(seeds):
-            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
-        stay_awake: Callable[[], AbstractContextManager[None]]
-        stay_awake = getattr(self.inner, "stay_awake", nullcontext)
-        options: JsonObject = {"greedy": greedy, "temperature": temperature}
-        step = _ProxyStep(self, groups, seeds, options, arrived)
-        with stay_awake():
-            try:
-                step.run()
-            finally:
-                step.abandon()
+        options: JsonObject,
+        arrived: Callable[[int], None],
+    ) -> EpisodeStep:
+        """The episodes of these groups."""
+        return _ProxyStep(self, groups, seeds, options, arrived)
 
 
 @dataclass
