@@ -11,7 +11,7 @@ session is a failure of the row that asked, and is given to no other.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from rloo_cli.agents.common.tool_set import Environment, ToolSet
@@ -19,6 +19,7 @@ from rloo_cli.agents.processes.tool_pool import ToolGone
 from rloo_cli.agents.remote import described_tools
 from rloo_cli.agents.remote.service import (
     FAREWELL_S,
+    RemoteCaller,
     RemoteService,
     observation_text,
     read_reward,
@@ -28,23 +29,16 @@ from rloo_cli.agents.remote.service import (
 from rloo_cli.utils.files import JsonObject
 
 
-class HttpCaller:
+class HttpCaller(RemoteCaller):
     """A `ToolCaller` whose environment is a session of a server."""
 
     def __init__(self, service: RemoteService, environment: str):
-        self.service, self.environment = service, environment
-        self.name = secrets.token_hex(16)
-        self.reward: float | None = None  # the sum of those that the server said
-        self.is_open = self.is_killed = False
+        super().__init__(service)
+        self.environment, self.name, self.is_open = environment, secrets.token_hex(16), False
 
-    def request(self, message: JsonObject, timeout_s: float) -> JsonObject:
-        """The answer to `reset`, `call` or `end`. Raises ToolGone."""
-        ask = {"reset": self._reset, "call": self._step, "end": self._close}[message["do"]]
-        try:
-            return ask(message, timeout_s)
-        except ToolGone:
-            self.kill()
-            raise
+    def answers(self) -> Mapping[str, Callable[[JsonObject, float], JsonObject]]:
+        """What answers `reset`, `call` and `end`."""
+        return {"reset": self._reset, "call": self._step, "end": self._close}
 
     def kill(self) -> None:
         """Forget the session; the server is told where it may still have it."""

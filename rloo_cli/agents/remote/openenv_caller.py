@@ -11,6 +11,7 @@ has the fields of an action as arguments (GET /schema).
 import json
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from rloo_cli.agents.remote import described_tools
 from rloo_cli.agents.remote.service import (
     FAREWELL_S,
     MAX_ANSWER_BYTES,
+    RemoteCaller,
     RemoteService,
     observation_text,
     read_reward,
@@ -49,24 +51,18 @@ class OpenenvRules:
     reward: str  # sum, last: what the rewards of an episode's steps come to
 
 
-class OpenenvCaller:
+class OpenenvCaller(RemoteCaller):
     """A `ToolCaller` whose environment is a session of a server."""
 
     def __init__(self, service: RemoteService, rules: OpenenvRules):
-        self.service, self.rules = service, rules
+        super().__init__(service)
+        self.rules = rules
         self.url = service.url.replace("http", "ws", 1) + "/ws"
         self.socket: aiohttp.ClientWebSocketResponse | None = None
-        self.reward: float | None = None
-        self.is_killed = False
 
-    def request(self, message: JsonObject, timeout_s: float) -> JsonObject:
-        """The answer to `reset`, `call` or `end`. Raises ToolGone."""
-        ask = {"reset": self._reset, "call": self._step, "end": self._end}[message["do"]]
-        try:
-            return ask(message, timeout_s)
-        except ToolGone:
-            self.kill()
-            raise
+    def answers(self) -> Mapping[str, Callable[[JsonObject, float], JsonObject]]:
+        """What answers `reset`, `call` and `end`."""
+        return {"reset": self._reset, "call": self._step, "end": self._end}
 
     def kill(self) -> None:
         """Close the connection; the server ends its environment then."""

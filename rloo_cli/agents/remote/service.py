@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -154,6 +154,31 @@ def read_reward(answer: JsonObject, url: str) -> float | None:
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ToolGone(f"{url}: the reward {reward!r:.80} is not a finite number")
     return float(reward)
+
+
+class RemoteCaller:
+    """A `ToolCaller` whose environment is a session of a server; a kind of server adds how."""
+
+    def __init__(self, service: RemoteService):
+        self.service = service
+        self.reward: float | None = None  # what those that the server said come to
+        self.is_killed = False
+
+    def answers(self) -> Mapping[str, Callable[[JsonObject, float], JsonObject]]:
+        """What answers `reset`, `call` and `end`, each from a message and seconds."""
+        raise NotImplementedError
+
+    def request(self, message: JsonObject, timeout_s: float) -> JsonObject:
+        """The answer to `reset`, `call` or `end`. Raises ToolGone."""
+        try:
+            return self.answers()[message["do"]](message, timeout_s)
+        except ToolGone:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Leave the session."""
+        raise NotImplementedError
 
 
 def observation_text(told: Any, max_characters: int) -> str:
