@@ -132,7 +132,12 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
     if not isinstance(agent, dict):
         return
     kind, names = agent.get("kind"), registry.registry_names("agents")
-    if kind not in names:
+    if kind is None:
+        name = f"agent.{next(iter(agent), 'kind')}"
+        why = "agent=null is one answer to each prompt, and +debug=cpu leaves an agent out"
+        fix = f"agent=NAME too, one of: {', '.join(names)}"
+        yield Problem(f"{name} is set, and there is no agent", name, why, fix)
+    elif kind not in names:
         close = nearest_names(str(kind), names) or sorted(names)
         what, why = f"agent.kind = {kind!r}: there is no such agent", f"one of: {', '.join(names)}"
         yield Problem(what, "agent.kind", why, f"agent={close[0]}")

@@ -30,6 +30,9 @@ SCORECARD: dict[str, Case] = {
         ["train", "+recipe=tldr_1B"],
         ["no recipe 'tldr_1B'", "multitask, openenv_echo, ", "fix      +recipe=tldr_1b"],
     ),
+    "a key of an agent that is not there": train(
+        "agent.max_turns=3", says=["agent.max_turns is set, and there is no agent", "+debug=cpu"]
+    ),
     "BC-5 a key as a flag": train("--algorithm.beta=0.1", says=["fix      algorithm.beta=0.1"]),
     "BC-6 a word for a number": train("algorithm.beta=abc", says=["valid number, got 'abc'"]),
     "BC-7 nan": train("algorithm.beta=nan", says=["finite number, got nan"]),
