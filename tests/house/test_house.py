@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import words
 from cli_cases import Rloo
+from hatchling.build import build_editable
 
 from rloo_cli.cli.config import schema_fields
 from rloo_cli.config import check, messages, registry
@@ -495,3 +497,13 @@ def test_what_only_reads_configs_imports_no_torch(
 def test_torch_is_missed_where_it_is_forbidden_and_needed(rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("train", "+recipe=smoke")
     assert ended.code == 1 and "was imported" in ended.err
+
+
+def test_the_checkout_can_be_installed_as_make_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable install, and of it the part that this project's own settings can break."""
+    monkeypatch.chdir(ROOT)
+    wheel = zipfile.ZipFile(tmp_path / build_editable(str(tmp_path)))
+    (path_file,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+    assert wheel.read(path_file).decode() == str(ROOT)
