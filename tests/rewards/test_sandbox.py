@@ -199,6 +199,7 @@ def test_nothing_but_its_own_temporary_folder_can_be_written(tmp_path: Path) -> 
     places += [str(Path.home()), sys.prefix, str(tmp_path), str(Path(__file__).parent)]
     code = f"""
 import os
+import resource
 for place in {places!r}:
     try:
         open(place + "/rloo_was_here", "w").close()
@@ -419,3 +420,23 @@ def test_memory_files_without_a_name_count_as_memory() -> None:
     )
     assert why(code, dataclasses.replace(LIMITS, memory_mb=48)) == "memory"
     assert why(code.replace("range(20)", "range(2)")) == ""
+
+
+HOLDS_FILES = """
+import os, resource, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+for _ in range(1100):
+    os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
+os.execv(sys.executable, [sys.executable, "-I", sys.argv[1]])
+"""
+
+
+def test_a_command_may_leave_the_harness_more_files_than_select_takes() -> None:
+    command = shlex.join([sys.executable, "-I", "-c", HOLDS_FILES, "{harness}"])
+    tests = [*DOUBLES, {"stdin": "", "most": 100}]
+    limits = dataclasses.replace(LIMITS, memory_mb=1000)
+    found = sandbox.run_sandboxed_tests(
+        "def f(x): return x * 2", tests, "external", command, limits, stop_at_failure=False
+    )
+    assert [result.failure_reason for result in found] == ["", ""]

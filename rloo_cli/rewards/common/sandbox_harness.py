@@ -151,7 +151,7 @@ def watch_test(
     is_open, ended = True, None
     while True:
         wait_s = 0 if ended is not None else SUPERVISE_POLL_S
-        if is_open and select.select([report_fd], [], [], wait_s)[0]:
+        if is_open and wait_for_pipe(report_fd, select.POLLIN, wait_s):
             part = os.read(report_fd, 1 << 16)
             is_open = bool(part)
             said += part
@@ -168,6 +168,16 @@ def watch_test(
             if why := exceeded_limit(job, deadline):
                 return why, b""
             ended = reap_children().get(pid)
+
+
+def wait_for_pipe(pipe: int, event: int, seconds: float) -> bool:
+    """Whether a pipe can be read (POLLIN) or written (POLLOUT), or has ended, within the time.
+
+    `select.select` takes no descriptor above 1023, and a command of the user's may leave more open.
+    """
+    waiting = select.poll()
+    waiting.register(pipe, event)
+    return bool(waiting.poll(1000 * seconds))
 
 
 def exceeded_limit(job: JobDict, deadline: float) -> str:
@@ -217,7 +227,7 @@ def send_to_test(control_fd: int, data: bytes) -> None:
     until = time.monotonic() + 1
     try:
         while data and time.monotonic() < until:
-            if select.select([], [control_fd], [], SUPERVISE_POLL_S)[1]:
+            if wait_for_pipe(control_fd, select.POLLOUT, SUPERVISE_POLL_S):
                 data = data[os.write(control_fd, data[: 1 << 12]) :]
     except OSError:
         return
