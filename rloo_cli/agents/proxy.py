@@ -28,7 +28,8 @@ class ForeignConfig(EpisodeConfig):
     """Keys of every kind of agent that is behind the proxy."""
 
     max_seconds: float = key(
-        "Seconds of an episode in which the agent does not wait for the policy; then it is killed",
+        "Seconds of an episode in which the agent does not wait for the policy; then it is killed."
+        " Also how long a run waits for one that comes by itself, while none plays",
         gt=0,
         le=1e6,
     )

@@ -158,10 +158,7 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
         )
     if agent is None:
         return
-    if getattr(agent, "port", 0) and (run.distributed.num_processes or 1) > 1:
-        what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
-        why = "each of them has a proxy of its own, and a port has one listener"
-        yield Problem(what, "agent.port", why, "agent.port=0")
+    yield from _rank_problems(run, agent)
     least, most = run.generation.max_completion_length, agent.max_episode_tokens
     if most is not None and most < least:
         what = f"agent.max_episode_tokens = {most} holds no turn"
@@ -173,3 +170,33 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
         why = "a turn ends with an EOS, or is cut off and the episode's last"
         what = "generation.ignore_eos = true leaves an episode one turn"
         yield Problem(what, "generation.ignore_eos", why, "generation.ignore_eos=false")
+
+
+def _rank_problems(run: RunConfig, agent: EpisodeConfig) -> Iterator[Problem]:
+    """What is wrong with an agent where several ranks sample, each its share of the prompts."""
+    config = run.distributed
+    ranks = (config.num_processes or 1) * config.num_nodes
+    if ranks == 1 or run.generation.backend == "vllm_server":  # rank 0 alone samples there
+        return
+    if getattr(agent, "port", 0) and (config.num_processes or 1) > 1:
+        what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
+        why = "each of them has a proxy of its own, and a port has one listener"
+        yield Problem(what, "agent.port", why, "agent.port=0, or generation=vllm_server")
+    if hasattr(agent, "command") and agent.command is None:
+        what = f"agent.command is null, and {ranks} ranks sample"
+        why = "each has a proxy of its own, and agents that come by themselves know one address"
+        yield Problem(what, "agent.command", why, "agent.command, or generation=vllm_server")
+    name, seconds = _longest_pause(agent)
+    if seconds >= config.timeout_s:
+        what = f"{name} is not less than distributed.timeout_s = {config.timeout_s:g}"
+        why = "the other ranks wait so long for one whose episode takes its time, and then give up"
+        yield Problem(what, name.partition(" ")[0], why, f"distributed.timeout_s={2 * seconds:g}")
+
+
+def _longest_pause(agent: EpisodeConfig) -> tuple[str, float]:
+    """The most seconds of an episode outside of the sampler, with the keys that say so."""
+    if isinstance(agent, AgentConfig):
+        seconds = agent.max_turns * agent.max_tool_s
+        return f"agent.max_tool_s = {agent.max_tool_s:g} times {agent.max_turns} turns", seconds
+    seconds = float(getattr(agent, "max_seconds", 0.0))
+    return f"agent.max_seconds = {seconds:g}", seconds

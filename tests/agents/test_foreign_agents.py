@@ -14,6 +14,7 @@ import pytest
 from agent_cases import call_text
 from proxy_cases import agent_command, play_agents, proxy_generator, row_groups
 
+from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.rng import turn_seed
 
 CALL = call_text("add", a=1, b=2)
@@ -153,6 +154,37 @@ def test_a_slow_agent_delays_its_own_episode_alone(tmp_path):
     assert [i for i, _ in done] == [1, 0] and done[1][1] - done[0][1] > 1.0
 
 
+def test_a_long_wave_neither_spares_an_agent_that_hangs_nor_counts_for_one_that_is_done(tmp_path):
+    told = tmp_path / "pid"
+    hangs = f"open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    text = f"played(1)\nif ROW['kind'] == 'asks': played(2)\nif ROW['kind'] == 'hangs': {hangs}"
+    died = []
+
+    def script(text, seed):
+        if text.count("assistant") == 2:  # the wave of the second turn
+            end = time.monotonic() + 10
+            while not died and time.monotonic() < end:
+                time.sleep(0.05)
+                if told.exists() and told.read_text() and not _runs(int(told.read_text())):
+                    died.append(time.monotonic())
+            time.sleep(0.2)
+        return counted(text, seed)
+
+    generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=3.0)
+    kinds = ({"kind": "asks"}, {"kind": "hangs"}, {"kind": "ends"})
+    asks, hangs, ends = (g.rollouts[0] for g in play_agents(generator, *kinds))
+    assert died  # while the wave was sampled
+    assert "took more than 3 s" in hangs.failed
+    assert asks.failed is None and ends.failed is None and len(asks.turns) == 2
+
+
+def _runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 # Misbehaving agents: what they do -> (the reason of a row without a score, or None; refusals).
 MISBEHAVING = {
     "never_answers": ("played(1); time.sleep(60)", "took more than 6 s", 0),
@@ -227,29 +259,31 @@ def _is_of_test(process, folder):
         return False
 
 
+def _posted(url, body, key):
+    request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
+    request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, {}
+
+
 def test_an_agent_that_comes_by_itself_gets_an_episode_for_the_runs_token():
     token = "the token of this run"
     generator = proxy_generator(None, counted, token=token)
     heard = []
 
-    def post(url, body, key):
-        request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
-        request.add_header("Authorization", f"Bearer {key}")
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code
-
     def agent():
-        heard.append(post(f"{generator.server.url}/rloo/next", {}, "another"))
+        heard.append(_posted(f"{generator.server.url}/rloo/next", {}, "another")[0])
         for end in ({}, {"error": "lost my way"}):
-            told = post(f"{generator.server.url}/rloo/next", {}, token)
+            _, told = _posted(f"{generator.server.url}/rloo/next", {}, token)
             url, key = told["base_url"], told["api_key"]
             ask = {"model": told["model"], "messages": told["row"]["prompt"]}
-            heard.append(post(f"{url}/chat/completions", ask, key)["choices"][0]["message"])
-            post(f"{url}/rloo/reward", {"reward": told["row"]["n"]}, key)
-            post(f"{url}/rloo/done", end, key)
+            _, answer = _posted(f"{url}/chat/completions", ask, key)
+            heard.append(answer["choices"][0]["message"])
+            _posted(f"{url}/rloo/reward", {"reward": told["row"]["n"]}, key)
+            _posted(f"{url}/rloo/done", end, key)
 
     thread = threading.Thread(target=agent)
     thread.start()
@@ -258,6 +292,29 @@ def test_an_agent_that_comes_by_itself_gets_an_episode_for_the_runs_token():
     assert heard[0] == 401 and heard[1]["content"] == "answer 1"
     assert first.failed is None and first.environment_reward == 1.0
     assert second.failed == "the agent: lost my way"
+
+
+def test_a_run_does_not_wait_for_ever_for_agents_that_come_by_themselves():
+    generator = proxy_generator(None, counted, token="the token of this run", max_seconds=1.0)
+    heard = []
+
+    def agent():
+        for key in ("the token of another run", "the token of this run"):
+            status, told = _posted(f"{generator.server.url}/rloo/next", {}, key)
+            heard.append(status)
+        ask = {"model": "policy", "messages": told["row"]["prompt"]}
+        _posted(f"{told['base_url']}/chat/completions", ask, told["api_key"])
+        _posted(f"{told['base_url']}/rloo/done", {}, told["api_key"])  # and never comes again
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    with pytest.raises(GenerationError) as caught:
+        play_agents(generator, {}, {})
+    thread.join()
+    (problem,) = caught.value.problems
+    assert heard == [401, 200] and problem.where == "agent.max_seconds"
+    assert problem.what == "no agent has come for an episode within 1 s, and 1 wait"
+    assert "/rloo/next; 1 requests had another token" in problem.why
 
 
 NODE = """

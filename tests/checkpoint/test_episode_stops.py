@@ -2,11 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from episode_runs import world_words
+from episode_runs import left_but_times, world_words
 from fork_cases import Forked
-from resume_cases import differing, left
+from resume_cases import differing
 
 TURN = "turn@4"  # a step has two or three waves of turns after the first
 
@@ -14,20 +13,6 @@ TURN = "turn@4"  # a step has two or three waves of turns after the first
 def words(folder: Path, *more: str) -> tuple[str, ...]:
     common = ("train", "+recipe=smoke", "max_steps=3", "checkpoint.every=1")
     return (*common, "train.lr_scheduler=constant", *world_words(folder), *more)
-
-
-def left_but_times(run: Path) -> dict[str, Any]:
-    """`left`, without the seconds that tools took."""
-    found = left(run)
-    for name, text in found["samples"].items():
-        rows = [json.loads(line) for line in text.splitlines()]
-        for row in rows:
-            row["episode"].pop("tool_s")
-        found["samples"][name] = rows
-    found["metrics"] = [
-        {n: v for n, v in line.items() if n != "agent/tool_s"} for line in found["metrics"]
-    ]
-    return found
 
 
 def test_a_run_that_is_stopped_between_two_turns_ends_as_one_left_alone(forked: Forked) -> None:

@@ -1,8 +1,11 @@
 """Runs of episodes in an environment, with a random model: its answers are read as calls."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from agent_cases import write_file
+from resume_cases import left
 
 # Every third of the byte tokens ends a turn: most do not run into their limit.
 ENDS = f"generation.stop_token_ids={[*range(10, 258, 3)]}".replace(" ", "")
@@ -50,3 +53,17 @@ def world_words(folder: Path) -> list[str]:
     """The overrides of a run in the environment, whose file is written into `folder`."""
     path = write_file(folder, WORLD, "world.py")
     return [*WORDS, f"agent.environments={{world: '{path}:World'}}"]
+
+
+def left_but_times(run: Path) -> dict[str, Any]:
+    """`left`, without the seconds that tools took."""
+    found = left(run)
+    for name, text in found["samples"].items():
+        rows = [json.loads(line) for line in text.splitlines()]
+        for row in rows:
+            row["episode"].pop("tool_s")
+        found["samples"][name] = rows
+    found["metrics"] = [
+        {n: v for n, v in line.items() if n != "agent/tool_s"} for line in found["metrics"]
+    ]
+    return found

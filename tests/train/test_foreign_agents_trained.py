@@ -93,12 +93,28 @@ def test_an_agent_that_could_not_be_started_is_refused_before_weights_load(words
         proxy.load_tools(run.agent)
 
 
-def test_keys_of_tools_and_a_port_for_several_processes_are_refused():
-    for words, why in (
+PROXY = ("+recipe=smoke", "agent=proxy", "agent.command=python x")
+PAIR = ("distributed=ddp", "distributed.num_processes=2")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
         (["agent.max_tool_s=3"], "max_tool_s"),
-        (["agent.port=4000", "distributed.num_processes=2"], "agent.port = 4000 for several"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            check.check_config(
-                compose_config(["+recipe=smoke", "agent=proxy", "agent.command=python x", *words])
-            )
+        (["agent.port=4000", *PAIR], "agent.port = 4000 for several"),
+        (["agent.command=null", *PAIR], "agent.command is null, and 2 ranks sample"),
+        (["agent.max_seconds=600", *PAIR], "agent.max_seconds = 600 is not less than"),
+        (["agent=tools", "agent.tools=[a.py:b]", "agent.max_tool_s=80", *PAIR],
+         "agent.max_tool_s = 80 times 8 turns is not less than distributed.timeout_s = 600"),
+    ],
+)  # fmt: skip
+def test_keys_of_tools_and_what_several_ranks_cannot_have_are_refused(words, why):
+    kept = [w for w in (*PROXY, *words) if not ("agent=tools" in words and "command" in w)]
+    with pytest.raises(ConfigError, match=why):
+        check.check_config(compose_config(kept))
+
+
+def test_a_sampler_that_rank_0_alone_talks_to_leaves_the_proxy_its_port():
+    words = ("generation=vllm_server", "agent.command=null", "agent.port=4000")
+    run = check.check_config(compose_config([*PROXY, *PAIR, *words]))
+    assert run.agent.port == 4000

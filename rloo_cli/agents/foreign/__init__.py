@@ -1,5 +1,6 @@
 """Agents written by others, behind an OpenAI-shaped address (agent=proxy).
 
+agent_guard    ends the agents of a run that was killed; a program by itself
 agent_process  one agent's process: its environment, its last words, its end
 conversation   an episode's messages against those of a request: what is new, as ids
 desk           where agents' requests wait for the sampler

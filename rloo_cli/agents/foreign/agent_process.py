@@ -10,12 +10,15 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from rloo_cli.utils.child_process import kill_group, start_child
+from rloo_cli.utils.child_process import kill_group, start_child, stop_child
 from rloo_cli.utils.files import JsonObject
 
-MARK_VARIABLE = "RLOO_AGENT_STEP"  # of all agents of one wave of episodes
+MARK_VARIABLE = "RLOO_AGENT_STEP"  # RUN.STEP, of all agents of one call of the generator
+GUARD = Path(__file__).with_name("agent_guard.py")
 MOST_ROW_BYTES = 100_000  # of RLOO_ROW; Linux takes no variable of more than 128 KiB
 KEPT_BYTES = 2000  # of what an agent printed last
 READ_BYTES = 1 << 16
@@ -84,6 +87,27 @@ class AgentProcess:
         self.process.wait()
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self._close_pipe)
+
+
+class AgentGuard:
+    """A process that ends all agents of a run when that was killed (agent_guard.py)."""
+
+    def __init__(self, run_mark: str):
+        its_pipe, self.pipe = os.pipe()
+        entry = f"{MARK_VARIABLE}={run_mark}."
+        command = [sys.executable, "-I", "-S", str(GUARD), str(its_pipe), entry]
+        nothing = subprocess.DEVNULL
+        try:
+            self.process = start_child(
+                command, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[its_pipe]
+            )
+        finally:
+            os.close(its_pipe)
+
+    def close(self) -> None:
+        """End it: the run has ended its agents by itself."""
+        stop_child(self.process)
+        os.close(self.pipe)
 
 
 def describe_exit(code: int, last_line: str) -> str:

@@ -70,6 +70,7 @@ class Conversation:
     answer: "Future[AgentAnswer] | None" = None  # to that request
     messages: list[JsonObject] = field(default_factory=list)  # the episode so far
     answered_at: float = 0.0
+    began_at: float | None = None  # when its agent was started, or fetched it
     asked_at: float | None = None  # since when its agent waits for the policy
     waited_s: float = 0.0
     is_done: bool = False  # the agent has said so
@@ -79,6 +80,13 @@ class Conversation:
     def is_waiting(self) -> bool:
         """Whether its agent waits for the policy."""
         return self.asked_at is not None
+
+    def thinking_s(self, now: float) -> float:
+        """Seconds that its agent has had, without its waits for the policy."""
+        if self.began_at is None:
+            return 0.0
+        waiting = 0.0 if self.asked_at is None else now - self.asked_at
+        return now - self.began_at - self.waited_s - waiting
 
     def take_request(self, request: AgentRequest, rules: ForeignRules) -> None:
         """Make the ids of a request those that the next turn goes on from.
@@ -182,7 +190,7 @@ class Conversation:
         self.counts.calls += len(found)
         self.counts.bad_calls += len(calls.unreadable)
         if not ended:
-            episode.ended_by = "completion"
+            episode.ended_by = episode.ended_by or "completion"  # it may have failed meanwhile
         message = _answer_message(sampled.text, found, len(episode.turns))
         self.messages = [*self.messages, message]
         reason = "length" if not ended else "tool_calls" if found else "stop"

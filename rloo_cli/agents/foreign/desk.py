@@ -36,7 +36,6 @@ class EpisodeDesk:
         self.live: dict[str, Conversation] = {}  # by the episode's part of the address
         self.ready: list[Conversation] = []  # that wait to be sampled
         self.offered: list[Conversation] = []  # for agents that come by themselves
-        self.fetched: list[Conversation] = []
         self.num_opened = 0
         self.wrong_keys = 0  # requests since the run began
 
@@ -59,7 +58,7 @@ class EpisodeDesk:
         """End an episode: its key opens nothing any more; a request that waits gets an error."""
         with self.changed:
             self.live.pop(conversation.slug, None)
-            for waiting in (self.ready, self.offered, self.fetched):
+            for waiting in (self.ready, self.offered):
                 if conversation in waiting:
                     waiting.remove(conversation)
             answer = conversation.answer
@@ -83,9 +82,10 @@ class EpisodeDesk:
         with self.changed:
             if not self.offered:
                 return None
-            self.fetched.append(self.offered.pop(0))
+            found = self.offered.pop(0)
+            found.began_at = time.monotonic()
             self.changed.notify_all()
-            return self.fetched[-1]
+            return found
 
     def ask_policy(
         self, conversation: Conversation, request: AgentRequest

@@ -6,6 +6,7 @@ agent delays its own episode alone. An episode whose agent fails has no score, a
 """
 
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.foreign.agent_process import (
     MARK_VARIABLE,
+    AgentGuard,
     AgentProcess,
     agent_environment,
     describe_exit,
@@ -34,6 +36,7 @@ from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.child_process import kill_marked_processes
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
 
@@ -126,6 +129,8 @@ class ProxyGenerator(EpisodeSampler):
         self.rules, self.keys, self.launch = rules, keys, launch
         self.desk = EpisodeDesk(rules)
         self.server = ProxyServer(self.desk, keys.host, keys.port, launch.token, keys.max_seconds)
+        self.mark = secrets.token_hex(8)
+        self.guard = None if launch.command is None else AgentGuard(self.mark)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -134,6 +139,9 @@ class ProxyGenerator(EpisodeSampler):
 
     def close(self) -> None:
         """Close the port, and release the sampler."""
+        if self.guard is not None:
+            self.guard.close()
+            self.guard = None
         self.server.close()
         super().close()
 
@@ -155,7 +163,7 @@ class _Played:
     conversation: Conversation
     place: int  # its group's
     process: AgentProcess | None = None
-    began: float | None = None  # when its agent was started, or fetched it
+    is_over: bool = False  # the agent is done, ended or late; it is killed then
 
 
 class _ProxyStep:
@@ -167,7 +175,7 @@ class _ProxyStep:
     ):  # fmt: skip
         self.proxy, self.desk, self.groups = proxy, proxy.desk, groups
         self.options, self.arrived = options, arrived
-        self.mark = secrets.token_hex(8)
+        self.mark = f"{proxy.mark}.{secrets.token_hex(4)}"
         self.family = [
             [
                 _Played(self.desk.open_conversation(group, k, seed), i)
@@ -178,18 +186,25 @@ class _ProxyStep:
         self.to_start = deque(played for siblings in self.family for played in siblings)
         self.playing: list[_Played] = []
         self.unfinished = [len(siblings) for siblings in self.family]
+        self.alone_since = time.monotonic()  # since when no agent has had an episode
+        self.ended = threading.Event()
+        self.watch = threading.Thread(target=self._watch_agents, name="agents", daemon=True)
 
     def run(self) -> None:
         """Let agents play until every episode has ended."""
+        self.watch.start()
         patience = OPENING_WAIT_S
         while self.to_start or self.playing:
             signals.raise_if_stopped()
             self._start_agents()
             self._end_episodes()
+            self._check_that_agents_come()
             pause = POLL_S if not self.to_start or self._is_full else 0.0
             wave = self.desk.take_wave(len(self.playing), patience, pause)
             if wave:
                 began = time.monotonic()
+                if any(talk.episode.turns for talk in wave):
+                    trigger_fault("turn")
                 self._sample_wave(wave)
                 patience = max(SHORTEST_WAIT_S, time.monotonic() - began)
 
@@ -200,6 +215,9 @@ class _ProxyStep:
 
     def abandon(self) -> None:
         """End every agent, those too that have left their process group."""
+        self.ended.set()
+        if self.watch.is_alive():
+            self.watch.join()
         for played in [*self.playing, *self.to_start]:
             self.desk.close_conversation(played.conversation)
             if played.process is not None:
@@ -217,7 +235,7 @@ class _ProxyStep:
             self.desk.add_live(played.conversation, offer=command is None)
             if command is not None:
                 played.process = self._start_process(played.conversation, command)
-                played.began = time.monotonic()
+                played.conversation.began_at = time.monotonic()
 
     def _start_process(self, conversation: Conversation, command: Sequence[str]) -> AgentProcess:
         server, group = self.proxy.server, conversation.episode.group
@@ -233,27 +251,55 @@ class _ProxyStep:
 
     def _end_episodes(self) -> None:
         for played in list(self.playing):
-            if self._has_ended(played):
+            self._look_after(played)
+            if played.is_over:
                 self._finish(played)
 
-    def _has_ended(self, played: _Played) -> bool:
-        """Whether an episode is over; one that its agent did not end well has failed."""
-        talk, now, most = played.conversation, time.monotonic(), self.proxy.keys.max_seconds
-        episode = talk.episode
-        if played.began is None and talk in self.desk.fetched:
-            played.began = now
-        code = played.process.exit_code() if played.process is not None else None
-        waited = talk.waited_s + (now - talk.asked_at if talk.asked_at is not None else 0.0)
-        late = played.began is not None and now - played.began - waited > most
-        if code is None and not late and not talk.is_done:
-            return False
-        # Where a limit has ended it before, what its agent made of the error does not matter; a
-        # signal is no answer to an error.
-        if late and not talk.is_done and episode.ended_by is None:
-            episode.fail(f"the agent took more than {most:g} s (agent.max_seconds)")
-        elif code and (code < 0 or episode.ended_by is None) and played.process is not None:
-            episode.fail(describe_exit(code, played.process.last_line()))
-        return True
+    def _watch_agents(self) -> None:
+        """End agents that are late while a wave is sampled; a wave may take longer than they may.
+
+        One whose request is in the wave is not thinking, and is looked after when that is over.
+        """
+        while not self.ended.wait(POLL_S):
+            for played in list(self.playing):
+                if not played.conversation.is_waiting:
+                    self._look_after(played)
+
+    def _look_after(self, played: _Played) -> None:
+        """Note that an episode is over, and why it failed where its agent did not end it well."""
+        talk, most = played.conversation, self.proxy.keys.max_seconds
+        with self.desk.changed:
+            if played.is_over:
+                return
+            code = played.process.exit_code() if played.process is not None else None
+            late = code is None and talk.thinking_s(time.monotonic()) > most
+            if code is None and not late and not talk.is_done:
+                return
+            # Where a limit has ended it before, what its agent made of the error does not matter; a
+            # signal is no answer to an error.
+            ended_by = talk.episode.ended_by
+            if late and not talk.is_done and ended_by is None:
+                talk.episode.fail(f"the agent took more than {most:g} s (agent.max_seconds)")
+            elif code and (code < 0 or ended_by is None) and played.process is not None:
+                talk.episode.fail(describe_exit(code, played.process.last_line()))
+            played.is_over = True
+        if played.process is not None:
+            played.process.kill()
+
+    def _check_that_agents_come(self) -> None:
+        """Raise GenerationError where none has come by itself for too long."""
+        offered, now = self.desk.offered, time.monotonic()
+        if len(offered) < len(self.playing) or not offered:
+            self.alone_since = now
+        most = self.proxy.keys.max_seconds
+        if now - self.alone_since <= most:
+            return
+        what = f"no agent has come for an episode within {most:g} s, and {len(offered)} wait"
+        why = f"agents that come by themselves ask POST {self.proxy.server.url}/rloo/next"
+        if self.desk.wrong_keys:
+            why += f"; {self.desk.wrong_keys} requests had another token or key than this run's"
+        fix = "start them, agent.command to have them started, or a higher agent.max_seconds"
+        raise GenerationError(Problem(what, "agent.max_seconds", why, fix))
 
     def _finish(self, played: _Played) -> None:
         """An episode is over; with the last of its group, the group is whole."""
