@@ -215,6 +215,13 @@ MISBEHAVING = {
                      "ts = [threading.Thread(target=ask, args=(i,)) for i in range(8)]\n"
                      "[t.start() for t in ts]; [t.join() for t in ts]\n"
                      "assert codes.count(200) == 1 and codes.count(409) == 7, codes", None, 7),
+    "sends_too_much": ("played(1); assert post('/chat/completions', {'model': 'policy',"
+                       " 'messages': [], 'x': 'y' * (16 << 20)})[0] == 413", None, 1),
+    "sends_no_json": ("r = urllib.request.Request(BASE + '/chat/completions', b'[1')\n"
+                      "r.add_header('Authorization', 'Bearer ' + KEY)\n"
+                      "try: urllib.request.urlopen(r)\n"
+                      "except urllib.error.HTTPError as e: assert e.code == 400, e.code\n"
+                      "played(1)", None, 1),
     "kills_itself": ("played(1); os.kill(os.getpid(), 9)", "was killed by SIGKILL", 0),
     "leaves_a_process": ("played(1)\nif not os.fork():\n    os.setsid(); time.sleep(60)", None, 0),
 }  # fmt: skip
@@ -267,6 +274,16 @@ def _posted(url, body, key):
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, {}
+
+
+def test_the_proxy_listens_on_the_address_of_the_config_alone():
+    generator = proxy_generator(None, counted)
+    host, _, port = generator.server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), 5):
+        pass
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", int(port)), 5)
+    generator.close()
 
 
 def test_an_agent_that_comes_by_itself_gets_an_episode_for_the_runs_token():
