@@ -156,8 +156,8 @@ EPISODE_METRICS: list[MetricMeaning] = [
      " a run with one stops"),
     ("agent/refused", "count", "requests of an episode's agent that got an error (agent=proxy),"
      " mean"),
-    ("agent/wrong_keys", "count", "requests to the proxy with a key of no episode, or of another,"
-     " since the run began"),
+    ("agent/wrong_keys", "count", "requests to the proxy (rank 0's) with a key of no episode, or of"
+     " another, since the run began"),
     ("agent/truncated_by/turns", "share", "episodes that made a call in their last turn, or whose"
      " agent asked for one more"),
     ("agent/truncated_by/tokens", "share", "episodes ended by agent.max_episode_tokens"),
