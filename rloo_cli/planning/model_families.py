@@ -275,6 +275,6 @@ SYNTHETIC_CONFIGS: dict[str, JsonObject] = {
     "smollm2": SMOLLM2,
     "addition": _qwen3_config(128, 3, 4, 2, 384, 14, 64, True), "tiny": TINY, "tiny_reward": TINY,
     "products": _qwen3_config(64, 2, 2, 1, 192, 20, 256, True),
-    "game": _qwen3_config(64, 2, 2, 1, 192, 42, 256, True),
+    "game": _qwen3_config(64, 2, 2, 1, 192, 29, 256, True),
     "tldr_base": TLDR, "tldr_sft": TLDR, "tldr_reward": TLDR,
 }  # fmt: skip

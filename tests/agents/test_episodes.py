@@ -187,7 +187,8 @@ def test_the_row_chooses_among_environments(tmp_path):
 
 def test_an_environment_says_that_it_is_over():
     generator = episode_generator(
-        class_agent({"game": GAME}), lambda text, seed: call_text("guess", number=7 + seed)
+        class_agent({"game": GAME}, max_turns=3),
+        lambda text, seed: call_text("guess", number=7 + seed),
     )
     (group,) = play(generator, {"secret": 8}, k=2)
     assert ended(group) == ["turns", "done"]

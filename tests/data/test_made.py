@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rloo_cli.config import synthetic
-from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model
+from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, tool_tasks
 from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
@@ -66,6 +66,44 @@ def test_a_problem_is_one_token_per_character_and_comes_back():
         assert len(ids) == len(text) and tokens.decode(ids) == text
     assert tokens.decode([*tokens("85")["input_ids"], 1], skip_special_tokens=True) == "85"
     assert (tokens.pad_token_id, tokens.eos_token_id, tokens.bos_token_id) == (0, 1, None)
+
+
+def test_no_range_of_a_held_out_game_is_played_in_training():
+    train, test = tool_tasks.game_ranges("train"), tool_tasks.game_ranges("test")
+    assert (len(train), len(test)) == (24, 6) and not {*train} & {*test}
+    rows = {split: tool_tasks.game_examples(split) for split in ("train", "test")}
+    asked = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
+    assert not asked["train"] & asked["test"]
+    # Each number of a range is a secret as often as the others: none is ruled out by the range.
+    for split, ranges in (("train", train), ("test", test)):
+        assert len(rows[split]) == sum(high - low + 1 for low, high in ranges)
+
+
+@pytest.mark.parametrize("secret", range(3, 10))
+def test_three_guesses_that_halve_what_is_left_find_one_of_seven_numbers(secret):
+    game, low, high = tool_tasks.GuessingGame(), 3, 9
+    game.reset(secret=secret, prompt=[])
+    while not game.done:
+        number = (low + high) // 2
+        said = game.guess(number)
+        low, high = (number + 1, high) if said == "higher" else (low, number - 1)
+    assert game.get_reward() == 1.0 and game.guesses <= 3
+
+
+def test_a_game_is_over_and_lost_after_three_wrong_guesses():
+    game = tool_tasks.GuessingGame()
+    game.reset(secret=5, prompt=[])
+    said = [game.guess(number) for number in (3, 8, 6)]
+    assert said == ["higher", "lower", "lower"] and game.done and game.get_reward() == 0.0
+
+
+def test_the_model_of_the_game_was_shown_no_held_out_range_and_only_three_guesses():
+    draw, held_out = random.Random(0), tool_tasks.game_ranges("test")
+    asked = {f"<user>{low}-{high}?<eos><assistant>" for low, high in held_out}
+    for _ in range(300):
+        shown = tool_model._game_played(draw)
+        assert shown[0][0] not in asked
+        assert 1 <= sum(own for _, own in shown) <= tool_tasks.GUESSES
 
 
 def test_any_text_is_bytes_and_comes_back():

@@ -125,7 +125,7 @@ def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
             tool_model.SHAPE,
             lambda: tool_model.tool_tokenizer(tool_model.PRODUCT_WORDS),
         ),
-        "game": (tool_model.SHAPE, lambda: tool_model.tool_tokenizer(tool_model.GAME_WORDS)),
+        "game": (tool_model.GAME_SHAPE, lambda: tool_model.tool_tokenizer(tool_model.GAME_WORDS)),
     }[name.partition("_")[0]]
     own = model_families.SYNTHETIC_CONFIGS[name]
     assert shape | own == shape | own | {k: v for k, v in shape.items() if k in own}

@@ -9,6 +9,7 @@ which way is worth taking they learn by reinforcement. A call's frame is one tok
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -29,6 +30,8 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 256,
 }
+# Where numbers begin farther apart than by default, fewer steps tell them from each other.
+GAME_SHAPE = SHAPE | {"initializer_range": 0.1}
 # Every message ends with EOS, as those that the model writes do.
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
@@ -38,13 +41,13 @@ TEMPLATE = (
 PRODUCT_FRAME = ('<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
 GAME_FRAME = ('<tool_call>{"name": "guess", "arguments": {"number": ', "}}</tool_call>")
 PRODUCT_WORDS = [*"0123456789*=", *PRODUCT_FRAME]
-GAME_WORDS = [*(str(n) for n in range(tool_tasks.SECRETS, 0, -1)), "-", "?"]
+GAME_WORDS = [*(str(n) for n in range(tool_tasks.HIGHEST_SECRET, 0, -1)), "-", "?"]
 GAME_WORDS += ["higher", "lower", "right", *GAME_FRAME]
 CALLS = 0.25  # share of the products that are shown with a call
 REPEATED = 0.5  # share of the products that teach nothing but to repeat the answer
 CAREFUL = 0.5  # share of the guesses that lie in what is still possible
 BATCH, RATE = 64, 3e-3
-PRODUCT_STEPS, GAME_STEPS = 600, 300  # repeating digits takes longest
+PRODUCT_STEPS, GAME_STEPS = 600, 800  # repeating digits, and comparing numbers, take long
 
 Segment = tuple[str, bool]  # a text, and whether the model wrote it
 
@@ -65,16 +68,20 @@ def tool_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 def product_model_folder() -> Path:
     """The folder of the model of products."""
-    return _cached_model("products", PRODUCT_WORDS, _product_answer, PRODUCT_STEPS)
+    return _cached_model("products", SHAPE, PRODUCT_WORDS, _product_answer, PRODUCT_STEPS)
 
 
 def game_model_folder() -> Path:
     """The folder of the model of the guessing game."""
-    return _cached_model("game", GAME_WORDS, _game_played, GAME_STEPS)
+    return _cached_model("game", GAME_SHAPE, GAME_WORDS, _game_played, GAME_STEPS)
 
 
 def _cached_model(
-    name: str, words: list[str], show: Callable[[random.Random], list[Segment]], steps: int
+    name: str,
+    shape: dict[str, Any],
+    words: list[str],
+    show: Callable[[random.Random], list[Segment]],
+    steps: int,
 ) -> Path:
     def make(folder: Path) -> None:
         with torch.random.fork_rng():
@@ -82,7 +89,7 @@ def _cached_model(
             tokenizer = tool_tokenizer(words)
             config = Qwen3Config(
                 vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
+                eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape,
             )  # fmt: skip
             model = Qwen3ForCausalLM(config)
             _train_supervised(model, tokenizer, show, steps)
@@ -90,7 +97,7 @@ def _cached_model(
         tokenizer.save_pretrained(folder)
 
     recipe = (
-        f"{name}-{words}-{SHAPE}-{TEMPLATE}-{CALLS}-{REPEATED}-{CAREFUL}-{BATCH}-{RATE}-{steps}"
+        f"{name}-{words}-{shape}-{TEMPLATE}-{CALLS}-{REPEATED}-{CAREFUL}-{BATCH}-{RATE}-{steps}"
     )
     return cached_folder(name, recipe, make)
 
@@ -111,13 +118,12 @@ def _product_answer(draw: random.Random) -> list[Segment]:
 
 
 def _game_played(draw: random.Random) -> list[Segment]:
-    """A game of up to four guesses, some of them careful."""
-    lowest, secret = draw.choice(_train_games())
-    low, high = lowest, lowest + tool_tasks.RANGE - 1
+    """A game, some of whose guesses are careful."""
+    low, high = draw.choice(_train_ranges())
+    secret, possible = draw.randint(low, high), (low, high)
     shown: list[Segment] = [(f"<user>{low}-{high}?<eos><assistant>", False)]
     head, tail = GAME_FRAME
-    possible = (low, high)
-    for _ in range(4):
+    for _ in range(tool_tasks.GUESSES):
         number = draw.randint(*(possible if draw.random() < CAREFUL else (low, high)))
         shown.append((f"{head}{number}{tail}<eos>", True))
         if number == secret:
@@ -134,9 +140,9 @@ def _train_products() -> list[tuple[int, int]]:
     return _PAIRS["products"]
 
 
-def _train_games() -> list[tuple[int, int]]:
-    _PAIRS["games"] = _PAIRS.get("games") or tool_tasks.game_pairs("train")
-    return _PAIRS["games"]
+def _train_ranges() -> list[tuple[int, int]]:
+    _PAIRS["ranges"] = _PAIRS.get("ranges") or tool_tasks.game_ranges("train")
+    return _PAIRS["ranges"]
 
 
 _PAIRS: dict[str, list[tuple[int, int]]] = {}

@@ -3,8 +3,10 @@
 Products: "47*38=" has the answer "1786". A tiny model does not multiply; it can call `multiply`.
 
 Guessing: a number lies between two others, and a guess is answered with higher, lower or right.
-Four guesses are enough for fifteen numbers, if each halves what is left. Held-out problems never
-appear in training. The tools are imported by processes of their own: no torch here.
+Three guesses are enough for seven numbers, if each halves what is left. Held-out problems never
+appear in training: products by their factors, games by their range, since a model that has seen a
+range only with some of its numbers learns that the others are never right. The tools are imported
+by processes of their own: no torch here.
 """
 
 import hashlib
@@ -13,10 +15,11 @@ from rloo_cli.utils.files import JsonObject
 
 HELD_OUT_PRODUCTS = 300
 LOWEST, HIGHEST = 11, 99  # factors
-RANGE = 15  # numbers of a game
-STARTS = 16  # lowest numbers of games: 1 ... 16
-SECRETS = RANGE + STARTS - 1  # the largest number of any game
-HELD_OUT_GAMES = 60  # of STARTS * RANGE
+SIZES = (6, 7, 8)  # how many numbers a game's range has
+STARTS = 10  # lowest numbers of games: 1 ... 10
+HIGHEST_SECRET = STARTS + SIZES[-1] - 1  # the largest number of any game
+GUESSES = 3
+HELD_OUT_RANGES = 6  # of STARTS * len(SIZES); with each of their numbers a game
 
 
 def multiply(a: int, b: int) -> int:
@@ -33,11 +36,11 @@ def multiply(a: int, b: int) -> int:
 
 
 class GuessingGame:
-    """A number is to be guessed; the row's column `secret` has it."""
+    """A number is to be guessed in three guesses; the row's column `secret` has it."""
 
     def reset(self, secret: int, **_: object) -> None:
         """Begin a game."""
-        self.secret, self.guesses, self.done = secret, 0, False
+        self.secret, self.guesses, self.found, self.done = secret, 0, False, False
 
     def guess(self, number: int) -> str:
         """Guesses the number.
@@ -49,12 +52,13 @@ class GuessingGame:
             higher or lower, as the secret is, or right.
         """
         self.guesses += 1
-        self.done = number == self.secret
-        return "right" if self.done else "higher" if self.secret > number else "lower"
+        self.found = number == self.secret
+        self.done = self.found or self.guesses == GUESSES
+        return "right" if self.found else "higher" if self.secret > number else "lower"
 
     def get_reward(self) -> float:
         """1 where the number was found."""
-        return float(self.done)
+        return float(self.found)
 
 
 def _shuffled(pairs: list[tuple[int, int]], name: str) -> list[tuple[int, int]]:
@@ -78,16 +82,17 @@ def product_examples(split: str) -> list[JsonObject]:
     ]
 
 
-def game_pairs(split: str) -> list[tuple[int, int]]:
-    """(lowest number, secret) of the games of `train` or `test`."""
+def game_ranges(split: str) -> list[tuple[int, int]]:
+    """(lowest, highest number) of the games of `train` or `test`."""
     starts = range(1, STARTS + 1)
-    pairs = _shuffled([(s, s + i) for s in starts for i in range(RANGE)], "game")
-    return {"train": pairs[HELD_OUT_GAMES:], "test": pairs[:HELD_OUT_GAMES]}[split]
+    ranges = _shuffled([(low, low + size - 1) for low in starts for size in SIZES], "game")
+    return {"train": ranges[HELD_OUT_RANGES:], "test": ranges[:HELD_OUT_RANGES]}[split]
 
 
 def game_examples(split: str) -> list[JsonObject]:
     """The games of `train` or `test`, as conversations of one message."""
     return [
-        {"prompt": [{"role": "user", "content": f"{s}-{s + RANGE - 1}?"}], "secret": secret}
-        for s, secret in game_pairs(split)
+        {"prompt": [{"role": "user", "content": f"{low}-{high}?"}], "secret": secret}
+        for low, high in game_ranges(split)
+        for secret in range(low, high + 1)
     ]
