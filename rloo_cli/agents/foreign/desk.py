@@ -38,6 +38,7 @@ class EpisodeDesk:
         self.offered: list[Conversation] = []  # for agents that come by themselves
         self.fetched: list[Conversation] = []
         self.num_opened = 0
+        self.num_given = 0  # to agents that come by themselves, since the run began
         self.wrong_keys = 0  # requests since the run began
 
     def open_conversation(self, group: Group, k: int, seed: int) -> Conversation:
@@ -84,6 +85,7 @@ class EpisodeDesk:
             if not self.offered:
                 return None
             self.fetched.append(self.offered.pop(0))
+            self.num_given += 1
             self.changed.notify_all()
             return self.fetched[-1]
 

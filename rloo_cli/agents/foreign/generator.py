@@ -16,6 +16,7 @@ from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
 from rloo_cli.agents.common.episode import Episode, common_prefix
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.agents.foreign.agent_host import AgentHost
 from rloo_cli.agents.foreign.agent_process import (
     MARK_VARIABLE,
     AgentProcess,
@@ -53,6 +54,13 @@ class AgentLaunch:
     command: list[str] | None
     environment: Mapping[str, str]
     token: str
+    # The command, for the proxy's address, of one process that is started to come for them all.
+    host_command: Callable[[str], Sequence[str]] | None = None
+
+
+def random_token() -> str:
+    """A token of a run whose agents' host is started by it."""
+    return secrets.token_urlsafe(32)
 
 
 class ForeignKeys(Protocol):
@@ -94,9 +102,12 @@ def build_proxy(
         name, parser = "text: the chat template shows no calls", lambda text: ParsedCalls()
     rules = ForeignRules(renderer, parser, keys.max_turns, length, most)
     generator = ProxyGenerator(inner, rules, keys, launch)
-    come = f"started as: {' '.join(launch.command)}" if launch.command else (
-        f"that come by themselves (POST {generator.server.url}/rloo/next)"
-    )  # fmt: skip
+    if launch.command is not None:
+        come = f"started as: {' '.join(launch.command)}"
+    elif generator.host is not None:
+        come = f"of one process: {' '.join(generator.host.command)}"
+    else:
+        come = f"that come by themselves (POST {generator.server.url}/rloo/next)"
     note(f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}")
     return generator
 
@@ -126,6 +137,17 @@ class ProxyGenerator(EpisodeSampler):
         self.rules, self.keys, self.launch = rules, keys, launch
         self.desk = EpisodeDesk(rules)
         self.server = ProxyServer(self.desk, keys.host, keys.port, launch.token, keys.max_seconds)
+        self.host = None if launch.host_command is None else self._start_host(launch.host_command)
+
+    def _start_host(self, command: Callable[[str], Sequence[str]]) -> AgentHost:
+        keys = self.keys
+        try:
+            return AgentHost(
+                command, self.server, self.desk, keys.host, keys.workers, keys.max_seconds
+            )
+        except GenerationError:
+            self.server.close()
+            raise
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -133,7 +155,9 @@ class ProxyGenerator(EpisodeSampler):
         return {**self.inner.metrics, "agent/wrong_keys": float(self.desk.wrong_keys)}
 
     def close(self) -> None:
-        """Close the port, and release the sampler."""
+        """Close the port, end the host, and release the sampler."""
+        if self.host is not None:
+            self.host.close()
         self.server.close()
         super().close()
 
@@ -178,12 +202,15 @@ class _ProxyStep:
         self.to_start = deque(played for siblings in self.family for played in siblings)
         self.playing: list[_Played] = []
         self.unfinished = [len(siblings) for siblings in self.family]
+        if proxy.host is not None:
+            proxy.host.begin_step()
 
     def run(self) -> None:
         """Let agents play until every episode has ended."""
         patience = OPENING_WAIT_S
         while self.to_start or self.playing:
             signals.raise_if_stopped()
+            self._look_after_host()
             self._start_agents()
             self._end_episodes()
             pause = POLL_S if not self.to_start or self._is_full else 0.0
@@ -195,8 +222,18 @@ class _ProxyStep:
 
     @property
     def _is_full(self) -> bool:
-        by_command = self.proxy.launch.command is not None
-        return by_command and len(self.playing) >= self.proxy.keys.workers
+        by_us = self.proxy.launch.command is not None or self.proxy.host is not None
+        return by_us and len(self.playing) >= self.proxy.keys.workers
+
+    def _look_after_host(self) -> None:
+        """Start a host anew that has ended; the episodes that it had have no score."""
+        host = self.proxy.host
+        if host is None or (why := host.revive()) is None:
+            return
+        for played in self.playing:
+            talk = played.conversation
+            if talk in self.desk.fetched and not talk.is_done:
+                self.desk.end_conversation(talk, f"its host was lost: {why}")
 
     def abandon(self) -> None:
         """End every agent, those too that have left their process group."""
