@@ -115,9 +115,10 @@ from datasets import Dataset
 
 
 def exact(completion, answer):
-    if "broken" in completion[-1]["content"]:
+    said = [m["content"] for m in completion if m["role"] == "assistant"][-1]
+    if "broken" in said:
         raise ValueError("this rubric is broken")
-    return float(completion[-1]["content"] == answer)
+    return float(said == answer)
 
 
 def multiply(a: int, b: int) -> int:

@@ -4,7 +4,7 @@
 environment: real games, compiled and played by TextWorld's own interpreter. The model reads what
 the game says and which commands it takes now; the score is the game's own, over its highest.
 
-The package is in the extra `tasks`. It is imported with this file, so that a process for an
+The package is in the extra `textworld`. It is imported with this file, so that a process for an
 episode, which is a fork, has it already; a game is compiled once, some seconds, and kept.
 """
 
