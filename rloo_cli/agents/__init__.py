@@ -11,6 +11,7 @@ nothing below and nothing above it knows of turns.
     class_     environments: classes whose public methods are tools (agent=class)
     http       environments of a server of the user's own
     openenv    environments of an OpenEnv server
+    verifiers  environments of the package verifiers, in a Python of their own
     common/    the tools' descriptions, parsers of calls, rendering, the episodes
     foreign/   the proxy: its server, the agents' processes, their conversations
     processes/ where tools and environments run

@@ -154,7 +154,7 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
             what,
             f"reward.{asked[0]}.type",
             why,
-            "agent=class, http, openenv or proxy, which may have one",
+            "agent=class, http, openenv, verifiers or proxy, which may have one",
         )
     if agent is None:
         return

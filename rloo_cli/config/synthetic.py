@@ -32,6 +32,7 @@ SYNTHETIC_DATA = {
     "game": "rloo_cli.data.synthetic.tool_tasks:game_examples",
     "products": "rloo_cli.data.synthetic.tool_tasks:product_examples",
     "textworld": "rloo_cli.data.synthetic.text_games:text_game_examples",
+    "echo": "rloo_cli.data.synthetic.chat_tasks:echo_examples",
     "arithmetic": "rloo_cli.data.synthetic.chat_tasks:arithmetic_examples",
     "instructions": "rloo_cli.data.synthetic.chat_tasks:instruction_examples",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_examples",

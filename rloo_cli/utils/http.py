@@ -119,9 +119,53 @@ async def send_json(
             return HttpAnswer(response.status, text, response.headers)
 
 
+class TextSocket:
+    """A WebSocket whose messages are answered one by one.
+
+    It reads at all times, since that is how a server's pings are answered: most servers close a
+    connection that leaves one without an answer for 20 seconds, and a turn may take longer.
+    """
+
+    def __init__(self, socket: "aiohttp.ClientWebSocketResponse", url: str):
+        self.socket, self.url = socket, url
+        self.heard: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            message = await self.socket.receive()
+            self.heard.put_nowait(message)
+            if self.socket.closed:
+                return
+
+    async def exchange_text(self, text: str, timeout_s: float) -> str:
+        """Send a message, and return the one that answers it. Raises RequestFailed."""
+        import aiohttp  # lazy: rewards that ask no service do not need it
+
+        with _named_failures(self.url, timeout_s):
+            async with asyncio.timeout(timeout_s):
+                if not self.socket.closed:
+                    await self.socket.send_str(text)
+                message = await self.heard.get()
+        if message.type is aiohttp.WSMsgType.TEXT:
+            return str(message.data)
+        if self.socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+            raise RequestFailed("answer", f"{self.url}: it answered with too long a message")
+        why = f"{self.url}: the connection was closed ({self.socket.close_code})"
+        raise RequestFailed("closed", why)
+
+    async def close(self, last_text: str) -> None:
+        """Send a last message, and close the connection."""
+        with suppress(OSError):
+            await self.socket.send_str(last_text)
+        self.reader.cancel()
+        with suppress(OSError):
+            await self.socket.close()
+
+
 async def open_websocket(
     session: "aiohttp.ClientSession", url: str, key: str, timeout_s: float, max_bytes: int
-) -> "aiohttp.ClientWebSocketResponse":
+) -> TextSocket:
     """Open a WebSocket, with `key` as bearer token. Raises RequestFailed.
 
     `max_bytes`: of a message; a longer one ends the connection.
@@ -130,29 +174,13 @@ async def open_websocket(
 
     with _named_failures(url, timeout_s):
         async with asyncio.timeout(timeout_s):
-            return await session.ws_connect(
+            socket = await session.ws_connect(
                 url,
                 headers=_token_header(key),
                 max_msg_size=max_bytes,
                 timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
             )
-
-
-async def exchange_text(
-    socket: "aiohttp.ClientWebSocketResponse", url: str, text: str, timeout_s: float
-) -> str:
-    """Send a message, and return the one that answers it. Raises RequestFailed."""
-    import aiohttp  # lazy: rewards that ask no service do not need it
-
-    with _named_failures(url, timeout_s):
-        async with asyncio.timeout(timeout_s):
-            await socket.send_str(text)
-            message = await socket.receive()
-    if message.type is aiohttp.WSMsgType.TEXT:
-        return str(message.data)
-    if socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-        raise RequestFailed("answer", f"{url}: it answered with too long a message")
-    raise RequestFailed("closed", f"{url}: the connection was closed ({socket.close_code})")
+    return TextSocket(socket, url)
 
 
 def _token_header(key: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,20 +68,37 @@ def check_contract(url, form, reward):
         assert row.failed is None and row.episode_facts["ended_by"] == "answer"
         assert all("hello" in text for text in told(row))
         assert row.environment["step_count"] == (2 if form == "plain" else 0)
-        assert (row.environment_reward is None) == (reward is None)
-        assert reward is None or row.environment_reward == pytest.approx(reward)
+        assert row.environment_reward == pytest.approx(reward)
     _, group = played(url, form, said="", max_tool_s=20.0, max_observation_tokens=200)
     assert group.rollouts[0].episode_facts["errors"] == 2
     assert all("no echo" in text for text in told(group.rollouts[0]))
 
 
-@pytest.mark.parametrize(("form", "reward"), [("plain", 10.0), ("tools", None)])
+@pytest.mark.parametrize(("form", "reward"), [("plain", 10.0), ("tools", 0.0)])
 def test_the_contract_holds_for_the_server_here(odd, form, reward):
     server = odd(form)
     check_contract(server.url, form, reward)
     seeds = [m["data"]["seed"] for m in server.heard if m["type"] == "reset"]
     assert server.most >= 2 and len(set(seeds[:2])) == 2
     assert {m["data"]["topic"] for m in server.heard if m["type"] == "reset"} == {"birds"}
+
+
+def test_an_episode_without_a_step_has_the_reward_of_its_reset(odd):
+    generator = episode_generator(remote_agent("openenv", odd().url, **AGENT), lambda *_: "no")
+    (group,) = play(generator, {})
+    assert group.rollouts[0].failed is None and group.rollouts[0].environment_reward == 0.0
+
+
+def test_a_session_outlives_a_turn_that_takes_longer_than_the_server_waits_for_a_pong(odd):
+    server = odd("plain", {}, 0.2)
+
+    def script(text, seed):
+        time.sleep(0.8)
+        return "the end" if "tool_response" in text else call_text("step", message="hello")
+
+    generator = episode_generator(remote_agent("openenv", server.url, **AGENT), script)
+    (group,) = play(generator, {})
+    assert group.rollouts[0].failed is None and group.rollouts[0].environment_reward == 5.0
 
 
 def test_one_field_of_the_observation_can_be_chosen(odd):
@@ -175,7 +193,7 @@ def real_server(form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "reward"), [("plain", 1.0), ("tools", None)])
+@pytest.mark.parametrize(("form", "reward"), [("plain", 1.0), ("tools", 0.0)])
 def test_the_contract_holds_for_the_servers_of_openenv(form, reward):
     with real_server(form) as url:
         check_contract(url, form, reward)

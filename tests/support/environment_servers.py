@@ -187,8 +187,12 @@ class OddOpenenv:
     `form`: plain or tools, as scripts/openenv/echo_server.py has them.
     """
 
-    def __init__(self, form: str = "plain", faults: dict[str, str] | None = None):
+    def __init__(
+        self, form: str = "plain", faults: dict[str, str] | None = None,
+        ping_s: float | None = None,
+    ):  # fmt: skip
         self.form, self.faults = form, faults or {}
+        self.ping_s = ping_s  # between pings, which want an answer within half of that
         self.heard: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.paths: list[str] = []
@@ -248,7 +252,7 @@ class OddOpenenv:
             raise web.HTTPTemporaryRedirect("/elsewhere")
         if self.faults.get("connect") == "status":
             raise web.HTTPForbidden(text="not you")
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(heartbeat=self.ping_s)
         await socket.prepare(request)
         self.sessions += 1
         self.most = max(self.most, self.sessions)

@@ -62,15 +62,15 @@ def agent_command(folder: Path, text: str, name: str = "agent.py") -> list[str]:
 
 def proxy_generator(
     command: list[str] | None, script: Script, template: str = "chatml", max_tokens: int = 4000,
-    token: str = "", **keys: Any,
+    token: str = "", host_command: Callable[[str], list[str]] | None = None, **keys: Any,
 ) -> ProxyGenerator:  # fmt: skip
-    """Episodes of agents with this command, sampled by a script."""
+    """Episodes of agents with this command, or of one host, sampled by a script."""
     tokenizer = chat_tokenizer(template)
     config = Config(kind="proxy", command="x", **KEYS | keys)
     renderer = TurnRenderer(tokenizer, {}, {tokenizer.eos_token_id})
     parser = call_parsers.choose_parser(config.parser, tokenizer)[1]
     rules = ForeignRules(renderer, parser, config.max_turns, 64, max_tokens)
-    launch = AgentLaunch(command, {}, token)
+    launch = AgentLaunch(command, {}, token, host_command)
     return ProxyGenerator(ScriptedSampler(tokenizer, script), rules, config, launch)
 
 

@@ -37,7 +37,13 @@ class EpisodeDesk:
         self.ready: list[Conversation] = []  # that wait to be sampled
         self.offered: list[Conversation] = []  # for agents that come by themselves
         self.num_opened = 0
+        self.num_given = 0  # to agents that come by themselves, since the run began
         self.wrong_keys = 0  # requests since the run began
+
+    @property
+    def fetched(self) -> list[Conversation]:
+        """Episodes that an agent plays."""
+        return [talk for talk in list(self.live.values()) if talk.began_at is not None]
 
     def open_conversation(self, group: Group, k: int, seed: int) -> Conversation:
         """A conversation of a new episode, which is not live yet."""
@@ -84,6 +90,7 @@ class EpisodeDesk:
                 return None
             found = self.offered.pop(0)
             found.began_at = time.monotonic()
+            self.num_given += 1
             self.changed.notify_all()
             return found
 

@@ -17,6 +17,7 @@ from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
 from rloo_cli.agents.common.episode import Episode, common_prefix
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.agents.foreign.agent_host import AgentHost
 from rloo_cli.agents.foreign.agent_process import (
     MARK_VARIABLE,
     AgentGuard,
@@ -56,6 +57,13 @@ class AgentLaunch:
     command: list[str] | None
     environment: Mapping[str, str]
     token: str
+    # The command, for the proxy's address, of one process that is started to come for them all.
+    host_command: Callable[[str], Sequence[str]] | None = None
+
+
+def random_token() -> str:
+    """A token of a run whose agents' host is started by it."""
+    return secrets.token_urlsafe(32)
 
 
 class ForeignKeys(Protocol):
@@ -97,9 +105,12 @@ def build_proxy(
         name, parser = "text: the chat template shows no calls", lambda text: ParsedCalls()
     rules = ForeignRules(renderer, parser, keys.max_turns, length, most)
     generator = ProxyGenerator(inner, rules, keys, launch)
-    come = f"started as: {' '.join(launch.command)}" if launch.command else (
-        f"that come by themselves (POST {generator.server.url}/rloo/next)"
-    )  # fmt: skip
+    if launch.command is not None:
+        come = f"started as: {' '.join(launch.command)}"
+    elif generator.host is not None:
+        come = f"of one process: {' '.join(generator.host.command)}"
+    else:
+        come = f"that come by themselves (POST {generator.server.url}/rloo/next)"
     note(f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}")
     return generator
 
@@ -130,7 +141,22 @@ class ProxyGenerator(EpisodeSampler):
         self.desk = EpisodeDesk(rules)
         self.server = ProxyServer(self.desk, keys.host, keys.port, launch.token, keys.max_seconds)
         self.mark = secrets.token_hex(8)
-        self.guard = None if launch.command is None else AgentGuard(self.mark)
+        by_itself = launch.command is None and launch.host_command is None
+        self.guard = None if by_itself else AgentGuard(self.mark)
+        self.host: AgentHost | None = None
+        if launch.host_command is not None:
+            self.host = self._start_host(launch.host_command)
+
+    def _start_host(self, command: Callable[[str], Sequence[str]]) -> AgentHost:
+        keys = self.keys
+        try:
+            return AgentHost(
+                command, self.server, self.desk, keys.host, keys.workers, keys.max_seconds,
+                f"{self.mark}.host",
+            )  # fmt: skip
+        except GenerationError:
+            self.close()
+            raise
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -138,7 +164,9 @@ class ProxyGenerator(EpisodeSampler):
         return {**self.inner.metrics, "agent/wrong_keys": float(self.desk.wrong_keys)}
 
     def close(self) -> None:
-        """Close the port, and release the sampler."""
+        """Close the port, end host and agents, and release the sampler."""
+        if self.host is not None:
+            self.host.close()
         if self.guard is not None:
             self.guard.close()
             self.guard = None
@@ -189,6 +217,8 @@ class _ProxyStep:
         self.alone_since = time.monotonic()  # since when no agent has had an episode
         self.ended = threading.Event()
         self.watch = threading.Thread(target=self._watch_agents, name="agents", daemon=True)
+        if proxy.host is not None:
+            proxy.host.begin_step()
 
     def run(self) -> None:
         """Let agents play until every episode has ended."""
@@ -196,6 +226,7 @@ class _ProxyStep:
         patience = OPENING_WAIT_S
         while self.to_start or self.playing:
             signals.raise_if_stopped()
+            self._look_after_host()
             self._start_agents()
             self._end_episodes()
             self._check_that_agents_come()
@@ -210,8 +241,18 @@ class _ProxyStep:
 
     @property
     def _is_full(self) -> bool:
-        by_command = self.proxy.launch.command is not None
-        return by_command and len(self.playing) >= self.proxy.keys.workers
+        by_us = self.proxy.launch.command is not None or self.proxy.host is not None
+        return by_us and len(self.playing) >= self.proxy.keys.workers
+
+    def _look_after_host(self) -> None:
+        """Start a host anew that has ended; the episodes that it had have no score."""
+        host = self.proxy.host
+        if host is None or (why := host.revive()) is None:
+            return
+        for played in self.playing:
+            talk = played.conversation
+            if talk in self.desk.fetched and not talk.is_done:
+                self.desk.end_conversation(talk, f"its host was lost: {why}")
 
     def abandon(self) -> None:
         """End every agent, those too that have left their process group."""
@@ -289,6 +330,8 @@ class _ProxyStep:
     def _check_that_agents_come(self) -> None:
         """Raise GenerationError where none has come by itself for too long."""
         offered, now = self.desk.offered, time.monotonic()
+        if self.proxy.host is not None:  # it is looked after by itself
+            return
         if len(offered) < len(self.playing) or not offered:
             self.alone_since = now
         most = self.proxy.keys.max_seconds

@@ -12,7 +12,6 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,7 @@ class OpenenvCaller(RemoteCaller):
         super().__init__(service)
         self.rules = rules
         self.url = service.url.replace("http", "ws", 1) + "/ws"
-        self.socket: aiohttp.ClientWebSocketResponse | None = None
+        self.socket: http.TextSocket | None = None
 
     def answers(self) -> Mapping[str, Callable[[JsonObject, float], JsonObject]]:
         """What answers `reset`, `call` and `end`."""
@@ -71,11 +70,9 @@ class OpenenvCaller(RemoteCaller):
         if socket is not None:
             self.service.start_farewell(lambda: self._say_farewell(socket))
 
-    def _say_farewell(self, socket: "aiohttp.ClientWebSocketResponse") -> None:
+    def _say_farewell(self, socket: http.TextSocket) -> None:
         async def close(session: object) -> None:
-            with suppress(OSError):
-                await socket.send_str(json.dumps({"type": "close"}))
-                await socket.close()
+            await socket.close(json.dumps({"type": "close"}))
 
         self.service.run_request(close, FAREWELL_S)
 
@@ -86,6 +83,8 @@ class OpenenvCaller(RemoteCaller):
         if answer["type"] == "error":
             raise ToolGone(f"{self.url}: {_error_text(answer)}")
         told = self._observed(answer)
+        # Most environments say 0 here: it is the score of a policy that makes no step.
+        self._add_reward(answer)
         most = message["max_characters"]
         return {"text": observation_text(told, most) if told else None, "done": False}
 
@@ -99,10 +98,7 @@ class OpenenvCaller(RemoteCaller):
                 raise ToolGone(f"{self.url}: {_error_text(answer)}")
             return {"error": _error_text(answer)[:most]}
         told = self._observed(answer)
-        reward = read_reward(answer["data"], self.url)
-        if reward is not None:
-            before = self.reward or 0.0
-            self.reward = reward if self.rules.reward == "last" else before + reward
+        self._add_reward(answer)
         if self.rules.has_tools:
             error = answer["data"]["observation"].get("error")
             if error is not None:
@@ -110,6 +106,12 @@ class OpenenvCaller(RemoteCaller):
                 return {"error": observation_text(said, most)}
         done = answer["data"].get("done") is True
         return {"text": observation_text(told, most), "done": done}
+
+    def _add_reward(self, answer: JsonObject) -> None:
+        reward = read_reward(answer["data"], self.url)
+        if reward is not None:
+            before = self.reward or 0.0
+            self.reward = reward if self.rules.reward == "last" else before + reward
 
     def _end(self, message: JsonObject, timeout_s: float) -> JsonObject:
         answer = self._ask("state", None, timeout_s)
@@ -144,7 +146,7 @@ class OpenenvCaller(RemoteCaller):
                     session, self.url, self.service.token, timeout_s, MAX_ANSWER_BYTES
                 )
             left = timeout_s - (time.monotonic() - began)
-            return await http.exchange_text(self.socket, self.url, text, max(left, 0.0))
+            return await self.socket.exchange_text(text, max(left, 0.0))
 
         answered = self.service.run_request(exchange, timeout_s + 5.0, self._raise_if_killed)
         answer = self.service.parse_object(answered, self.url)

@@ -8,6 +8,9 @@ Instructions: short writing tasks with instructions that a program can verify: l
 words. A prompt names a topic and one to three instructions, of IFEval's kinds (arXiv 2311.07911);
 the columns `instruction_id_list` and `kwargs` are what the reward `ifeval` reads. Held-out prompts
 are about topics that no training prompt is about.
+
+Echo: a message to send with the tool `step`, which is what an environment of OpenEnv without tools
+of its own offers. The prompt shows two calls, about other topics; held-out topics are others.
 """
 
 import hashlib
@@ -33,6 +36,9 @@ HELD_OUT_TOPICS = (
     "a ferry", "honey", "a wooden chair", "spring", "an umbrella", "the desert", "a night train",
     "a bakery", "whales", "a quiet street", "telephones", "a walk with grandmother",
 )  # fmt: skip
+ECHO = "Send a message about {topic} with the tool step."
+# Two messages that are sent: what a call looks like, which a small model does not know.
+SHOWN_MESSAGES = {"the wind": "The wind is cold.", "a boat": "A boat is on the lake."}
 SIZES = {"train": 4000, "test": 200}
 COMMON_WORDS = ("the", "is", "and", "of", "in", "it")
 END_PHRASES = ("That is all.", "What do you think?", "The end.")
@@ -129,3 +135,15 @@ def _example(draw: random.Random, topic: str) -> JsonObject:
         # As text: Arrow would give every dict the keys of all.
         "kwargs": json.dumps([values for _, _, values in chosen]),
     }
+
+
+def echo_examples(split: str) -> list[JsonObject]:
+    """A message to send about each topic of `train` or `test`, after two that were sent."""
+    topics = {"train": TOPICS, "test": HELD_OUT_TOPICS}[split]
+    shown: list[JsonObject] = []
+    for topic, message in SHOWN_MESSAGES.items():
+        call = json.dumps({"name": "step", "arguments": {"message": message}})
+        shown.append({"role": "user", "content": ECHO.format(topic=topic)})
+        shown.append({"role": "assistant", "content": f"<tool_call>{call}</tool_call>"})
+    asked = [{"role": "user", "content": ECHO.format(topic=topic)} for topic in topics]
+    return [{"prompt": [*shown, last]} for last in asked]

@@ -4,12 +4,13 @@
 environment: real games, compiled and played by TextWorld's own interpreter. The model reads what
 the game says and which commands it takes now; the score is the game's own, over its highest.
 
-The package is in the extra `tasks`. It is imported with this file, so that a process for an
+The package is in the extra `textworld`. It is imported with this file, so that a process for an
 episode, which is a fork, has it already; a game is compiled once, some seconds, and kept.
 """
 
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,16 @@ if importlib.util.find_spec("textworld") is not None:
 
 TRAIN_GAMES, HELD_OUT_GAMES = 24, 8
 ROOMS, OBJECTS, QUEST_LENGTH = 2, 3, 2
-PROMPT = (
-    "You play a text game: call act with one of the commands at a time, until its task is done. To"
-    ' look around, for example, answer <tool_call>{"name": "act", "arguments": {"command": "look"}}'
-    "</tool_call>\n"
+ASKED = (
+    "You play a text game: call act with one of the commands at a time, until its task is done.\n"
+)
+# What a call looks like, which a small model does not know: two moves of another game.
+SHOWN_GAME = (
+    "Put the lamp on the desk. You are in an office. There is a lamp on the floor."
+    "\nCommands: look, take lamp, go east",
+    "take lamp",
+    "You pick up the lamp.\nCommands: look, drop lamp, put lamp on desk",
+    "put lamp on desk",
 )
 
 # The interpreter's prompt mark, and the line below it: the room, and the score of the highest.
@@ -45,7 +52,22 @@ def text_game_examples(split: str) -> list[JsonObject]:
     """A row for each game of a split, train or test: its seed, in the column `game`."""
     end = TRAIN_GAMES + HELD_OUT_GAMES
     seeds = {"train": range(TRAIN_GAMES), "test": range(TRAIN_GAMES, end)}[split]
-    return [{"prompt": [{"role": "user", "content": PROMPT}], "game": seed} for seed in seeds]
+    return [{"prompt": _shown_moves(), "game": seed} for seed in seeds]
+
+
+def _shown_moves() -> list[JsonObject]:
+    """The game that is shown, as a conversation; the real one's beginning is put at its end."""
+    begun, first, answered, second = SHOWN_GAME
+    moves = [_call_of(command) for command in (first, second)]
+    said = [ASKED + begun, moves[0], f"<tool_response>\n{answered}\n</tool_response>", moves[1]]
+    roles = ("user", "assistant", "user", "assistant", "user")
+    texts = [*said, "That game is done. Here is another one.\n" + ASKED]
+    return [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+
+
+def _call_of(command: str) -> str:
+    call = {"name": "act", "arguments": {"command": command}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
 def game_file(seed: int) -> Path:

@@ -1,0 +1,85 @@
+"""One process that plays all episodes of a run: it comes for them, with the run's token.
+
+It is started anew when it ends, or when it takes no episode though there are some. Those that it
+had then have no score; the run goes on with the others.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from rloo_cli.agents.foreign.agent_process import (
+    MARK_VARIABLE,
+    AgentProcess,
+    agent_environment,
+    describe_exit,
+)
+from rloo_cli.agents.foreign.desk import EpisodeDesk
+from rloo_cli.agents.foreign.server import ProxyServer
+from rloo_cli.utils.errors import GenerationError, Problem
+
+MOST_IDLE_STARTS = 2  # starts in a row after which no episode was taken; then it is an error
+
+
+class AgentHost:
+    """The process, and when it last did something. Raises GenerationError where it cannot start.
+
+    `command`: makes its command of the proxy's address. `mark`: the entry of its environment by
+    which it is found when the run was killed (AgentGuard).
+    """
+
+    def __init__(
+        self, command: Callable[[str], Sequence[str]], server: ProxyServer, desk: EpisodeDesk,
+        host: str, workers: int, max_seconds: float, mark: str,
+    ):  # fmt: skip
+        self.command, self.server, self.desk = list(command(server.url)), server, desk
+        self.host, self.workers, self.max_seconds = host, workers, max_seconds
+        self.mark = mark
+        self.num_given = 0
+        self.idle_starts = 0
+        self._start()
+
+    def _start(self) -> None:
+        env = agent_environment({}, self.server.url, self.server.token, self.host)
+        env = {name: env[name] for name in ("NO_PROXY", "no_proxy", "PYTHONUNBUFFERED")}
+        env |= {"RLOO_TOKEN": self.server.token, MARK_VARIABLE: self.mark}
+        self.idle_since = time.monotonic()
+        self.idle_starts += 1
+        try:
+            self.process = AgentProcess(self.command, env, self.server.thread.loop)
+        except OSError as error:
+            what = f"the agents' host cannot be started: {self.command[0]}"
+            raise GenerationError(Problem(what, "agent.python", str(error))) from None
+
+    def begin_step(self) -> None:
+        """Note that there are episodes from now on."""
+        self.idle_since = time.monotonic()
+
+    def revive(self) -> str | None:
+        """Start it anew where it ended or hangs. -> why it had to be; None where it lives.
+
+        Raises GenerationError where it took no episode between two starts.
+        """
+        now = time.monotonic()
+        if self.num_given != self.desk.num_given:
+            self.num_given, self.idle_since, self.idle_starts = self.desk.num_given, now, 0
+        has_room = len(self.desk.fetched) < self.workers
+        waits = any(talk.is_waiting for talk in self.desk.fetched)
+        if not self.desk.offered or not has_room or waits:
+            self.idle_since = now
+        code = self.process.exit_code()
+        if code is None and now - self.idle_since <= self.max_seconds:
+            return None
+        if code is None:
+            why = f"it took no episode for {self.max_seconds:g} s (agent.max_seconds)"
+        else:
+            why = describe_exit(code, self.process.last_line())
+        self.process.kill()
+        if self.idle_starts >= MOST_IDLE_STARTS:
+            what = f"the agents' host plays no episodes: {' '.join(self.command[:4])} ..."
+            raise GenerationError(Problem(what, "agent.id", why))
+        self._start()
+        return why
+
+    def close(self) -> None:
+        """Kill it, and all of its process group."""
+        self.process.kill()
