@@ -52,7 +52,6 @@ WHERE = {
     "kill-orphans": "test_leftovers.py: it wants a run that was killed",
     "runs/tldr_1b": "scripts of a cluster",
     "agent=proxy": "test_foreign_agents_trained.py: an agent in a process of its own",
-    "agent=verifiers": "test_verifiers.py: a Python of its own, with verifiers",
     "turn_rewards=credit": "test_turn_credit.py: a run of several turns, which +debug=cpu has not",
     "runs/real_model": "bench/real_model.py makes these runs",
 }
