@@ -4,8 +4,10 @@ refuses (`guards.NAME=fail`)."""
 import math
 
 import torch
+from torch import Tensor
 
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.reporting.advice import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
@@ -48,18 +50,52 @@ def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> 
     the trainer's by more than rounding explains. With top_p and other filters they cannot be
     compared.
     """
-    generation = run.config.generation
-    bent = generation.top_p < 1 or generation.top_k or generation.min_p
-    if bent or generation.repetition_penalty != 1 or generation.min_tokens:
-        return
+    # Completions of older weights (generation.overlap) differ from the trainer's for that reason.
     compared = [
         (group.prompt_offset, k, old, logp)
         for group in (batch.groups[i] for i in group_indices)
         for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
         for logp in (rollout.sampled_logp,)
+        if logp is not None and rollout.weight_version == run.state.updates
+    ]
+    _check_same_logprobs(run, batch, group_indices, compared)
+
+
+@torch.no_grad()
+def check_drawn_ahead(run: Run) -> None:
+    """Check the same of the batch that was drawn beside this update, before the weights change.
+
+    One group is forwarded for it, the one with the fewest tokens.
+    """
+    batch = None if run.ahead is None else run.ahead.batch
+    if batch is None:
+        return
+    lengths = {i: sum(r.length for r in group.rollouts) for i, group in enumerate(batch.groups)}
+    shortest = min((i for i in lengths if lengths[i]), key=lambda i: lengths[i], default=None)
+    if shortest is None:
+        return
+    group = batch.groups[shortest]
+    micro_batch = run.policy.pack(batch.groups, whole_group_slices(batch.groups, [shortest]))
+    ours = run.policy.frozen_logp(micro_batch).logp.split([r.length for r in group.rollouts])
+    compared = [
+        (group.prompt_offset, k, old, logp)
+        for k, (old, rollout) in enumerate(zip(ours, group.rollouts, strict=True))
+        for logp in (rollout.sampled_logp,)
         if logp is not None
     ]
-    if not compared:
+    _check_same_logprobs(run, batch, [shortest], compared)
+
+
+def _check_same_logprobs(
+    run: Run,
+    batch: Batch,
+    group_indices: list[int],
+    compared: list[tuple[int, int, Tensor, list[float]]],
+) -> None:
+    """Raise where the sampler's log-probabilities differ: (offset, completion, ours, theirs)."""
+    generation = run.config.generation
+    bent = generation.top_p < 1 or generation.top_k or generation.min_p
+    if bent or generation.repetition_penalty != 1 or generation.min_tokens or not compared:
         return
     # All at once: one completion after the other takes longer than the update on a GPU.
     ours = torch.cat([old for _, _, old, _ in compared]).double()

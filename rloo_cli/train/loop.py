@@ -6,6 +6,7 @@ from sampling to gradient: the leave-one-out baseline needs all of them. `step.p
 """
 
 from rloo_cli.checkpoint.step_record import record_rollouts
+from rloo_cli.data.batch import Batch
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
@@ -23,10 +24,9 @@ def run_training_loop(run: Run) -> None:
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            trainer_state = state.seen_by_rewards(run)
-            batch = run.rollouts.next_batch(state.step, state.place, trainer_state)
-            run.step_progress = StepProgress(batch)
+            run.step_progress = StepProgress(next_batch(run))
         batch, updates = run.step_progress.batch, run.step_progress.updates
+        start_ahead(run, batch)
         update_policy(run, run.step_progress)
         sync_weights(run)
         summed = sum_over_ranks(updates, run.world)
@@ -37,6 +37,23 @@ def run_training_loop(run: Run) -> None:
         update_algorithm_state(run, batch)
         log_step(run, batch, summed)
         run.step_progress, run.rng = None, rng.capture_random_states()
+
+
+def next_batch(run: Run) -> Batch:
+    """The batch to train on: the one that was drawn ahead, else one that is sampled now."""
+    drawn = None if run.ahead is None else run.ahead.take_batch()
+    if drawn is not None:
+        return drawn
+    state = run.state
+    return run.rollouts.next_batch(state.step, state.place, state.seen_by_rewards(run))
+
+
+def start_ahead(run: Run, batch: Batch) -> None:
+    """With overlap=ahead, begin to draw the batch after `batch` with the weights as they are."""
+    state = run.state
+    if run.ahead is not None and state.step + 1 < run.num_steps:
+        seen = state.seen_by_rewards(run)
+        run.ahead.start(state.step + 1, state.place + batch.draws, seen)
 
 
 def sync_weights(run: Run) -> None:
