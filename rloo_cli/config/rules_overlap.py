@@ -27,9 +27,13 @@ def overlap_problems(run: RunConfig) -> Iterator[Problem]:
         fix = f"generation=vllm_server, or {OVERLAP}=none"
         yield Problem(f"{asked} and model.lora do not go together here", "model.lora", why, fix)
     if run.distributed.engine != "single":
-        why = f"distributed.engine={run.distributed.engine}: ranks would have to agree on two things"
+        why = (
+            f"distributed.engine={run.distributed.engine}: ranks would have to agree on two things"
+        )
         why += " at once, and do not yet"
         yield Problem(f"{asked} trains in one process", OVERLAP, why, "distributed=single")
     if agent_config(run) is not None:
         why = "an episode's tools would run beside the update, which nobody has tried"
-        yield Problem(f"{asked} and an agent do not go together yet", OVERLAP, why, f"{OVERLAP}=none")
+        yield Problem(
+            f"{asked} and an agent do not go together yet", OVERLAP, why, f"{OVERLAP}=none"
+        )

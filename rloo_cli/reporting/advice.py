@@ -340,7 +340,9 @@ ADVICE_RULES = {
     ),
     "low_ess": AdviceRule(low_ess, ("sampling/ess",), ("model.dtype", "algorithm.correction.cap")),
     "logp_drift": AdviceRule(
-        logp_drift, ("sampling/logp_diff_rms", "staleness/mean"), ("generation.backend", "model.dtype")
+        logp_drift,
+        ("sampling/logp_diff_rms", "staleness/mean"),
+        ("generation.backend", "model.dtype"),
     ),
     "every_update_clipped": AdviceRule(
         every_update_clipped,

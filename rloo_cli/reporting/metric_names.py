@@ -119,9 +119,9 @@ SAMPLER_METRICS: list[MetricMeaning] = [
      " trainer's log-probability of a token"),
     ("sampling/logp_diff_rms", "nats", "its root mean square"),
     ("sampling/logp_diff_max", "nats", "its largest value"),
-    ("sampling/logp_diff_lag0", "nats", "the root mean square where sampler and trainer had the same"
+    ("sampling/logp_diff_lag0", "nats", "root mean square where sampler and trainer had the same"
      " weights: numerics alone"),
-    ("sampling/logp_diff_lag1", "nats", "the same where the sampler's weights were one update older"),
+    ("sampling/logp_diff_lag1", "nats", "the same where the sampler's were an update older"),
     ("sampling/missing_frac", "share", "tokens for which the sampler gave no log-probability"),
     ("sampling/kl", "nats", "KL of the sampler to the trainer, per completion"),
     ("sampling/importance_sampling_ratio/mean", "", "mean weight of the sampler's correction"),

@@ -70,7 +70,7 @@ def resolved_values(algorithm: JsonObject, backend: str, overlap: str = "none") 
         resolved |= _missing_loss_values(algorithm["loss_type"], algorithm)
     correction = algorithm.get("correction")
     if isinstance(correction, Mapping) and correction.get("mode") == "auto":
-        resolved["correction"] = correction | weights.auto_correction(backend, overlap)
+        resolved["correction"] = {**correction, **weights.auto_correction(backend, overlap)}
     return resolved
 
 

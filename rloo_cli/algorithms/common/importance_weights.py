@@ -4,7 +4,8 @@ The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (ol
 kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,
 never the KL term, and has no gradient. TIS truncates it; MIS and IcePop drop weights outside
 [floor, cap]. `geometric_range` is a trust region beside it: completions whose policy has moved too
-far since they were sampled have the weight 0. The siblings' baseline needs no weight: E_mu[w_i grad log pi(y_i) b_i] = 0.
+far since they were sampled have the weight 0. The siblings' baseline needs no weight:
+E_mu[w_i grad log pi(y_i) b_i] = 0.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infin
 
 class CorrectionConfig(Frozen):
     mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
-        "auto = truncate with vLLM, none with transformers, with replay as docs/replay.md says, with"
-        " generation.overlap as docs/overlap.md says; bypass = old_logp is the sampler's"
+        "auto = truncate with vLLM, none with transformers, with replay as docs/replay.md says,"
+        " with generation.overlap as docs/overlap.md says; bypass = old_logp is the sampler's"
     )
     level: Literal["token", "sequence", "geometric"] = key(
         "What has a weight: tokens, completions, or completions by their mean; filter: see floor"

@@ -23,13 +23,14 @@ def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
     if generation.overlap == "none":
         return
     asked = f"generation.overlap={generation.overlap}"
-    updates = config.num_iterations * config.num_minibatches
+    passes, parts = config.num_iterations, config.num_minibatches
+    updates = passes * parts
     if updates > 1:
         yield Problem(
             f"{asked} makes one update of each step's completions",
-            "algorithm.num_iterations" if config.num_iterations > 1 else "algorithm.num_minibatches",
-            f"num_iterations * num_minibatches = {config.num_iterations} * {config.num_minibatches}"
-            f" = {updates}: the next completions would be {updates} updates old, and not one",
+            f"algorithm.{'num_iterations' if passes > 1 else 'num_minibatches'}",
+            f"num_iterations * num_minibatches = {passes} * {parts} = {updates}: the next"
+            f" completions would be {updates} updates old, and not one",
             "algorithm.num_iterations=1 algorithm.num_minibatches=1, or generation.overlap=none",
         )
     if config.by_token or config.baseline == "value":

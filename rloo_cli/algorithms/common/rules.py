@@ -108,7 +108,10 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     yield from _kl_warnings(config)
     yield from siblings.sibling_warnings(config)
     filters = _sampling_filters(generation)
-    if filters and importance_weights.correction_mode(config, _sampler(run), generation.overlap) == "none":
+    if (
+        filters
+        and importance_weights.correction_mode(config, _sampler(run), generation.overlap) == "none"
+    ):
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
     share = clipped_by_noise(config, max_length)
     if num_updates > 1 and share > CLIPPED_SHARE:

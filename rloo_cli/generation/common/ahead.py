@@ -15,6 +15,7 @@ from rloo_cli.data.batch import Batch
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.rewards.engine.arguments import TrainerState
+from rloo_cli.utils.rng import RandomStates, capture_random_states
 from rloo_cli.utils.timers import StepTimer
 
 ABANDON_S = 30.0  # a thread that is not wanted any more is waited for this long
@@ -26,10 +27,11 @@ class AheadSampler:
     def __init__(self, rollouts: Rollouts):
         self.rollouts = replace(rollouts, clock=StepTimer())
         self.batch: Batch | None = None  # drawn, and not trained on yet
-        self.hidden_s = 0.0  # seconds of sampling and scoring beside the training, since it was asked
+        self.hidden_s = 0.0  # seconds beside the training since `take_hidden_s`
         self._thread: Thread | None = None
         self._arguments: tuple[int, int, TrainerState] | None = None  # of the batch that is drawn
         self._error: BaseException | None = None
+        self._rng: RandomStates | None = None
         self._started = self._ended = 0.0
 
     def take_batch(self) -> Batch | None:
@@ -41,6 +43,7 @@ class AheadSampler:
         """Begin to draw the batch of step `step`, as `Rollouts.next_batch` does."""
         assert self._thread is None and self.batch is None, "a batch is drawn already"
         self._arguments, self._error = (step, prompt_offset, state), None
+        self._rng = capture_random_states()  # rewards may draw from the global generators
         self._started = time.perf_counter()
         self._thread = Thread(target=self._draw, name="ahead", daemon=True)
         self._thread.start()
@@ -79,11 +82,15 @@ class AheadSampler:
         if error is not None:
             raise error
 
-    def abandon(self) -> None:
-        """Give up what is being drawn; a resumed run draws it again, with the same weights."""
+    def abandon(self) -> RandomStates | None:
+        """Give up what was drawn beside an update that is not made. -> the random states before it
+
+        A resumed run draws it again, with the same weights.
+        """
         if self._thread is not None:
             self._thread.join(ABANDON_S)
-            self._thread, self._error, self.batch = None, None, None
+        self._thread, self._error, self.batch = None, None, None
+        return self._rng
 
     def take_hidden_s(self) -> float:
         """Seconds of sampling and scoring beside the training since the last call."""

@@ -1,0 +1,95 @@
+"""overlap=ahead: the next batch is sampled beside the update, and no clock is in the result."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from loop_cases import ENDS, alone, digits, flat, sampled
+from resume_cases import attempt, differing, left, temporaries
+
+from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.reporting.update_metrics import sum_over_ranks
+from rloo_cli.run import StepProgress
+from rloo_cli.train.advantages import update_algorithm_state
+from rloo_cli.train.loop import run_training_loop, sync_weights
+from rloo_cli.train.step import update_policy
+
+AHEAD = ("generation.overlap=ahead", "train.learning_rate=0.01", ENDS)
+STEPS = 5
+
+
+def serial_weights(folder: Path, *words: str) -> tuple[torch.Tensor, list[list[int]]]:
+    """All of overlap=ahead without a thread: sample the next batch, update on this one."""
+    run = alone(folder, *AHEAD, *words, f"max_steps={STEPS}")
+    run.ahead, lags = None, []
+    sync_weights(run)
+    batch = sampled(run)
+    while run.state.step < STEPS:
+        state, following = run.state, None
+        if state.step + 1 < STEPS:
+            seen = state.seen_by_rewards(run)
+            following = run.rollouts.next_batch(state.step + 1, state.place + batch.draws, seen)
+        lags.append([state.updates - r.weight_version for g in batch.groups for r in g.rollouts])
+        updates = StepProgress(batch)
+        update_policy(run, updates)
+        sync_weights(run)
+        sum_over_ranks(updates.updates, run.world)
+        state.advance(batch)
+        update_algorithm_state(run, batch)
+        batch = following
+    return flat(run), lags
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("algorithm.zero_std_groups=resample",)], ids=["", "resample"]
+)
+def test_it_is_equal_to_a_serial_program_that_samples_first_and_updates_then(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    wanted, lags = serial_weights(tmp_path, *words, "name=serial")
+    assert [set(of_step) for of_step in lags] == [{0}, *[{1}] * (STEPS - 1)]
+    draw, next_batch = random.Random(3), Rollouts.next_batch
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(draw.random() / 20)
+        found = next_batch(*arguments)
+        time.sleep(draw.random() / 20)
+        return found
+
+    def late(completion_ids: Any, **_: Any) -> list[float]:
+        time.sleep(draw.random() / 50)
+        return digits(completion_ids)
+
+    run = alone(
+        tmp_path, *AHEAD, *words, f"max_steps={STEPS}", "name=ahead", rewards={"digits": late}
+    )
+    with mock.patch.object(Rollouts, "next_batch", slow):
+        run_training_loop(run)
+    assert torch.equal(flat(run), wanted)
+    rows = [row for row in run.log.metrics_lines if "loss" in row]
+    assert [row["staleness/max"] for row in rows] == [0, *[1] * (STEPS - 1)]
+    assert all(row["overlap/hidden_s"] > 0 for row in rows[:-1])
+
+
+def moody(completion_ids: Any, **_: Any) -> list[float]:
+    """A score that draws from a global generator."""
+    return [random.random() + len(set(ids)) % 5 for ids in completion_ids]
+
+
+def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    looks: list[int] = []
+    assert attempt(tmp_path / "whole", *AHEAD, "checkpoint.every=2", looks=looks, moody=moody)
+    whole, draw = left(tmp_path / "whole" / "smoke"), random.Random(5)
+    for i in range(3):
+        root, stops = tmp_path / f"run{i}", 0
+        while not attempt(
+            root, *AHEAD, "checkpoint.every=2", moody=moody,
+            stop_at=draw.randrange(1, len(looks) // 2) if stops < 4 else None,
+        ):  # fmt: skip
+            stops += 1
+        run = root / "smoke"
+        assert stops and not differing(whole, left(run)) and not temporaries(run)
