@@ -79,7 +79,8 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics: JsonObject = {"step": state.step} | step_metrics.rollout_metrics(batch, by_batch)
     metrics |= step_metrics.advantage_metrics(batch, beta or 0.0) | updates.to_metrics()
     metrics |= run.clock.lap()
-    metrics |= _overlap_metrics(run, metrics)
+    if run.ahead is not None:
+        metrics |= run.ahead.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
     metrics |= step_metrics.speed_metrics(
         batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )
@@ -98,18 +99,6 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     }
     counts = step_metrics.mean_counts(batch, updates) | {"step_time": metrics["step_time"]}
     run.log.step(metrics, counts, batch, run.num_steps)
-
-
-def _overlap_metrics(run: Run, metrics: JsonObject) -> dict[str, float]:
-    """The seconds of sampling that the training hid, waited for, and had no use of."""
-    if run.ahead is None:
-        return {}
-    exposed, hidden = metrics.get("time/exposed", 0.0), run.ahead.take_hidden_s()
-    return {
-        "overlap/exposed_s": exposed,
-        "overlap/hidden_s": hidden,
-        "overlap/idle_s": max(0.0, metrics["step_time"] - exposed - hidden),
-    }
 
 
 def _staleness_metrics(batch: Batch, num_updates: int) -> dict[str, float]:

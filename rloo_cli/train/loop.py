@@ -24,7 +24,8 @@ def run_training_loop(run: Run) -> None:
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            run.step_progress = StepProgress(next_batch(run))
+            source, seen = run.ahead or run.rollouts, state.seen_by_rewards(run)
+            run.step_progress = StepProgress(source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates
         start_ahead(run, batch)
         update_policy(run, run.step_progress)
@@ -37,15 +38,6 @@ def run_training_loop(run: Run) -> None:
         update_algorithm_state(run, batch)
         log_step(run, batch, summed)
         run.step_progress, run.rng = None, rng.capture_random_states()
-
-
-def next_batch(run: Run) -> Batch:
-    """The batch to train on: the one that was drawn ahead, else one that is sampled now."""
-    drawn = None if run.ahead is None else run.ahead.take_batch()
-    if drawn is not None:
-        return drawn
-    state = run.state
-    return run.rollouts.next_batch(state.step, state.place, state.seen_by_rewards(run))
 
 
 def start_ahead(run: Run, batch: Batch) -> None:

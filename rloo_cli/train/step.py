@@ -153,7 +153,7 @@ def take_optimizer_step(
         with run.clock.phase("exposed"):
             run.ahead.wait()
         with run.clock.phase("old_logp"):
-            guards.check_drawn_ahead(run)
+            run.ahead.check_weights(run.policy)
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return

@@ -243,6 +243,15 @@ def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
             f"floor {rule.floor:g} is above cap {rule.cap:g}",
             "algorithm.correction.floor=0",
         )
+    region = rule.geometric_range
+    if region is not None and not region[0] <= 1 <= region[1]:
+        yield Problem(
+            "geometric_range leaves out completions whose policy has not moved",
+            "algorithm.correction.geometric_range",
+            f"found [{region[0]:g}, {region[1]:g}]; 1, the weight without any difference, must be"
+            " inside",
+            "algorithm.correction.geometric_range=[0.8,1.25], or null",
+        )
     mode = importance_weights.correction_mode(config, _sampler(run), generation.overlap)
     filters = _sampling_filters(generation)
     if mode == "none" or not filters:

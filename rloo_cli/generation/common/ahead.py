@@ -6,14 +6,19 @@ is drawn is what `Rollouts` would have drawn at the same point (docs/overlap.md)
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Thread
 from typing import Any
 
+import torch
+
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
 from rloo_cli.generation.vllm.engine import EngineLost
+from rloo_cli.policy.model import Policy
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils.rng import RandomStates, capture_random_states
 from rloo_cli.utils.timers import StepTimer
@@ -25,19 +30,19 @@ class AheadSampler:
     """One batch ahead of the training. `rollouts`: the run's own."""
 
     def __init__(self, rollouts: Rollouts):
-        self.rollouts = replace(rollouts, clock=StepTimer())
+        self.rollouts, self.in_thread = rollouts, replace(rollouts, clock=StepTimer())
         self.batch: Batch | None = None  # drawn, and not trained on yet
-        self.hidden_s = 0.0  # seconds beside the training since `take_hidden_s`
+        self.hidden_s = 0.0  # seconds beside the training since `step_metrics`
         self._thread: Thread | None = None
         self._arguments: tuple[int, int, TrainerState] | None = None  # of the batch that is drawn
         self._error: BaseException | None = None
         self._rng: RandomStates | None = None
         self._started = self._ended = 0.0
 
-    def take_batch(self) -> Batch | None:
-        """The batch that was drawn ahead, which is then the caller's; None where there is none."""
+    def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
+        """`Rollouts.next_batch`: the batch that was drawn ahead, or a new one."""
         batch, self.batch = self.batch, None
-        return batch
+        return batch or self.rollouts.next_batch(step, prompt_offset, state)
 
     def start(self, step: int, prompt_offset: int, state: TrainerState) -> None:
         """Begin to draw the batch of step `step`, as `Rollouts.next_batch` does."""
@@ -51,17 +56,15 @@ class AheadSampler:
     def _draw(self) -> None:
         assert self._arguments is not None
         sampler: Any = getattr(self.rollouts.generator, "inner", self.rollouts.generator)
-        in_thread: AbstractContextManager[None] = getattr(
-            sampler, "without_recovery", nullcontext
-        )()
+        without_recovery = getattr(sampler, "without_recovery", nullcontext)
         try:
-            with in_thread:
-                self.batch = self.rollouts.next_batch(*self._arguments)
+            with without_recovery():
+                self.batch = self.in_thread.next_batch(*self._arguments)
         except BaseException as error:
             self._error = error
         finally:
             self._ended = time.perf_counter()
-            self.rollouts.clock.lap()
+            self.in_thread.clock.lap()
 
     def wait(self) -> None:
         """Wait until the batch that was begun is whole; nothing where none was.
@@ -82,6 +85,27 @@ class AheadSampler:
         if error is not None:
             raise error
 
+    @torch.no_grad()
+    def check_weights(self, policy: Policy) -> None:
+        """Check that what was drawn is of the policy as it is; one group is forwarded for it.
+
+        It is the one with the fewest tokens. Raises GenerationError (exit 6).
+        """
+        groups = [] if self.batch is None else self.batch.groups
+        lengths = {i: sum(r.length for r in g.rollouts) for i, g in enumerate(groups)}
+        if self.batch is None or not any(lengths.values()):
+            return
+        shortest = min((i for i in lengths if lengths[i]), key=lambda i: lengths[i])
+        group = groups[shortest]
+        micro_batch = policy.pack(groups, whole_group_slices(groups, [shortest]))
+        own = policy.frozen_logp(micro_batch).logp.split([r.length for r in group.rollouts])
+        compared = [
+            TokenLogprobs(group.prompt_offset, k, logp, rollout)
+            for k, (logp, rollout) in enumerate(zip(own, group.rollouts, strict=True))
+        ]
+        generation, tolerance = self.rollouts.config.generation, self.rollouts.generator.tolerance
+        check_same_weights(self.batch.step, compared, generation, tolerance)
+
     def abandon(self) -> RandomStates | None:
         """Give up what was drawn beside an update that is not made. -> the random states before it
 
@@ -92,7 +116,11 @@ class AheadSampler:
         self._thread, self._error, self.batch = None, None, None
         return self._rng
 
-    def take_hidden_s(self) -> float:
-        """Seconds of sampling and scoring beside the training since the last call."""
+    def step_metrics(self, step_time: float, exposed_s: float) -> dict[str, float]:
+        """`overlap/*` of a step that took `step_time` and waited `exposed_s`, in seconds."""
         hidden, self.hidden_s = self.hidden_s, 0.0
-        return hidden
+        return {
+            "overlap/exposed_s": exposed_s,
+            "overlap/hidden_s": hidden,
+            "overlap/idle_s": max(0.0, step_time - exposed_s - hidden),
+        }
