@@ -87,7 +87,7 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics |= _staleness_metrics(batch, state.updates - updates.num_updates)
     gap, lag = metrics.get("sampling/logp_diff_rms"), metrics["staleness/max"]
     if run.ahead is not None and gap is not None:  # all of a batch has one lag
-        metrics[f"sampling/logp_diff_lag{lag}"] = gap
+        metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
     metrics |= {
         "num_tokens": state.tokens,
         "episode": state.episodes,

@@ -79,7 +79,7 @@ def test_a_completion_outside_the_geometric_range_has_no_policy_term() -> None:
     old = torch.tensor([r for row in steps for r in row], dtype=torch.float64).log()
     batch = micro([2, 2, 3], behaviour=torch.zeros(7, dtype=torch.float64))
     batch.mask = batch.mask.double()
-    rule = {"geometric_range": (0.85, 1.25)}
+    rule = {"geometric_range": [0.85, 1.25]}
     tokens = correction_weights(old, batch, corrected("token", "truncate", 2.0, rule=rule))
     assert tokens is not None
     wanted = [1.2, 1.2, 1.8, 0.45, 0.0, 0.0, 0.0]

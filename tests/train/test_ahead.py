@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fork_cases import Forked
 from loop_cases import ENDS, alone, digits, flat, sampled
 from resume_cases import attempt, differing, left, temporaries
 
@@ -84,7 +85,7 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     looks: list[int] = []
     assert attempt(tmp_path / "whole", *AHEAD, "checkpoint.every=2", looks=looks, moody=moody)
     whole, draw = left(tmp_path / "whole" / "smoke"), random.Random(5)
-    for i in range(3):
+    for i in range(2):
         root, stops = tmp_path / f"run{i}", 0
         while not attempt(
             root, *AHEAD, "checkpoint.every=2", moody=moody,
@@ -93,3 +94,16 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
             stops += 1
         run = root / "smoke"
         assert stops and not differing(whole, left(run)) and not temporaries(run)
+
+
+@pytest.mark.slow  # thirteen processes
+def test_a_run_killed_anywhere_goes_on_as_if_it_had_not_been(forked: Forked) -> None:
+    words = ("train", "+recipe=smoke", "max_steps=4", "checkpoint.every=1", "eval.max_samples=2",
+             "eval.at_start=false", *AHEAD, "train.lr_scheduler=constant")  # fmt: skip
+    assert forked(*words, "root=whole") == 0, forked.said()
+    whole = left(forked.folder / "whole" / "smoke")
+    for fault in ("gen.chunk@40", "gen.request@3", "step@2", "step@3", "ckpt.rename@2", "reward@2"):
+        root = f"root={fault}"
+        assert forked(*words, root, faults=f"{fault}=kill9") == 6, forked.said()
+        assert forked(*words, root, "resume=auto") == 0, forked.said()
+        assert not differing(whole, left(forked.folder / fault / "smoke")), fault

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from rloo_cli.data.packing import MicroBatch
 
-Exponent = Annotated[float, Field(gt=0)]
+GeometricRange = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
 # What correction.mode=auto stands for where completions are sampled with older weights: truncated
 # token weights, and a trust region by the mean of a completion's tokens.
 OVERLAP_CORRECTION = {
-    "mode": "truncate", "level": "token", "cap": 2.0, "floor": 0.0, "geometric_range": (0.8, 1.25),
+    "mode": "truncate", "level": "token", "cap": 2.0, "floor": 0.0, "geometric_range": [0.8, 1.25],
 }  # fmt: skip
 LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infinite
 
@@ -46,7 +46,7 @@ class CorrectionConfig(Frozen):
         "Smallest weight; filter drops completions whose geometric weight is not in [floor, cap]",
         ge=0,
     )
-    geometric_range: tuple[Exponent, Exponent] | None = key(
+    geometric_range: GeometricRange | None = key(
         "Leave completions out of the policy term whose weight by their tokens' mean is outside,"
         " as [0.99, 1.01]; null = none",
         since="0.2",
