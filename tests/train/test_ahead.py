@@ -18,6 +18,7 @@ from rloo_cli.run import StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.loop import run_training_loop, sync_weights
 from rloo_cli.train.step import update_policy
+from rloo_cli.utils.errors import GenerationError
 
 AHEAD = ("generation.overlap=ahead", "train.learning_rate=0.01", ENDS)
 STEPS = 5
@@ -107,3 +108,43 @@ def test_a_run_killed_anywhere_goes_on_as_if_it_had_not_been(forked: Forked) -> 
         assert forked(*words, root, faults=f"{fault}=kill9") == 6, forked.said()
         assert forked(*words, root, "resume=auto") == 0, forked.said()
         assert not differing(whole, left(forked.folder / fault / "smoke")), fault
+
+
+def test_a_sampler_with_other_weights_stops_the_run_within_the_step(tmp_path: Path) -> None:
+    run = alone(tmp_path, *AHEAD, "max_steps=4")
+    replica, inner = run.generator, run.generator.load
+    loads: list[int] = []
+
+    def load(policy: Any, version: int) -> None:
+        loads.append(version)
+        if len(loads) < 2:  # the second update does not reach the sampler, which says it did
+            inner(policy, version)
+        replica.inner.load(policy, version)
+
+    with mock.patch.object(replica, "load", load), pytest.raises(GenerationError) as raised:
+        run_training_loop(run)
+    assert "the sampler had other weights than the trainer" in str(raised.value)
+    assert run.state.updates == 1 and run.state.step == 1
+
+
+def test_the_kl_is_that_of_the_policy_that_sampled(tmp_path: Path) -> None:
+    run = alone(tmp_path, *AHEAD, "max_steps=3", "algorithm.beta=0.1")
+    batches: list[Any] = []
+    take = run.optimizer.step
+
+    def step(norm: torch.Tensor) -> None:
+        batches.append(run.step_progress.batch)  # type: ignore[union-attr]
+        take(norm)
+
+    with mock.patch.object(run.optimizer, "step", step):
+        run_training_loop(run)
+    batch = batches[-1]
+    for i in batch.active:
+        group = batch.groups[i]
+        for k, rollout in enumerate(group.rollouts):
+            sampler = torch.tensor(rollout.sampled_logp, dtype=torch.float64)
+            reference, older = group.ref_logp[k].double(), group.old_logp[k].double()
+            assert float(batch.kl[i, k]) == pytest.approx(
+                float((sampler - reference).sum()), abs=1e-4
+            )
+            assert (older - sampler).abs().max() > 1e-3  # it is another policy by now
