@@ -20,6 +20,7 @@ from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
+from rloo_cli.generation.common.ahead import AheadSampler
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
@@ -142,6 +143,7 @@ class Run:
     attempt: int = 1
     has_atomic_rename: bool = True  # the file system renames folders atomically
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
+    ahead: AheadSampler | None = None  # of generation.overlap=ahead; None = sampled when needed
     tools: ToolSet | None = None  # those of the agent; None = one answer to each prompt
     judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
 

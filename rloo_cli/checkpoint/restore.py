@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rloo_cli.checkpoint import manifest, resume, rollback, save, step_state
 from rloo_cli.checkpoint.resume import ResumePlan
-from rloo_cli.checkpoint.save import REFERENCE_FILE, RNG_FILE, ROLLOUTS_FILE, VALUE_FILE
+from rloo_cli.checkpoint.save import AHEAD_FILE, REFERENCE_FILE, RNG_FILE, ROLLOUTS_FILE, VALUE_FILE
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig, TrainConfig
 from rloo_cli.config.user_code import tool_fingerprints
@@ -47,6 +47,10 @@ def restore_run(run: Run, checkpoint: Path) -> None:
             if not run.world.is_main:  # the saved ones are sums over ranks: rank 0 alone has them
                 run.step_progress.updates = without_sums(run.step_progress.updates)
                 run.step_progress.marked_updates = run.step_progress.updates.copy()
+        if run.ahead is not None and (trainer / f"{AHEAD_FILE}.json").is_file():
+            drawn = load_file(trainer / f"{AHEAD_FILE}.safetensors")
+            plain = read_json(trainer / f"{AHEAD_FILE}.json")
+            run.ahead.batch = step_state.load_step(drawn, plain, run.prompts).batch
         run.rng = states
         rng.restore_random_states(states)
         run.log.restore(values["log"])

@@ -26,7 +26,7 @@ from rloo_cli.distributed.world import is_rank_lost
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import weight_shape
 from rloo_cli.reporting.update_metrics import UpdateMetrics, sum_over_ranks
-from rloo_cli.run import Run
+from rloo_cli.run import Run, StepProgress
 from rloo_cli.utils import rng
 from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.fault_injection import trigger_fault
@@ -34,6 +34,7 @@ from rloo_cli.utils.files import JsonObject, fsync_path, read_json, update_json,
 
 VERSIONED_PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG_FILE, ROLLOUTS_FILE = "rng", "rollouts"
+AHEAD_FILE = "ahead"  # the batch that was drawn ahead of the training
 REFERENCE_FILE = "reference"  # only of a reference that follows the policy
 VALUE_FILE = "value"
 
@@ -145,6 +146,10 @@ def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
             parts.append((ROLLOUTS_FILE, rollouts))
             # A user's reward may log any value beside a completion, NaN too.
             write_text(trainer / f"{ROLLOUTS_FILE}.json", json.dumps(plain, default=str) + "\n")
+        if run.ahead is not None and run.ahead.batch is not None:
+            drawn, plain = step_state.dump_step(StepProgress(run.ahead.batch))
+            parts.append((AHEAD_FILE, drawn))
+            write_text(trainer / f"{AHEAD_FILE}.json", json.dumps(plain, default=str) + "\n")
         text = json.dumps(_trainer_state(run, state), allow_nan=False)
         writers.append(lambda: write_text(trainer / "state.json", text + "\n"))
     else:

@@ -19,6 +19,7 @@ registry      names to modules, and a user's own code
 rules         what one key forbids another
 rules_lora    rules for adapters, quantization and moving references
 rules_model   checks of the files in a model's folder, without torch
+rules_overlap  what sampling beside the training does not go with
 rules_paths   checks that configured paths exist
 schema        every fixed key: name, type, limits, meaning
 supervised    settings of sft and reward-model, from a run's config

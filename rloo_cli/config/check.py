@@ -304,7 +304,9 @@ def resolved_algorithm_keys(values: JsonObject) -> JsonObject:
     """The values of the algorithm's keys that others stand for, such as `loss_type`."""
     config = values["algorithm"]
     algorithm = registry.algorithm_class(config["name"])
-    resolved: JsonObject = algorithm.resolved_values(config, registry.sampler_backend(values))
+    resolved: JsonObject = algorithm.resolved_values(
+        config, registry.sampler_backend(values), registry.sampler_overlap(values)
+    )
     return resolved
 
 

@@ -17,6 +17,7 @@ from rloo_cli.config import (
     registry,
     rules_lora,
     rules_model,
+    rules_overlap,
     rules_paths,
     synthetic,
     template,
@@ -217,6 +218,7 @@ def run_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _rewards(run)
     yield from _context(run)
     yield from _compiled(run)
+    yield from rules_overlap.overlap_problems(run)
     yield from _sampling(run)
     yield from _attention(run)
     yield from rules_lora.adapter_problems(run)

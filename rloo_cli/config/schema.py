@@ -310,6 +310,17 @@ class GenerationConfig(Frozen):
     backend: str = key(
         "Who samples: transformers, vllm_server, vllm_colocate; replay = a recorded run has"
     )
+    overlap: Literal["none", "ahead"] = key(
+        "Sampling while training goes on: none = one after the other; ahead = the next step's"
+        " completions are sampled with the weights that this step's update starts from",
+        since="0.2",
+        before="none",
+    )
+    allow_uncorrected: bool = key(
+        "Let overlap=ahead train without algorithm.correction, for a comparison",
+        since="0.2",
+        before=False,
+    )
     max_completion_length: Positive = key("Most tokens in a completion")
     min_tokens: int = key("Tokens before which no stop id is sampled", ge=0)
     temperature: float = key("Sampling temperature, > 0; log-probabilities use it too", gt=0)

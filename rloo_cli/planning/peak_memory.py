@@ -234,8 +234,9 @@ def _rollout_memory(inputs: PlanInputs) -> NamedBytes:
     if run.generation.backend != "transformers":
         return {}
     parts: NamedBytes = {}
-    # A whole copy: decoding token by token would gather the weights for each token.
-    if inputs.weight_shards > 1:
+    # A whole copy: decoding token by token would gather the weights for each token, and what
+    # samples beside the training must not see it change them.
+    if inputs.weight_shards > 1 or run.generation.overlap != "none":
         parts["replica"] = size * model.total_params
     k, p, c = run.algorithm.num_generations, inputs.max_prompt_tokens, inputs.max_completion_tokens
     prompts, completions = inputs.prompts_per_rank, inputs.prompts_per_rank * k

@@ -266,6 +266,8 @@ def low_ess(history: MetricHistory) -> str | None:
 def logp_drift(history: MetricHistory) -> str | None:
     name = "sampling/logp_diff_rms"
     now, start = history.recent_mean(name), history.first_values.get(name, 0.0)
+    if history.recent_mean("staleness/mean"):  # of older weights, as generation.overlap says
+        return None
     if now is None or now <= LOGP_FACTOR * start or now <= LOGP_FLOOR:
         return None
     return (
@@ -338,7 +340,9 @@ ADVICE_RULES = {
     ),
     "low_ess": AdviceRule(low_ess, ("sampling/ess",), ("model.dtype", "algorithm.correction.cap")),
     "logp_drift": AdviceRule(
-        logp_drift, ("sampling/logp_diff_rms",), ("generation.backend", "model.dtype")
+        logp_drift,
+        ("sampling/logp_diff_rms", "staleness/mean"),
+        ("generation.backend", "model.dtype"),
     ),
     "every_update_clipped": AdviceRule(
         every_update_clipped,

@@ -77,6 +77,10 @@ COMPLETION_METRICS: list[MetricMeaning] = [
     ("data/truncated", "count", "prompts cut as too long, since the start"),
     ("staleness/mean", "updates", "updates between the weights that sampled and those trained"),
     ("staleness/max", "updates", "its largest value"),
+    ("overlap/exposed_s", "s", "seconds that the training waited for the sampler"
+     " (generation.overlap)"),
+    ("overlap/hidden_s", "s", "seconds of sampling and scoring beside the training"),
+    ("overlap/idle_s", "s", "seconds of the step in which nothing was sampled"),
 ]  # fmt: skip
 
 TRAINING_METRICS: list[MetricMeaning] = [
@@ -115,6 +119,9 @@ SAMPLER_METRICS: list[MetricMeaning] = [
      " trainer's log-probability of a token"),
     ("sampling/logp_diff_rms", "nats", "its root mean square"),
     ("sampling/logp_diff_max", "nats", "its largest value"),
+    ("sampling/logp_diff_lag0", "nats", "root mean square where sampler and trainer had the same"
+     " weights: numerics alone"),
+    ("sampling/logp_diff_lag1", "nats", "the same where the sampler's were an update older"),
     ("sampling/missing_frac", "share", "tokens for which the sampler gave no log-probability"),
     ("sampling/kl", "nats", "KL of the sampler to the trainer, per completion"),
     ("sampling/importance_sampling_ratio/mean", "", "mean weight of the sampler's correction"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rloo_cli.algorithms.common import kl as common_kl
 from rloo_cli.algorithms.common.advantage import AdvantageInputs
+from rloo_cli.algorithms.common.importance_weights import sampler_logprobs
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice, MicroBatch, store_column
 from rloo_cli.reporting.update_metrics import UpdateMetrics
@@ -93,9 +94,11 @@ def add_reference_logprobs(
 @torch.no_grad()
 def measure_kl(run: Run, micro_batch: MicroBatch, updates: UpdateMetrics) -> Tensor | None:
     """KL of each completion to the reference, in float64. -> (S,) or None"""
-    kl, ref = None, micro_batch.ref_logp
+    kl, ref, old = None, micro_batch.ref_logp, micro_batch.kl_old_logp
+    if run.config.generation.overlap != "none":  # the KL of the policy that sampled
+        old = sampler_logprobs(old, micro_batch)
     if ref is not None:
-        kl = common_kl.sequence_kl(micro_batch.kl_old_logp, ref, micro_batch, run.algorithm.config)
+        kl = common_kl.sequence_kl(old, ref, micro_batch, run.algorithm.config)
     updates.add_old_logprobs(micro_batch, kl)
     return None if kl is None else kl.detach().double()
 

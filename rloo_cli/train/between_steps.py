@@ -79,10 +79,15 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics: JsonObject = {"step": state.step} | step_metrics.rollout_metrics(batch, by_batch)
     metrics |= step_metrics.advantage_metrics(batch, beta or 0.0) | updates.to_metrics()
     metrics |= run.clock.lap()
+    if run.ahead is not None:
+        metrics |= run.ahead.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
     metrics |= step_metrics.speed_metrics(
         batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )
     metrics |= _staleness_metrics(batch, state.updates - updates.num_updates)
+    gap, lag = metrics.get("sampling/logp_diff_rms"), metrics["staleness/max"]
+    if run.ahead is not None and gap is not None:  # all of a batch has one lag
+        metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
     metrics |= {
         "num_tokens": state.tokens,
         "episode": state.episodes,

@@ -47,6 +47,7 @@ from rloo_cli.distributed.zero import DeepSpeedEngine
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judge
 from rloo_cli.generation import Generator
+from rloo_cli.generation.common.ahead import AheadSampler
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.stop_rule import stop_ids
@@ -285,15 +286,14 @@ class RunBuilder:
 
         if name == "vllm_server" and (world.size > 1 or engine.sharded):
             self.generator = Rank0Proxy(world, policy, weights, self._build_backend)
-        elif not engine.sharded:
-            self.generator = _forbid_engine_restart(self._build_backend(), world)
-        elif name == "transformers":
+        elif name == "transformers" and (engine.sharded or config.generation.overlap != "none"):
             path = config.model.path  # its weights are replaced before it samples
             copy = load.load_causal_lm(config.model, path, world.device)
             generator = self._build_backend(copy.eval().requires_grad_(False))
             self.generator = ReplicaGenerator(generator, copy, weights)
         else:
-            policy.gather_weights = weights
+            if engine.sharded:
+                policy.gather_weights = weights
             self.generator = _forbid_engine_restart(self._build_backend(), world)
 
     def _build_backend(self, model: PreTrainedModel | None = None) -> Generator:
@@ -367,7 +367,7 @@ class RunBuilder:
         """Put the parts into a `Run`."""
         config, prompts = self.config, self.prompts
         clock = StepTimer(self.log.phase, wait_for_device)
-        return Run(
+        run = Run(
             config=config,
             folder=self.resume_plan.folder,
             world=self.world,
@@ -396,6 +396,9 @@ class RunBuilder:
             tools=self.tools,
             judge=self.judge,
         )
+        if config.generation.overlap == "ahead":
+            run.ahead = AheadSampler(run.rollouts)
+        return run
 
 
 def _check_vocabularies(

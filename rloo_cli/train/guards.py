@@ -3,13 +3,12 @@ refuses (`guards.NAME=fail`)."""
 
 import math
 
-import torch
-
 from rloo_cli.data.batch import Batch
+from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
 from rloo_cli.reporting.advice import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
-from rloo_cli.utils.errors import GenerationError, GuardError, NumbersError, Problem
+from rloo_cli.utils.errors import GuardError, NumbersError, Problem
 from rloo_cli.utils.files import update_json
 
 MAX_SKIPPED_UPDATES = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
@@ -44,46 +43,16 @@ def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -
 def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> None:
     """Check that the sampler had the trainer's weights when it sampled these groups.
 
-    Raises GenerationError (exit 6), with nothing updated, if its log-probabilities differ from
-    the trainer's by more than rounding explains. With top_p and other filters they cannot be
-    compared.
+    Completions of older weights (generation.overlap) were checked before those changed. Raises
+    GenerationError (exit 6), with nothing updated.
     """
-    generation = run.config.generation
-    bent = generation.top_p < 1 or generation.top_k or generation.min_p
-    if bent or generation.repetition_penalty != 1 or generation.min_tokens:
-        return
     compared = [
-        (group.prompt_offset, k, old, logp)
+        TokenLogprobs(group.prompt_offset, k, old, rollout)
         for group in (batch.groups[i] for i in group_indices)
         for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
-        for logp in (rollout.sampled_logp,)
-        if logp is not None
+        if rollout.weight_version == run.state.updates
     ]
-    if not compared:
-        return
-    # All at once: one completion after the other takes longer than the update on a GPU.
-    ours = torch.cat([old for _, _, old, _ in compared]).double()
-    flat = [x for *_, logp in compared for x in logp]
-    theirs = torch.tensor(flat, dtype=torch.float64).to(ours.device)
-    gap = (ours - theirs).abs().nan_to_num(0.0)
-    count = int((~ours.isnan() & ~theirs.isnan()).sum())
-    rms = math.sqrt(float(gap.square().sum()) / count) if count else 0.0
-    if rms > run.generator.tolerance:
-        lengths = torch.tensor([len(logp) for *_, logp in compared])
-        at = int(torch.searchsorted(lengths.cumsum(0), int(gap.argmax()), right=True))
-        worst = f"completion {compared[at][1]} of draw {compared[at][0]}: {float(gap.max()):.4g}"
-        versions = {r.weight_version for i in group_indices for r in batch.groups[i].rollouts}
-        why = (
-            f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at most"
-            f" {run.generator.tolerance:g}; most in {worst}; the completions say they are of"
-            f" version {', '.join(map(str, sorted(versions)))}"
-        )
-        fix = "somebody else may have changed the server's weights"
-        if generation.backend == "transformers":
-            cause = "this model's decoding with a cache differs from its forward pass"
-            fix = f"there is no server: {cause}; generation=vllm_server, or another model"
-        what = f"step {batch.step + 1}: the sampler had other weights than the trainer"
-        raise GenerationError(Problem(what, "nothing was updated", why, fix))
+    check_same_weights(batch.step, compared, run.config.generation, run.generator.tolerance)
 
 
 def skip_empty_update(run: Run, batch: Batch) -> None:

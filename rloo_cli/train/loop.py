@@ -6,6 +6,7 @@ from sampling to gradient: the leave-one-out baseline needs all of them. `step.p
 """
 
 from rloo_cli.checkpoint.step_record import record_rollouts
+from rloo_cli.data.batch import Batch
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
@@ -23,10 +24,10 @@ def run_training_loop(run: Run) -> None:
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            trainer_state = state.seen_by_rewards(run)
-            batch = run.rollouts.next_batch(state.step, state.place, trainer_state)
-            run.step_progress = StepProgress(batch)
+            source, seen = run.ahead or run.rollouts, state.seen_by_rewards(run)
+            run.step_progress = StepProgress(source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates
+        start_ahead(run, batch)
         update_policy(run, run.step_progress)
         sync_weights(run)
         summed = sum_over_ranks(updates, run.world)
@@ -37,6 +38,14 @@ def run_training_loop(run: Run) -> None:
         update_algorithm_state(run, batch)
         log_step(run, batch, summed)
         run.step_progress, run.rng = None, rng.capture_random_states()
+
+
+def start_ahead(run: Run, batch: Batch) -> None:
+    """With overlap=ahead, begin to draw the batch after `batch` with the weights as they are."""
+    state = run.state
+    if run.ahead is not None and state.step + 1 < run.num_steps:
+        seen = state.seen_by_rewards(run)
+        run.ahead.start(state.step + 1, state.place + batch.draws, seen)
 
 
 def sync_weights(run: Run) -> None:

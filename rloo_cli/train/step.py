@@ -149,6 +149,11 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
+    if run.ahead is not None:  # it samples with the weights that change here
+        with run.clock.phase("exposed"):
+            run.ahead.wait()
+        with run.clock.phase("old_logp"):
+            run.ahead.check_weights(run.policy)
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return

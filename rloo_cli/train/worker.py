@@ -173,6 +173,8 @@ def _write_progress(run: Run) -> None:
 def _save_what_is_done(run: Run, error: RunError) -> None:
     """Save a checkpoint. Raises StorageError if a run that was asked to stop cannot be saved."""
     run.log.phase("saving")
+    if run.ahead is not None and run.step_progress is not None:
+        run.step_progress.rng = run.ahead.abandon() or run.step_progress.rng
     run.optimizer.zero_grad()
     asked = signals.stop_requested_at()
     try:

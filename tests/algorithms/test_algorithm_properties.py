@@ -367,7 +367,7 @@ def test_auto_correction_must_be_resolved_first() -> None:
         rloo.loss(x, x, None, m, tensor([1.0]), auto, 1.0)
 
 
-RULE = {"mode": "auto", "level": "sequence", "cap": 3.0, "floor": 0.0}
+RULE = {"mode": "auto", "level": "sequence", "cap": 3.0, "floor": 0.0, "geometric_range": None}
 
 
 def test_to_go_credits_each_token_with_the_kl_still_to_come() -> None:

@@ -20,8 +20,9 @@ from rloo_cli.utils.errors import ConfigError
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
 GENERATION |= {"min_p": None, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False}
-GENERATION |= {"stop_token_ids": []}
+GENERATION |= {"stop_token_ids": [], "overlap": "none", "allow_uncorrected": False}
 CORRECTION = {"mode": "auto", "level": "sequence", "cap": 3.0, "floor": 0.0}
+CORRECTION |= {"geometric_range": None}
 
 
 def a_run(
@@ -83,6 +84,7 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
         ({"reward_clip_range": [1.0, 1.0]}, "reward_clip_range", "below the second"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty", "subtracted"),
         ({"correction": {"floor": 4.0}}, "correction.floor", "floor 4 is above cap 3"),
+        ({"correction": {"geometric_range": [1.1, 1.2]}}, "geometric_range", "1.1, 1.2"),
         ({"baseline": "greedy"}, "baseline", "what remax is"),
         ({"baseline": "value"}, "baseline", "what ppo is"),
         ({"policy_loss": None}, "policy_loss", "so is algorithm.loss_type"),

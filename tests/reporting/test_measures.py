@@ -215,6 +215,7 @@ def test_sampler_differences_leave_out_what_the_sampler_did_not_say():
 
 def test_correction_weights_are_measured_after_and_their_worth_before_the_mode():
     rule = {"mode": "truncate", "level": "sequence", "cap": 2.0, "floor": 0.0}
+    rule |= {"geometric_range": None}
     behaviour = -1 - torch.tensor([3.0, 1.0, 0.5]).log()
     row = updated([1.0] * 3, [1] * 3, behaviour=behaviour, correction=rule)
     name = "sampling/importance_sampling_ratio"

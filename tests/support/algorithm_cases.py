@@ -23,6 +23,7 @@ def config(**keys: Any) -> Any:
 
 def corrected(level: str, mode: str, cap: float = 3.0, floor: float = 0.0, **keys: Any) -> Any:
     rule = {"level": level, "mode": mode, "cap": float(cap), "floor": float(floor)}
+    rule |= {"geometric_range": None} | keys.pop("rule", {})
     return config(correction=rule, **keys)
 
 

@@ -83,6 +83,7 @@ CORRECTIONS = {
     "mode": ["none", "truncate", "truncate", "mask", "filter", "bypass"],
     "level": ["token", "sequence", "geometric"],
     "cap": [1.05, 1.3, 3.0], "floor": [0.0, 0.8],
+    "geometric_range": ["null", "null", "[0.9,1.1]"],
 }  # fmt: skip
 # Combinations in which a shortcut is easily wrong, and which independent draws meet too seldom.
 CORNERS: list[dict[str, list[Any]]] = [

@@ -412,10 +412,13 @@ class Reference:
         level = "token" if mode == "filter" else rule["level"]
         log = {"token": delta, "sequence": delta.sum(), "geometric": delta.sum() / m.sum()}[level]
         w = log.clamp(-20, 20).exp()
+        mean = (delta.sum() / m.sum()).exp()
+        region = rule["geometric_range"] or (0.0, math.inf)
+        near = (mean >= region[0]) & (mean <= region[1])
         if mode == "truncate":
-            return w.clamp(low, high), level == "token"
-        judged = (delta.sum() / m.sum()).exp() if mode == "filter" else w
-        return w * ((judged >= low) & (judged <= high)), level == "token"
+            return w.clamp(low, high) * near, level == "token"
+        judged = mean if mode == "filter" else w
+        return w * ((judged >= low) & (judged <= high)) * near, level == "token"
 
     def _policy(
         self,

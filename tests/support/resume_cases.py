@@ -28,7 +28,9 @@ from rloo_cli.utils import signals
 from rloo_cli.utils.errors import Problem, Stopped
 from rloo_cli.utils.files import update_json
 
-TIMED = re.compile(r"step_time|eps|(time|perf|memory)/.*|reward/.*/time|eval_.*(time|seconds).*")
+TIMED = re.compile(
+    r"step_time|eps|(time|perf|memory|overlap)/.*|reward/.*/time|eval_.*(time|seconds).*"
+)
 TEMPORARY = (".tmp", ".trash")
 
 

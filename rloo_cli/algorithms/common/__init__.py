@@ -8,6 +8,7 @@ dialect             other trainers' constants
 forward_plan        which forward passes a config needs
 importance_weights  correction of the sampler's mismatch
 kl                  KL estimators, and where the KL goes
+lagging             what completions of older weights allow (generation.overlap)
 loss                the loss of a micro-batch
 loss_types          the terms of CISPO, SAPO, VESPO
 policy_loss         ratios, clipping, their metrics

@@ -59,16 +59,18 @@ def _missing_loss_values(loss_type: str, values: Mapping[str, object]) -> dict[s
     return {part: value for part, value in triple if values.get(part) is None}
 
 
-def resolved_values(algorithm: JsonObject, backend: str) -> JsonObject:
+def resolved_values(algorithm: JsonObject, backend: str, overlap: str = "none") -> JsonObject:
     """The values of keys of the algorithm section that stand for other values, to merge into it:
-    the three switches of `loss_type`, and `correction.mode` where it is auto.
+    the three switches of `loss_type`, and those of `correction` where its mode is auto.
+
+    `backend`, `overlap`: of the generation that samples.
     """
     resolved: JsonObject = {}
     if algorithm.get("loss_type") is not None:
         resolved |= _missing_loss_values(algorithm["loss_type"], algorithm)
     correction = algorithm.get("correction")
     if isinstance(correction, Mapping) and correction.get("mode") == "auto":
-        resolved["correction"] = {**correction, "mode": weights.auto_correction_mode(backend)}
+        resolved["correction"] = {**correction, **weights.auto_correction(backend, overlap)}
     return resolved
 
 

@@ -3,29 +3,40 @@
 The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (old_logp): other
 kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,
 never the KL term, and has no gradient. TIS truncates it; MIS and IcePop drop weights outside
-[floor, cap]. The siblings' baseline needs no weight: E_mu[w_i grad log pi(y_i) b_i] = 0.
+[floor, cap]. `geometric_range` is a trust region beside it: completions whose policy has moved too
+far since they were sampled have the weight 0. The siblings' baseline needs no weight:
+E_mu[w_i grad log pi(y_i) b_i] = 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from rloo_cli.config.schema import Frozen, key
 from rloo_cli.data.segments import segment_mean, segment_sum
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rloo_cli.data.packing import MicroBatch
 
+GeometricRange = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
+# What correction.mode=auto stands for where completions are sampled with older weights: truncated
+# token weights, and a trust region by the mean of a completion's tokens.
+OVERLAP_CORRECTION = {
+    "mode": "truncate", "level": "token", "cap": 2.0, "floor": 0.0, "geometric_range": [0.8, 1.25],
+}  # fmt: skip
 LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infinite
 
 
 class CorrectionConfig(Frozen):
     mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
-        "auto = truncate with vLLM, none with transformers, with replay as docs/replay.md says;"
-        " bypass = old_logp is the sampler's"
+        "auto = truncate with vLLM, none with transformers, with replay as docs/replay.md says,"
+        " with generation.overlap as docs/overlap.md says; bypass = old_logp is the sampler's"
     )
     level: Literal["token", "sequence", "geometric"] = key(
         "What has a weight: tokens, completions, or completions by their mean; filter: see floor"
@@ -34,6 +45,12 @@ class CorrectionConfig(Frozen):
     floor: float = key(
         "Smallest weight; filter drops completions whose geometric weight is not in [floor, cap]",
         ge=0,
+    )
+    geometric_range: GeometricRange | None = key(
+        "Leave completions out of the policy term whose weight by their tokens' mean is outside,"
+        " as [0.99, 1.01]; null = none",
+        since="0.2",
+        before=None,
     )
 
 
@@ -50,15 +67,17 @@ class Weights:
     by_token: bool
 
 
-def correction_mode(config: Config, backend: str) -> str:
-    """`correction.mode`, with auto resolved for a generation backend."""
+def correction_mode(config: Config, backend: str, overlap: str = "none") -> str:
+    """`correction.mode`, with auto resolved for a generation backend and its overlap."""
     mode = config.correction.mode
-    return auto_correction_mode(backend) if mode == "auto" else mode
+    return str(auto_correction(backend, overlap)["mode"]) if mode == "auto" else mode
 
 
-def auto_correction_mode(backend: str) -> str:
-    """The mode that `correction.mode` = auto stands for with a generation backend."""
-    return "none" if backend == "transformers" else "truncate"
+def auto_correction(backend: str, overlap: str = "none") -> JsonObject:
+    """The keys of `correction` that its mode auto stands for."""
+    if overlap != "none":
+        return dict(OVERLAP_CORRECTION)
+    return {"mode": "none" if backend == "transformers" else "truncate"}
 
 
 def correction_weights(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Weights | None:
@@ -77,13 +96,21 @@ def correction_weights(old_logp: Tensor, micro_batch: MicroBatch, config: Config
     delta = micro_batch.mask * (old_logp - behaviour).detach()
     level = "token" if rule.mode == "filter" else rule.level
     raw = _reduce_to_level(delta, micro_batch, level).clamp(-LARGEST, LARGEST).exp()
-    if rule.mode == "truncate":
-        return Weights(raw.clamp(rule.floor, rule.cap), raw, level == "token")
-    bounded = raw
-    if rule.mode == "filter":
-        bounded = _reduce_to_level(delta, micro_batch, "geometric").exp()[micro_batch.sequence_ids]
-    kept = (bounded >= rule.floor) & (bounded <= rule.cap)
-    return Weights(raw.masked_fill(~kept, 0.0), raw, level == "token")
+    weight = raw.clamp(rule.floor, rule.cap)
+    if rule.mode != "truncate":
+        bounded = raw if rule.mode == "mask" else _geometric_weight(delta, micro_batch, True)
+        weight = raw.masked_fill(~((bounded >= rule.floor) & (bounded <= rule.cap)), 0.0)
+    if rule.geometric_range is not None:
+        lowest, highest = rule.geometric_range
+        mean = _geometric_weight(delta, micro_batch, level == "token")
+        weight = weight.masked_fill(~((mean >= lowest) & (mean <= highest)), 0.0)
+    return Weights(weight, raw, level == "token")
+
+
+def _geometric_weight(delta: Tensor, micro_batch: MicroBatch, by_token: bool) -> Tensor:
+    """Each completion's weight by its tokens' mean. (N,) -> (N,) by token, else (S,)"""
+    weight = _reduce_to_level(delta, micro_batch, "geometric").exp()
+    return weight[micro_batch.sequence_ids] if by_token else weight
 
 
 def ratio_base(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Tensor:

@@ -13,6 +13,7 @@ from rloo_cli.algorithms.common import config as common_config
 from rloo_cli.algorithms.common import (
     dialect,
     importance_weights,
+    lagging,
     policy_loss,
     siblings,
     turn_credit,
@@ -95,6 +96,7 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
     yield from _correction_problems(config, run)
+    yield from lagging.lagging_problems(run, config)
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
 
@@ -106,7 +108,10 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     yield from _kl_warnings(config)
     yield from siblings.sibling_warnings(config)
     filters = _sampling_filters(generation)
-    if filters and importance_weights.correction_mode(config, _sampler(run)) == "none":
+    if (
+        filters
+        and importance_weights.correction_mode(config, _sampler(run), generation.overlap) == "none"
+    ):
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
     share = clipped_by_noise(config, max_length)
     if num_updates > 1 and share > CLIPPED_SHARE:
@@ -238,7 +243,16 @@ def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
             f"floor {rule.floor:g} is above cap {rule.cap:g}",
             "algorithm.correction.floor=0",
         )
-    mode = importance_weights.correction_mode(config, _sampler(run))
+    region = rule.geometric_range
+    if region is not None and not region[0] <= 1 <= region[1]:
+        yield Problem(
+            "geometric_range leaves out completions whose policy has not moved",
+            "algorithm.correction.geometric_range",
+            f"found [{region[0]:g}, {region[1]:g}]; 1, the weight without any difference, must be"
+            " inside",
+            "algorithm.correction.geometric_range=[0.8,1.25], or null",
+        )
+    mode = importance_weights.correction_mode(config, _sampler(run), generation.overlap)
     filters = _sampling_filters(generation)
     if mode == "none" or not filters:
         return

@@ -1,8 +1,10 @@
 """What every backend shares.
 
 across_ranks   sampling and scoring shared over ranks
+ahead          the next batch, drawn beside the update (overlap: ahead)
 rank0_proxy    ranks other than 0 ask rank 0's sampler
 record_player  plays the completions that another run recorded
 rollouts       prompts to a sampled and scored batch
 stop_rule      where a completion ends
+weights_check  whether the sampler had the trainer's weights
 """

@@ -127,6 +127,18 @@ class VllmGenerator:
         finally:
             self.is_held_awake = False
 
+    @contextmanager
+    def without_recovery(self) -> Iterator[None]:
+        """Let a lost engine end `generate` inside: another thread than the trainer's samples.
+
+        GenerationError's cause is then EngineLost. Recovering takes the policy, which is training.
+        """
+        most, self.max_engine_losses = self.max_engine_losses, 0
+        try:
+            yield
+        finally:
+            self.max_engine_losses = most
+
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()

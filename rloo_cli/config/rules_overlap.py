@@ -1,0 +1,40 @@
+"""What `generation.overlap` does not go together with, apart from the algorithm's own settings.
+
+The table of docs/overlap.md, as messages: each says what would work instead. What an algorithm's
+settings forbid stands with them, in algorithms/common/lagging.py.
+"""
+
+from collections.abc import Iterator
+
+from rloo_cli.config.agent import agent_config
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.errors import Problem
+
+OVERLAP = "generation.overlap"
+SAMPLERS = ("vllm_server", "transformers")  # that can sample while this process trains
+
+
+def overlap_problems(run: RunConfig) -> Iterator[Problem]:
+    """Everything in the way of sampling while training goes on."""
+    mode, backend = run.generation.overlap, run.generation.backend
+    if mode == "none":
+        return
+    asked = f"{OVERLAP}={mode}"
+    if backend not in SAMPLERS:
+        why = f"generation={backend} does not sample while this process trains"
+        yield Problem(f"{asked} needs a sampler of its own", OVERLAP, why, "generation=vllm_server")
+    if backend == "transformers" and run.model.lora is not None:
+        why = "generation=transformers samples with a copy of the weights, which has no adapter"
+        fix = f"generation=vllm_server, or {OVERLAP}=none"
+        yield Problem(f"{asked} and model.lora do not go together here", "model.lora", why, fix)
+    if run.distributed.engine != "single":
+        why = (
+            f"distributed.engine={run.distributed.engine}: ranks would have to agree on two things"
+        )
+        why += " at once, and do not yet"
+        yield Problem(f"{asked} trains in one process", OVERLAP, why, "distributed=single")
+    if agent_config(run) is not None:
+        why = "an episode's tools would run beside the update, which nobody has tried"
+        yield Problem(
+            f"{asked} and an agent do not go together yet", OVERLAP, why, f"{OVERLAP}=none"
+        )

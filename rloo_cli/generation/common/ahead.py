@@ -1,0 +1,126 @@
+"""Draws the next step's batch in a thread while the current one is trained on (overlap: ahead).
+
+Both sides are complete before the optimizer step: the thread never sees weights change, a failure
+or a stop finds the state whole, and which weights a token is of does not depend on any clock. What
+is drawn is what `Rollouts` would have drawn at the same point (docs/overlap.md).
+"""
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from threading import Thread
+from typing import Any
+
+import torch
+
+from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import whole_group_slices
+from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
+from rloo_cli.generation.vllm.engine import EngineLost
+from rloo_cli.policy.model import Policy
+from rloo_cli.rewards.engine.arguments import TrainerState
+from rloo_cli.utils.rng import RandomStates, capture_random_states
+from rloo_cli.utils.timers import StepTimer
+
+ABANDON_S = 30.0  # a thread that is not wanted any more is waited for this long
+
+
+class AheadSampler:
+    """One batch ahead of the training. `rollouts`: the run's own."""
+
+    def __init__(self, rollouts: Rollouts):
+        self.rollouts, self.in_thread = rollouts, replace(rollouts, clock=StepTimer())
+        self.batch: Batch | None = None  # drawn, and not trained on yet
+        self.hidden_s = 0.0  # seconds beside the training since `step_metrics`
+        self._thread: Thread | None = None
+        self._arguments: tuple[int, int, TrainerState] | None = None  # of the batch that is drawn
+        self._error: BaseException | None = None
+        self._rng: RandomStates | None = None
+        self._started = self._ended = 0.0
+
+    def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
+        """`Rollouts.next_batch`: the batch that was drawn ahead, or a new one."""
+        batch, self.batch = self.batch, None
+        return batch or self.rollouts.next_batch(step, prompt_offset, state)
+
+    def start(self, step: int, prompt_offset: int, state: TrainerState) -> None:
+        """Begin to draw the batch of step `step`, as `Rollouts.next_batch` does."""
+        assert self._thread is None and self.batch is None, "a batch is drawn already"
+        self._arguments, self._error = (step, prompt_offset, state), None
+        self._rng = capture_random_states()  # rewards may draw from the global generators
+        self._started = time.perf_counter()
+        self._thread = Thread(target=self._draw, name="ahead", daemon=True)
+        self._thread.start()
+
+    def _draw(self) -> None:
+        assert self._arguments is not None
+        sampler: Any = getattr(self.rollouts.generator, "inner", self.rollouts.generator)
+        without_recovery = getattr(sampler, "without_recovery", nullcontext)
+        try:
+            with without_recovery():
+                self.batch = self.in_thread.next_batch(*self._arguments)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended = time.perf_counter()
+            self.in_thread.clock.lap()
+
+    def wait(self) -> None:
+        """Wait until the batch that was begun is whole; nothing where none was.
+
+        Raises what its drawing raised. A lost engine gets its weights from this thread, and the
+        batch is drawn anew: the same tokens, since weights and seeds are the same.
+        """
+        if self._thread is None:
+            return
+        began = time.perf_counter()
+        self._thread.join()
+        self._thread = None
+        self.hidden_s += max(0.0, min(self._ended, began) - self._started)
+        error, self._error = self._error, None
+        if error is not None and isinstance(error.__cause__, EngineLost):
+            assert self._arguments is not None
+            self.batch, error = self.rollouts.next_batch(*self._arguments), None
+        if error is not None:
+            raise error
+
+    @torch.no_grad()
+    def check_weights(self, policy: Policy) -> None:
+        """Check that what was drawn is of the policy as it is; one group is forwarded for it.
+
+        It is the one with the fewest tokens. Raises GenerationError (exit 6).
+        """
+        groups = [] if self.batch is None else self.batch.groups
+        lengths = {i: sum(r.length for r in g.rollouts) for i, g in enumerate(groups)}
+        if self.batch is None or not any(lengths.values()):
+            return
+        shortest = min((i for i in lengths if lengths[i]), key=lambda i: lengths[i])
+        group = groups[shortest]
+        micro_batch = policy.pack(groups, whole_group_slices(groups, [shortest]))
+        own = policy.frozen_logp(micro_batch).logp.split([r.length for r in group.rollouts])
+        compared = [
+            TokenLogprobs(group.prompt_offset, k, logp, rollout)
+            for k, (logp, rollout) in enumerate(zip(own, group.rollouts, strict=True))
+        ]
+        generation, tolerance = self.rollouts.config.generation, self.rollouts.generator.tolerance
+        check_same_weights(self.batch.step, compared, generation, tolerance)
+
+    def abandon(self) -> RandomStates | None:
+        """Give up what was drawn beside an update that is not made. -> the random states before it
+
+        A resumed run draws it again, with the same weights.
+        """
+        if self._thread is not None:
+            self._thread.join(ABANDON_S)
+        self._thread, self._error, self.batch = None, None, None
+        return self._rng
+
+    def step_metrics(self, step_time: float, exposed_s: float) -> dict[str, float]:
+        """`overlap/*` of a step that took `step_time` and waited `exposed_s`, in seconds."""
+        hidden, self.hidden_s = self.hidden_s, 0.0
+        return {
+            "overlap/exposed_s": exposed_s,
+            "overlap/hidden_s": hidden,
+            "overlap/idle_s": max(0.0, step_time - exposed_s - hidden),
+        }

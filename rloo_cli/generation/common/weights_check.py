@@ -1,0 +1,62 @@
+"""Whether the sampler had the trainer's weights: their log-probabilities of the same tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rloo_cli.config.schema import GenerationConfig
+from rloo_cli.data.batch import Rollout
+from rloo_cli.utils.errors import GenerationError, Problem
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The trainer's log-probabilities of a completion, which has the sampler's."""
+
+    prompt_offset: int
+    completion_index: int  # among its siblings
+    trainer_logp: Tensor  # (S,)
+    rollout: Rollout
+
+
+def check_same_weights(
+    step: int, completions: Sequence[TokenLogprobs], generation: GenerationConfig, tolerance: float
+) -> None:
+    """Raise GenerationError (exit 6) if the two differ by more than rounding explains.
+
+    `step` counts from 0. `tolerance`: rms nats per token. With top_p and other filters they cannot
+    be compared.
+    """
+    bent = generation.top_p < 1 or generation.top_k or generation.min_p
+    if bent or generation.repetition_penalty != 1 or generation.min_tokens:
+        return
+    compared = [(c, logp) for c in completions if (logp := c.rollout.sampled_logp) is not None]
+    if not compared:
+        return
+    # All at once: one completion after the other takes longer than the update on a GPU.
+    ours = torch.cat([c.trainer_logp for c, _ in compared]).double()
+    flat = [x for _, logp in compared for x in logp]
+    theirs = torch.tensor(flat, dtype=torch.float64).to(ours.device)
+    gap = (ours - theirs).abs().nan_to_num(0.0)
+    count = int((~ours.isnan() & ~theirs.isnan()).sum())
+    rms = math.sqrt(float(gap.square().sum()) / count) if count else 0.0
+    if rms <= tolerance:
+        return
+    lengths = torch.tensor([len(logp) for _, logp in compared])
+    worst, _ = compared[int(torch.searchsorted(lengths.cumsum(0), int(gap.argmax()), right=True))]
+    where = f"completion {worst.completion_index} of draw {worst.prompt_offset}"
+    versions = sorted({c.rollout.weight_version for c, _ in compared})
+    why = (
+        f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at most"
+        f" {tolerance:g}; most in {where}: {float(gap.max()):.4g}; the completions say they are of"
+        f" version {', '.join(map(str, versions))}"
+    )
+    fix = "somebody else may have changed the server's weights"
+    if generation.backend == "transformers":
+        cause = "this model's decoding with a cache differs from its forward pass"
+        fix = f"there is no server: {cause}; generation=vllm_server, or another model"
+    what = f"step {step + 1}: the sampler had other weights than the trainer"
+    raise GenerationError(Problem(what, "nothing was updated", why, fix))

@@ -1,0 +1,150 @@
+"""overlap=ahead: the next batch is sampled beside the update, and no clock is in the result."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fork_cases import Forked
+from loop_cases import ENDS, alone, digits, flat, sampled
+from resume_cases import attempt, differing, left, temporaries
+
+from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.reporting.update_metrics import sum_over_ranks
+from rloo_cli.run import StepProgress
+from rloo_cli.train.advantages import update_algorithm_state
+from rloo_cli.train.loop import run_training_loop, sync_weights
+from rloo_cli.train.step import update_policy
+from rloo_cli.utils.errors import GenerationError
+
+AHEAD = ("generation.overlap=ahead", "train.learning_rate=0.01", ENDS)
+STEPS = 5
+
+
+def serial_weights(folder: Path, *words: str) -> tuple[torch.Tensor, list[list[int]]]:
+    """All of overlap=ahead without a thread: sample the next batch, update on this one."""
+    run = alone(folder, *AHEAD, *words, f"max_steps={STEPS}")
+    run.ahead, lags = None, []
+    sync_weights(run)
+    batch = sampled(run)
+    while run.state.step < STEPS:
+        state, following = run.state, None
+        if state.step + 1 < STEPS:
+            seen = state.seen_by_rewards(run)
+            following = run.rollouts.next_batch(state.step + 1, state.place + batch.draws, seen)
+        lags.append([state.updates - r.weight_version for g in batch.groups for r in g.rollouts])
+        updates = StepProgress(batch)
+        update_policy(run, updates)
+        sync_weights(run)
+        sum_over_ranks(updates.updates, run.world)
+        state.advance(batch)
+        update_algorithm_state(run, batch)
+        batch = following
+    return flat(run), lags
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("algorithm.zero_std_groups=resample",)], ids=["", "resample"]
+)
+def test_it_is_equal_to_a_serial_program_that_samples_first_and_updates_then(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    wanted, lags = serial_weights(tmp_path, *words, "name=serial")
+    assert [set(of_step) for of_step in lags] == [{0}, *[{1}] * (STEPS - 1)]
+    draw, next_batch = random.Random(3), Rollouts.next_batch
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(draw.random() / 20)
+        found = next_batch(*arguments)
+        time.sleep(draw.random() / 20)
+        return found
+
+    def late(completion_ids: Any, **_: Any) -> list[float]:
+        time.sleep(draw.random() / 50)
+        return digits(completion_ids)
+
+    run = alone(
+        tmp_path, *AHEAD, *words, f"max_steps={STEPS}", "name=ahead", rewards={"digits": late}
+    )
+    with mock.patch.object(Rollouts, "next_batch", slow):
+        run_training_loop(run)
+    assert torch.equal(flat(run), wanted)
+    rows = [row for row in run.log.metrics_lines if "loss" in row]
+    assert [row["staleness/max"] for row in rows] == [0, *[1] * (STEPS - 1)]
+    assert all(row["overlap/hidden_s"] > 0 for row in rows[:-1])
+
+
+def moody(completion_ids: Any, **_: Any) -> list[float]:
+    """A score that draws from a global generator."""
+    return [random.random() + len(set(ids)) % 5 for ids in completion_ids]
+
+
+def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    looks: list[int] = []
+    assert attempt(tmp_path / "whole", *AHEAD, "checkpoint.every=2", looks=looks, moody=moody)
+    whole, draw = left(tmp_path / "whole" / "smoke"), random.Random(5)
+    for i in range(2):
+        root, stops = tmp_path / f"run{i}", 0
+        while not attempt(
+            root, *AHEAD, "checkpoint.every=2", moody=moody,
+            stop_at=draw.randrange(1, len(looks) // 2) if stops < 4 else None,
+        ):  # fmt: skip
+            stops += 1
+        run = root / "smoke"
+        assert stops and not differing(whole, left(run)) and not temporaries(run)
+
+
+@pytest.mark.slow  # thirteen processes
+def test_a_run_killed_anywhere_goes_on_as_if_it_had_not_been(forked: Forked) -> None:
+    words = ("train", "+recipe=smoke", "max_steps=4", "checkpoint.every=1", "eval.max_samples=2",
+             "eval.at_start=false", *AHEAD, "train.lr_scheduler=constant")  # fmt: skip
+    assert forked(*words, "root=whole") == 0, forked.said()
+    whole = left(forked.folder / "whole" / "smoke")
+    for fault in ("gen.chunk@40", "gen.request@3", "step@2", "step@3", "ckpt.rename@2", "reward@2"):
+        root = f"root={fault}"
+        assert forked(*words, root, faults=f"{fault}=kill9") == 6, forked.said()
+        assert forked(*words, root, "resume=auto") == 0, forked.said()
+        assert not differing(whole, left(forked.folder / fault / "smoke")), fault
+
+
+def test_a_sampler_with_other_weights_stops_the_run_within_the_step(tmp_path: Path) -> None:
+    run = alone(tmp_path, *AHEAD, "max_steps=4")
+    replica, inner = run.generator, run.generator.load
+    loads: list[int] = []
+
+    def load(policy: Any, version: int) -> None:
+        loads.append(version)
+        if len(loads) < 2:  # the second update does not reach the sampler, which says it did
+            inner(policy, version)
+        replica.inner.load(policy, version)
+
+    with mock.patch.object(replica, "load", load), pytest.raises(GenerationError) as raised:
+        run_training_loop(run)
+    assert "the sampler had other weights than the trainer" in str(raised.value)
+    assert run.state.updates == 1 and run.state.step == 1
+
+
+def test_the_kl_is_that_of_the_policy_that_sampled(tmp_path: Path) -> None:
+    run = alone(tmp_path, *AHEAD, "max_steps=3", "algorithm.beta=0.1")
+    batches: list[Any] = []
+    take = run.optimizer.step
+
+    def step(norm: torch.Tensor) -> None:
+        batches.append(run.step_progress.batch)  # type: ignore[union-attr]
+        take(norm)
+
+    with mock.patch.object(run.optimizer, "step", step):
+        run_training_loop(run)
+    batch = batches[-1]
+    for i in batch.active:
+        group = batch.groups[i]
+        for k, rollout in enumerate(group.rollouts):
+            sampler = torch.tensor(rollout.sampled_logp, dtype=torch.float64)
+            reference, older = group.ref_logp[k].double(), group.old_logp[k].double()
+            assert float(batch.kl[i, k]) == pytest.approx(
+                float((sampler - reference).sum()), abs=1e-4
+            )
+            assert (older - sampler).abs().max() > 1e-3  # it is another policy by now
