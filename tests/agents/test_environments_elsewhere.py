@@ -149,6 +149,9 @@ def test_the_token_is_sent_to_the_server_and_masked_where_it_is_quoted(odd, monk
     config = remote_agent("http", server.url, token_env="WORLD_TOKEN", **AGENT)
     play(episode_generator(config, once))
     assert {key for _, _, key in server.asked} == {"Bearer sesame-7319"}
+    server.answer = lambda path, body: {"session": "sesame-7319"}
+    (group,) = play(episode_generator(config, once))
+    assert group.rollouts[0].failed.endswith("answered about another session: '***'")
     server.tools = "sesame-7319"
     with pytest.raises(MachineError) as caught:
         http.load_tools(config)

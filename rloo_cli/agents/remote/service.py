@@ -172,9 +172,9 @@ class RemoteCaller:
         """The answer to `reset`, `call` or `end`. Raises ToolGone."""
         try:
             return self.answers()[message["do"]](message, timeout_s)
-        except ToolGone:
+        except ToolGone as gone:
             self.kill()
-            raise
+            raise ToolGone(self.service.mask_token(str(gone))) from None  # it may quote an answer
 
     def kill(self) -> None:
         """Leave the session."""
