@@ -401,6 +401,7 @@ def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> 
     chosen["class"], chosen["environment"] = [game], ["agent=class", game]
     chosen["tools"] = ["agent.tools=[rloo_cli.data.synthetic.tool_tasks:multiply]"]
     chosen["proxy"] = ["agent.command=python agent.py"]
+    chosen["rollout"] = ["agent.rollout=rloo_cli.data.synthetic.tool_tasks:multiply"]
     built([*words, *chosen.get(choice, [])], code)
 
 
