@@ -6,6 +6,7 @@ import loop_cases
 import pytest
 import torch
 from agent_cases import write_file
+from episode_runs import ENDS
 from rollout_cases import TWO_TURNS
 
 from rloo_cli.utils.errors import ConfigError, DataError
@@ -21,10 +22,10 @@ REWARD = "def earned_reward(completions, earned, **_):\n    return [float(e) for
 def words_of(folder, text=TWO_TURNS):
     """The overrides of a run whose episodes are played by this text's function."""
     spec = f"{write_file(folder, text, 'mine.py')}:play"
-    return (*WORDS, f"agent.rollout={spec}", loop_cases.ENDS)
+    return (*WORDS, f"agent.rollout={spec}", ENDS)
 
 
-def test_two_steps_are_trained_and_sampled_alike_from_their_seeds(tmp_path):
+def test_a_step_is_trained_and_sampled_again_alike_from_its_seeds(tmp_path):
     def earned(completions, earned, **_):
         assert all(isinstance(c, list) for c in completions)
         return [e + len(c[-1]["content"]) / 7 for c, e in zip(completions, earned, strict=True)]
@@ -33,22 +34,22 @@ def test_two_steps_are_trained_and_sampled_alike_from_their_seeds(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         run = loop_cases.make(tmp_path / name, *words_of(tmp_path), rewards={"earned": earned})
-        rows = []
         try:
-            for _ in range(2):
+            if seen:
+                batch = loop_cases.sampled(run)
+            else:
                 moved, line, batch = loop_cases.step(run)
                 assert float(moved.norm()) > 0 and math.isfinite(line["grad_norm"])
-                assert line["agent/retokenised"] == 0
-                flat = [(g, r) for g in batch.groups for r in g.rollouts]
+                assert line["agent/retokenised"] == 0 and line["agent/turns"] > 1
                 # What the sampler said of each token is what the trainer computes for the row.
                 for group, k in ((g, k) for g in batch.groups for k in range(3)):
                     ours, row = group.old_logp[k], group.rollouts[k]
                     assert torch.allclose(ours, torch.tensor(row.sampled_logp), atol=1e-3)
-                rows += [(g.prompt_ids, r.completion_ids, r.mask) for g, r in flat]
+            rows = [(g.prompt_ids, r) for g in batch.groups for r in g.rollouts]
+            assert max(len(row.turns) for _, row in rows) == 2
+            seen.append([(ids, row.completion_ids, row.mask) for ids, row in rows])
         finally:
             run.generator.close()
-        assert max(len(r.turns) for _, r in flat) == 2 and min(len(r.turns) for _, r in flat) == 1
-        seen.append(rows)
     assert seen[0] == seen[1]
 
 
