@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     from rloo_cli.generation import Generator
 
-# What the function returns of every episode, beside the fields that it chooses itself.
-OWN_FIELDS = (
-    "prompt_ids", "completion_ids", "logprobs", "env_mask", "tool_mask", "logprob_token_ids",
-)  # fmt: skip
-
 
 class Config(EpisodeConfig):
     kind: Literal["rollout"] = key("rollout: a function that plays the episodes")
@@ -44,6 +39,8 @@ class Config(EpisodeConfig):
 
 def load_tools(config: Config) -> None:
     """Nothing: the function has its tools. Raises ConfigError where it cannot be loaded."""
+    from rloo_cli.agents.rollout_function.returned_rows import OWN_FIELDS  # lazy: imports torch
+
     taken = {*OWN_FIELDS, *HIDDEN_COLUMNS, *REWARD_KWARGS}
     for field in sorted(taken & {*config.fields}):
         what, fix = f"agent.fields names {field!r}, which means something else", f"my_{field}"

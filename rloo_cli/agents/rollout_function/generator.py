@@ -14,10 +14,9 @@ from rloo_cli.agents.common.episode import Episode, finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.tool_set import Environment
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
-from rloo_cli.agents.rollout import Config
 from rloo_cli.agents.rollout_function.returned_rows import ReturnedRow, check_returned
 from rloo_cli.agents.rollout_function.turn_sampler import FunctionRow, FunctionRules, TurnSampler
-from rloo_cli.config.agent import completion_token_limit, sampled_token_limit
+from rloo_cli.config.agent import agent_config, completion_token_limit, sampled_token_limit
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import exception_text, format_user_frames
@@ -44,8 +43,8 @@ def build_function_generator(
     context_length: int | None,
 ) -> "FunctionGenerator":
     """The generator around `inner`."""
-    config = run.agent
-    assert isinstance(config, Config)
+    config = agent_config(run)
+    assert config is not None
     headroom = prompt_headroom(run, context_length)
     length = run.generation.max_completion_length
     context = None if headroom is None else headroom + length
@@ -62,9 +61,9 @@ def build_function_generator(
         max_sampled_tokens=sampled_token_limit(run),
         vocab_size=read_vocab_size(run.model) or len(tokenizer),
         stop_ids=stop_ids,
-        fields=config.fields,
+        fields=config.reward_columns(),
     )
-    return FunctionGenerator(inner, rules, function, config.rollout)
+    return FunctionGenerator(inner, rules, function, config.code_specs()["agent.rollout"])
 
 
 class FunctionGenerator(EpisodeSampler):

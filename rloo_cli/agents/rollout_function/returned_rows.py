@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.agents.rollout import OWN_FIELDS
 from rloo_cli.agents.rollout_function.turn_sampler import wrong_ids
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 MASKS = ("env_mask", "tool_mask")  # the second one is TRL's name inside its trainer
+# What the function returns of every episode, beside the fields that it chooses itself.
+OWN_FIELDS = (*NEEDED, *MASKS, "logprob_token_ids")
 # Rounding may put a certain token's log-probability a little above zero.
 ROUNDING = 1e-6
 
