@@ -11,9 +11,11 @@ nothing below and nothing above it knows of turns.
     class_     environments: classes whose public methods are tools (agent=class)
     http       environments of a server of the user's own
     openenv    environments of an OpenEnv server
+    rollout    a function of the user's that plays the episodes
     verifiers  environments of the package verifiers, in a Python of their own
     common/    the tools' descriptions, parsers of calls, rendering, the episodes
     foreign/   the proxy: its server, the agents' processes, their conversations
     processes/ where tools and environments run
+    rollout_function/ what the function of agent=rollout samples with, and checks of its rows
     remote/    sessions at servers of environments
 """

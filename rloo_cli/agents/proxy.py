@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.config.agent import EpisodeConfig
+from rloo_cli.config.agent import ParsedConfig
 from rloo_cli.config.schema import Positive, RunConfig, Text, key
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.ports import bind_tcp_socket, port_holder
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LEAST_TOKEN = 16  # characters
 
 
-class ForeignConfig(EpisodeConfig):
+class ForeignConfig(ParsedConfig):
     """Keys of every kind of agent that is behind the proxy."""
 
     max_seconds: float = key(

@@ -24,10 +24,6 @@ class EpisodeConfig(Frozen):
     max_episode_tokens: Positive | None = key(
         "Most tokens of an episode, those of tools too; null = what the context allows"
     )
-    parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] = key(
-        "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
-        " tokenizer's own parse_response; auto = by the chat template"
-    )
 
     def code_specs(self) -> dict[str, str]:
         """Key -> `file.py:name` of the user's code that runs."""
@@ -37,8 +33,21 @@ class EpisodeConfig(Frozen):
         """Whether an episode may have a reward of its own (`reward=environment`)."""
         return False
 
+    def reward_columns(self) -> list[str]:
+        """Columns beside the data set's that rewards get, a value for each episode."""
+        return []
 
-class AgentConfig(EpisodeConfig):
+
+class ParsedConfig(EpisodeConfig):
+    """Keys of the kinds whose turns are read for calls."""
+
+    parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] = key(
+        "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
+        " tokenizer's own parse_response; auto = by the chat template"
+    )
+
+
+class AgentConfig(ParsedConfig):
     """Keys of the kinds whose calls the run makes; an agent behind the proxy makes its own."""
 
     max_tool_s: float = key("Seconds a call may take; then its process is killed", gt=0, le=1e6)

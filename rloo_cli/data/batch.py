@@ -66,6 +66,7 @@ class Rollout:
     environment: JsonObject | None = None  # the environment's public attributes at the end
     environment_reward: float | None = None  # what its get_reward() said, and its turns' rewards
     episode_facts: JsonObject | None = None  # counts of its calls, and why it ended
+    columns: JsonObject | None = None  # what a function of the user's returned with it, for rewards
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from rloo_cli.data.batch import ROLLOUT_FIELDS, Rollout, Turn
 from rloo_cli.utils.files import JsonObject
 
 EPISODE_FIELDS = (
-    "failed", "opening_ids", "environment", "environment_reward", "episode_facts",
+    "failed", "opening_ids", "environment", "environment_reward", "episode_facts", "columns",
 )  # fmt: skip
 TURN_FIELDS = ("text", "finish_reason", "weight_version", "calls", "observation", "reward")
 

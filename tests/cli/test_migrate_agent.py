@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from rloo_cli.cli.migrate import run
-from rloo_cli.config import registry
 from rloo_cli.utils.errors import ConfigError
 
 SCRIPT = '''
@@ -95,13 +94,12 @@ def test_rows_that_an_environment_made_itself_are_asked_for(script, capsys):
     assert "the environment made its own rows" in capsys.readouterr().out
 
 
-def test_a_rollout_function_becomes_an_agent_where_there_is_one_for_it(script):
-    found = script("reward_funcs='org/rm', rollout_func=multiply", composes=False)
-    if "rollout" in registry.registry_names("agents"):
-        assert found.recipe["agent"] == {"rollout": "t.py:multiply", "max_turns": 4}
-    else:
-        assert "rollout_func is not carried over" in found.said and "agent" not in found.recipe
-        assert "there are no tools in this recipe" in found.said
+def test_a_rollout_function_becomes_an_agent_and_what_differs_is_said(script):
+    found = script("reward_funcs='org/rm', rollout_func=multiply")
+    assert found.groups["override /agent"] == "rollout"
+    assert found.recipe["agent"] == {"rollout": "t.py:multiply", "max_turns": 4}
+    assert "its second argument is a sampler here, not the trainer" in found.said
+    assert "agent.fields=[...] names what it returns for rewards" in found.said
 
 
 def test_iterations_that_are_no_number_are_refused(script):

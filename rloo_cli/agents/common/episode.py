@@ -126,3 +126,25 @@ def common_prefix(sequences: list[list[int]]) -> list[int]:
     while same < min(len(first), len(last)) and first[same] == last[same]:
         same += 1
     return first[:same]
+
+
+def finish_group(group: Group, episodes: list[Episode]) -> None:
+    """Store a group's episodes, whose prompts somebody else has written.
+
+    The group's prompt is what they all begin with; the rest is the beginning of each completion,
+    and not trained on. One that does not begin as the first one does has no score.
+    """
+    asked = [e for e in episodes if e.turns]
+    for other in asked[1:]:
+        if other.base_ids[0] != asked[0].base_ids[0]:
+            other.fail("its prompt begins with another token than its siblings'")
+            other.turns = []
+    shared = [e.base_ids for e in asked if e.turns]
+    prompt_ids = common_prefix(shared) if shared else group.prompt_ids
+    for episode in episodes:
+        if not episode.turns:
+            episode.base_ids = prompt_ids
+    rollouts = [e.to_rollout(prompt_ids) for e in episodes]
+    for rollout in rollouts:
+        rollout.opening_ids = prompt_ids
+    group.take_rollouts(rollouts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
-from rloo_cli.agents.common.episode import Episode, common_prefix
+from rloo_cli.agents.common.episode import finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.foreign.agent_host import AgentHost
@@ -381,25 +381,3 @@ class _ProxyStep:
                 self.desk.answer_request(talk, sampled, stand_in.prompt_ids)
 
         self.proxy.inner.generate(stand_ins, seeds, arrived=heard, **self.options)
-
-
-def finish_group(group: Group, episodes: list[Episode]) -> None:
-    """Store a group's episodes, whose prompts its agents have written.
-
-    The group's prompt is what they all begin with; the rest is the beginning of each completion,
-    and not trained on. One that does not begin as the first one does has no score.
-    """
-    asked = [e for e in episodes if e.turns]
-    for other in asked[1:]:
-        if other.base_ids[0] != asked[0].base_ids[0]:
-            other.fail("its agent's prompt begins with another token than its siblings'")
-            other.turns = []
-    shared = [e.base_ids for e in asked if e.turns]
-    prompt_ids = common_prefix(shared) if shared else group.prompt_ids
-    for episode in episodes:
-        if not episode.turns:
-            episode.base_ids = prompt_ids
-    rollouts = [e.to_rollout(prompt_ids) for e in episodes]
-    for rollout in rollouts:
-        rollout.opening_ids = prompt_ids
-    group.take_rollouts(rollouts)

@@ -1,12 +1,11 @@
 """Writes the tools and environments of an old run of TRL, or says what to write.
 
 `tools` and `environment_factory` are code in the training script; the recipe names it as
-file.py:name. `rollout_func` is carried over where this version has an agent for it.
+file.py:name. So it does with `rollout_func`, which has another second argument here.
 """
 
 from rloo_cli.cli.migrate.batch import take_number
 from rloo_cli.cli.migrate.recipe import Recipe
-from rloo_cli.config import registry
 
 NO_LIMIT = (
     "TRL sets no limit to the turns without max_tool_calling_iterations; here it is agent.max_turns"
@@ -15,10 +14,9 @@ LENGTH_OF_ALL = (
     "TRL's max_completion_length was of the whole conversation, tools included; here it is of a"
     " turn: generation.max_completion_length for one, agent.max_episode_tokens for all of them"
 )
-ROLLOUT_AGENT = "rollout"  # the kind that plays a function of the user's; its key has that name
 ROLLOUT_FUNCTION = (
-    "rollout_func is not carried over: make what it plays tools (agent=tools) or an environment"
-    " (agent=class), docs/agents.md"
+    "its second argument is a sampler here, not the trainer: sampler.sample(ids) in place of what"
+    " it generated with; and agent.fields=[...] names what it returns for rewards (docs/agents.md)"
 )
 
 
@@ -54,10 +52,6 @@ def write_agent(recipe: Recipe) -> None:
 
 
 def _write_rollout_function(recipe: Recipe, spec: str) -> None:
-    if ROLLOUT_AGENT not in registry.registry_names("agents"):
-        recipe.notes.append(f"{ROLLOUT_FUNCTION} ({spec})")
-        return
-    recipe.groups["agent"] = (ROLLOUT_AGENT, "rollout_func")
-    recipe.put(f"agent.{ROLLOUT_AGENT}", spec, "rollout_func")
-    what = "what it takes and returns may differ from TRL's: docs/agents.md"
-    recipe.notes.append(f"{spec}: {what}")
+    recipe.groups["agent"] = ("rollout", "rollout_func")
+    recipe.put("agent.rollout", spec, "rollout_func")
+    recipe.notes.append(f"{spec}: {ROLLOUT_FUNCTION}")

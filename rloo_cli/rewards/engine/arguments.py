@@ -152,8 +152,11 @@ class CompletionTable:
         }
         for column in self.columns:
             makers[column] = lambda c=column: [g.example.get(c) for g, _ in pairs]  # type: ignore[misc]
+        returned = {c: None for _, r in pairs for c in r.columns or {}}  # with its rollouts
+        for column in returned:
+            makers[column] = lambda c=column: [(r.columns or {}).get(c) for _, r in pairs]  # type: ignore[misc]
         if parameter_names is not None and "columns" in parameter_names:
-            column_makers = {c: makers[c] for c in self.columns}
+            column_makers = {c: makers[c] for c in (*self.columns, *returned)}
             makers["columns"] = lambda: {c: make() for c, make in column_makers.items()}
         if parameter_names is not None:
             alias = {"completion_ids"} if "completions_ids" in parameter_names else set()

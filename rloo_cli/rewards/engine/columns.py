@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import mixture, splits
 from rloo_cli.data.dataset import OpenedSplit
@@ -15,16 +16,32 @@ def check_reward_splits(
 ) -> None:
     """Check that every split has the columns the rewards need. Raises ConfigError, DataError.
 
-    In a mixture it is enough if one source has a column: in the others' examples it is None.
+    In a mixture it is enough if one source has a column: in the others' examples it is None. What
+    an agent returns beside its episodes (agent.fields) counts as columns of every split.
     """
+    agent = agent_config(config)
+    returned = [] if agent is None else agent.reward_columns()
     mixed = splits.mixture_entries(opened)
     if mixed:
-        check_reward_columns(rewards, mixture.mixture_columns(mixed, config.data.mixture_sources))
+        columns = mixture.mixture_columns(mixed, config.data.mixture_sources)
+        check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
     for name, source in splits.split_configs(config, None in opened).items():
         if name in opened and not splits.is_mixture_key(name):
             columns = [c for c in opened[name].column_names if c != source.prompt_column]
             with splits.errors_naming_split(name, source):
-                check_reward_columns(rewards, columns)
+                check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
+
+
+def _check_returned(returned: Sequence[str], columns: Iterable[str]) -> list[str]:
+    """The columns. Raises ConfigError for one whose name is a field's of the agent, too."""
+    names = list(columns)
+    for column in sorted({*returned} & {*names}):
+        what = f"agent.fields names {column!r}, and the data set has a column of that name"
+        why = "a reward could be given only one of the two"
+        raise ConfigError(
+            Problem(what, "agent.fields", why, f"data.columns={{{column}: my_{column}}}")
+        )
+    return names
 
 
 def check_reward_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:

@@ -1,0 +1,69 @@
+"""Episodes that a function of the user's plays: TRL's `rollout_func`.
+
+The function gets the prompts, one for each completion, and a sampler that takes token ids and gives
+token ids with their log-probabilities. What it returns is checked, and trained on as it is.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rloo_cli.config.agent import EpisodeConfig
+from rloo_cli.config.schema import RunConfig, Text, key
+from rloo_cli.config.user_code import load_user_code
+from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS
+from rloo_cli.utils.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rloo_cli.generation import Generator
+
+
+class Config(EpisodeConfig):
+    kind: Literal["rollout"] = key("rollout: a function that plays the episodes")
+    rollout: Text = key("The function: file.py:name, which takes (prompts, sampler)")
+    fields: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = key(
+        "What it returns beside ids, log-probabilities and mask, as columns for rewards"
+    )
+
+    def code_specs(self) -> dict[str, str]:
+        """Key -> `file.py:name`."""
+        return {"agent.rollout": self.rollout}
+
+    def reward_columns(self) -> list[str]:
+        """The fields, a value of each for each episode."""
+        return self.fields
+
+
+def load_tools(config: Config) -> None:
+    """Nothing: the function has its tools. Raises ConfigError where it cannot be loaded."""
+    from rloo_cli.agents.rollout_function.returned_rows import OWN_FIELDS  # lazy: imports torch
+
+    taken = {*OWN_FIELDS, *HIDDEN_COLUMNS, *REWARD_KWARGS}
+    for field in sorted(taken & {*config.fields}):
+        what, fix = f"agent.fields names {field!r}, which means something else", f"my_{field}"
+        why = "it is a part of every episode, or an argument that every reward may ask for"
+        raise ConfigError(Problem(what, "agent.fields", why, fix))
+    load_user_code(config.rollout, "agent.rollout")
+
+
+def build_generator(
+    inner: "Generator",
+    run: RunConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: set[int],
+    context_length: int | None,
+    note: Callable[[str], None],
+) -> "Generator":
+    """A generator of episodes that the function plays, around `inner`. Raises ConfigError."""
+    from rloo_cli.agents.rollout_function import generator  # lazy: it imports torch
+
+    config = run.agent
+    assert isinstance(config, Config)
+    function = load_user_code(config.rollout, "agent.rollout")
+    note(f"episodes of up to {config.max_turns} turns are played by {config.rollout}")
+    return generator.build_function_generator(
+        inner, run, function, tokenizer, stop_ids, context_length
+    )
