@@ -185,16 +185,16 @@ def _rank_problems(run: RunConfig, agent: EpisodeConfig) -> Iterator[Problem]:
     """What is wrong with an agent where several ranks sample, each its share of the prompts."""
     config = run.distributed
     ranks = (config.num_processes or 1) * config.num_nodes
-    if ranks == 1 or run.generation.backend == "vllm_server":  # rank 0 alone samples there
+    if ranks == 1:
         return
     if getattr(agent, "port", 0) and (config.num_processes or 1) > 1:
         what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
         why = "each of them has a proxy of its own, and a port has one listener"
-        yield Problem(what, "agent.port", why, "agent.port=0, or generation=vllm_server")
+        yield Problem(what, "agent.port", why, "agent.port=0")
     if hasattr(agent, "command") and agent.command is None:
         what = f"agent.command is null, and {ranks} ranks sample"
         why = "each has a proxy of its own, and agents that come by themselves know one address"
-        yield Problem(what, "agent.command", why, "agent.command, or generation=vllm_server")
+        yield Problem(what, "agent.command", why, "agent.command='python agent.py'")
     name, seconds = _longest_pause(agent)
     if seconds >= config.timeout_s:
         what = f"{name} is not less than distributed.timeout_s = {config.timeout_s:g}"

@@ -112,9 +112,3 @@ def test_keys_of_tools_and_what_several_ranks_cannot_have_are_refused(words, why
     kept = [w for w in (*PROXY, *words) if not ("agent=tools" in words and "command" in w)]
     with pytest.raises(ConfigError, match=why):
         check.check_config(compose_config(kept))
-
-
-def test_a_sampler_that_rank_0_alone_talks_to_leaves_the_proxy_its_port():
-    words = ("generation=vllm_server", "agent.command=null", "agent.port=4000")
-    run = check.check_config(compose_config([*PROXY, *PAIR, *words]))
-    assert run.agent.port == 4000
