@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rloo_cli.generation import Generator
 
 HOST_PROGRAM = Path(__file__).parent / "foreign" / "verifiers_host.py"
-FOUND_MARK = "RLOO_ENVIRONMENT "  # before what the program's `check` found
+FOUND_MARK = "environment found: "  # before what the program's `check` found
 CHECK_S = 600.0  # an environment may have to fetch its data
 
 

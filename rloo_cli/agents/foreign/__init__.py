@@ -8,6 +8,6 @@ desk           where agents' requests wait for the sampler
 generator      the `Generator` whose episodes agents play
 message_forms  messages and requests as they come, in one form; refusals
 server         the HTTP server
-verifiers_host a program for another Python: plays episodes of an environment of verifiers
+verifiers_host  a program for another Python: plays episodes of an environment of verifiers
 wire_answers   answers in the shapes of chat completions and of responses, whole and in pieces
 """

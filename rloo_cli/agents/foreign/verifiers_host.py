@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-FOUND_MARK = "RLOO_ENVIRONMENT "  # before what `check` found, beside all that a package may print
+FOUND_MARK = "environment found: "  # before what `check` found, beside all that a package may print
 NEXT_TIMEOUT_S = 60.0  # of /rloo/next, which answers after 20 s at the latest
 RETRY_S = 1.0
 RUBRIC_ERROR = "Error calling reward function"  # how verifiers logs one before it takes 0.0
