@@ -9,10 +9,11 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from rloo_cli.config.agent import VLLM_PREFIX
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -179,8 +180,17 @@ MARKS = (
 )  # fmt: skip
 
 
-def choose_parser(name: str, tokenizer: Any) -> tuple[str, CallParser]:
-    """The parser of `agent.parser`, with its name. Raises ConfigError where none is known."""
+def choose_parser(
+    name: str, tokenizer: Any, schemas: Sequence[JsonObject] = ()
+) -> tuple[str, CallParser]:
+    """The parser of `agent.parser`, with its name. Raises ConfigError where none is known.
+
+    `schemas`: the run's tools, for parsers of vLLM's that ask for the types of arguments.
+    """
+    if name.startswith(VLLM_PREFIX):
+        from rloo_cli.agents.common import vllm_parsers  # lazy: it imports this module
+
+        return name, vllm_parsers.vllm_parser(name.removeprefix(VLLM_PREFIX), tokenizer, schemas)
     template = str(getattr(tokenizer, "chat_template", None) or "")
     has_own = any(getattr(tokenizer, n, None) for n in ("response_template", "response_schema"))
     if name == "auto":
