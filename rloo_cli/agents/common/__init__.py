@@ -1,12 +1,11 @@
 """What all kinds of agents share.
 
 build           the generator of episodes around the run's generator
-call_parsers    the calls in a turn's text, for five ways to write them
+call_parsers    the calls in a turn's text, for five ways to write them, and vLLM's own parsers
 episode         one episode: its turns so far, and what it may still do
 episode_sampler what is around the run's generator, for every kind of agent
 episodes        many episodes at once: the `Generator` that a run samples with
 tool_calls      makes calls in processes, and words their answers
 tool_set        the tools' descriptions, and checks of calls
 turn_rendering  what a tool answered, as ids
-vllm_parsers    vLLM's own parsers of calls
 """
