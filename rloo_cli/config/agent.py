@@ -5,7 +5,10 @@ to each prompt, as ever.
 """
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from importlib.util import find_spec
+from typing import Annotated, Literal, cast
+
+from pydantic import Field
 
 from rloo_cli.config import registry
 from rloo_cli.config.old_names import nearest_names
@@ -13,6 +16,8 @@ from rloo_cli.config.schema import Frozen, Positive, RunConfig, key
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
+VLLM_PREFIX = "vllm:"  # of agent.parser: a parser of vLLM's
+VllmParser = Annotated[str, Field(pattern=r"^vllm:[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 TEMPLATE_TOKENS = 64  # for what a chat template puts around an observation
 
 
@@ -41,9 +46,12 @@ class EpisodeConfig(Frozen):
 class ParsedConfig(EpisodeConfig):
     """Keys of the kinds whose turns are read for calls."""
 
-    parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] = key(
+    parser: (
+        Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] | VllmParser
+    ) = key(
         "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
-        " tokenizer's own parse_response; auto = by the chat template"
+        " tokenizer's own parse_response; vllm:NAME = vLLM's parser NAME; auto = by the chat"
+        " template"
     )
 
 
@@ -89,6 +97,16 @@ def agent_config(run: RunConfig) -> EpisodeConfig | None:
 def uses_tools(run: RunConfig) -> bool:
     """Whether the agent's own code is called. Recorded episodes have what it answered."""
     return run.agent is not None and (run.generation.backend != "replay" or bool(run.held_out))
+
+
+def agent_package_problems(run: RunConfig) -> Iterator[Problem]:
+    """Packages that an agent's keys need and `pip install rloo-cli` does not install."""
+    agent = agent_config(run)
+    parser = str(getattr(agent, "parser", ""))
+    if parser.startswith(VLLM_PREFIX) and uses_tools(run) and find_spec("vllm") is None:
+        what, why = f"agent.parser = {parser} needs vLLM", "vllm is not installed"
+        fix = "pip install 'rloo-cli[vllm]', or agent.parser=auto"
+        yield Problem(what, "agent.parser", why, fix)
 
 
 def sampled_token_limit(run: RunConfig) -> int:

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from rloo_cli.config import hf_cache, registry, rules_lora, rules_paths, supervised, synthetic
-from rloo_cli.config.agent import agent_config
+from rloo_cli.config.agent import agent_config, agent_package_problems
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments
@@ -129,6 +129,7 @@ def _packages(run: RunConfig) -> Iterator[Problem]:
         what = f"model.attn_implementation = {attention!r} cannot be used"
         yield Problem(what, "model.attn_implementation", why, fix)
     yield from rules_lora.adapter_package_problems(run)
+    yield from agent_package_problems(run)
 
 
 def _engine(run: RunConfig) -> Iterator[Problem]:

@@ -1,9 +1,11 @@
 """Calls in what a model wrote, for each way to write them."""
 
 import pytest
-from agent_cases import chat_tokenizer
+from agent_cases import chat_tokenizer, tools_agent
 
 from rloo_cli.agents.common.call_parsers import PARSERS, choose_parser
+from rloo_cli.config import agent as config_agent
+from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import ConfigError
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "x"}}
@@ -77,3 +79,39 @@ def test_the_tokenizers_own_parser_is_told_how_an_answer_begins():
     answer = parse("The answer is 4.")
     assert not answer.calls and not answer.unreadable
     assert len(parse("<tool_call>{nonsense}</tool_call>").unreadable) == 1
+
+
+@pytest.mark.vllm
+def test_vllms_parser_of_a_name_reads_what_ours_reads():
+    pytest.importorskip("vllm", reason="vLLM, whose parsers are asked, is not installed")
+    tokenizer, ours = chat_tokenizer(), PARSERS["hermes"]
+    name, theirs = choose_parser("vllm:hermes", tokenizer)
+    assert name == "vllm:hermes"
+    for text in (WRITTEN["hermes"], TWICE["hermes"], "The answer is 4."):
+        assert theirs(text) == ours(text)
+    for text in (BROKEN["hermes"], '<tool_call>{"name": "add", "arg', "<tool_call>[1]</tool_call>"):
+        assert not theirs(text).calls and len(theirs(text).unreadable) == 1
+        assert not ours(text).calls and len(ours(text).unreadable) == 1
+    with pytest.raises(ConfigError, match="vLLM has no such parser") as caught:
+        choose_parser("vllm:hermez", tokenizer)
+    assert "agent.parser=vllm:hermes" in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be used with this tokenizer"):
+        choose_parser("vllm:openai", tokenizer)  # a stub, which reads streams alone
+    schema = {"type": "function", "function": {"name": "add", "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
+    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "</tool_call>"]})
+    typed = choose_parser("vllm:qwen3_coder", tokenizer, [schema])[1](text)
+    assert typed.calls == [{"name": "add", "arguments": {"a": 1}}]  # not "1": by the schema
+
+
+def test_a_parser_of_vllms_without_vllm_is_refused_before_anything_starts(monkeypatch):
+    run = RunConfig.model_construct(
+        agent=tools_agent(["tools.py:add"], parser="vllm:hermes"),
+        generation=GenerationConfig.model_construct(backend="transformers"),
+    )
+    monkeypatch.setattr(config_agent, "find_spec", lambda name: None)
+    (problem,) = config_agent.agent_package_problems(run)
+    assert problem.where == "agent.parser" and "vllm is not installed" in problem.why
+    monkeypatch.setattr(config_agent, "find_spec", lambda name: object())
+    assert not list(config_agent.agent_package_problems(run))

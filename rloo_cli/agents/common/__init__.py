@@ -1,7 +1,7 @@
 """What all kinds of agents share.
 
 build           the generator of episodes around the run's generator
-call_parsers    the calls in a turn's text, for five ways to write them
+call_parsers    the calls in a turn's text, for five ways to write them, and vLLM's own parsers
 episode         one episode: its turns so far, and what it may still do
 episode_sampler what is around the run's generator, for every kind of agent
 episodes        many episodes at once: the `Generator` that a run samples with

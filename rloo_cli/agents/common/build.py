@@ -71,7 +71,8 @@ def wrap_generator(
     renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
     for environment in tools.environments.values():
         renderer.check_template(environment.schemas)
-    name, parser = choose_parser(config.parser, tokenizer)
+    schemas = [s for e in tools.environments.values() for s in e.schemas]
+    name, parser = choose_parser(config.parser, tokenizer, schemas)
     names = ", ".join(n for e in tools.environments.values() for n in e.specs)
     note(f"episodes of up to {config.max_turns} turns with {names}; calls are read as {name}")
     length = run.generation.max_completion_length

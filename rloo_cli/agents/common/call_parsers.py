@@ -1,4 +1,4 @@
-"""The calls in what a turn said, for five ways in which models write them.
+"""The calls in what a turn said, for five ways in which models write them, and vLLM's parsers.
 
 A parser takes the turn's text, special tokens and all but the one that ended it, and returns the
 calls in it and what could not be read, in words for the model. A text without any mark of a call
@@ -8,11 +8,14 @@ has neither: it is an answer.
 import ast
 import inspect
 import json
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from rloo_cli.config.agent import VLLM_PREFIX
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -21,6 +24,10 @@ MISTRAL_MARK = "[TOOL_CALLS]"
 MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?=\{)")
 PYTHONIC_HEAD = re.compile(r"\[\s*[A-Za-z_]\w*\s*\(")
 LLAMA_HEAD = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{)")
+
+# What a parser calls the text that begins a call.
+MARK_ATTRIBUTES = ("tool_call_start_token", "bot_token", "tool_calls_start_token")
+LISTED = 8  # names in an error, the nearest first
 
 
 @dataclass
@@ -165,6 +172,57 @@ def response_parser(tokenizer: Any) -> CallParser:
     return parse_response
 
 
+def vllm_parser(name: str, tokenizer: Any, schemas: Sequence[JsonObject]) -> CallParser:
+    """vLLM's parser of this name (`vllm serve --tool-call-parser`), for whole answers.
+
+    What it cannot read it takes for words; where a mark of a call stands in it, the model is told.
+    `schemas`: the tools, whose types some ask for. A new parser is made for each answer, as vLLM's
+    server does, since it may keep a state.
+
+    Raises ConfigError where vLLM has none of this name, or it does not fit the tokenizer.
+    """
+    # lazy: vLLM is optional, and takes seconds to import
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tokenizers.hf import get_cached_tokenizer  # lazy: as above
+    from vllm.tool_parsers import ToolParserManager  # lazy: as above
+
+    names = ToolParserManager.list_registered()
+    if name not in names:
+        near = nearest_names(name, names)
+        listed = ", ".join([*near, *(n for n in names if n not in near)][:LISTED])
+        what, why = f"agent.parser = vllm:{name}: vLLM has no such parser", f"it has: {listed}, ..."
+        fix = f"agent.parser=vllm:{near[0]}" if near else "vllm serve --help: --tool-call-parser"
+        raise ConfigError(Problem(what, "agent.parser", why, fix))
+    asked = [{"role": "user", "content": ""}]
+    tools: JsonObject = {"tools": list(schemas), "tool_choice": "auto"} if schemas else {}
+    try:
+        factory = ToolParserManager.get_tool_parser(name)
+        request = ChatCompletionRequest(messages=asked, model="policy", **tools)
+        cached = get_cached_tokenizer(tokenizer)
+        factory(cached, request.tools).extract_tool_calls("", request)
+    except Exception as error:  # it lacks a token, or reads streams alone
+        what = f"agent.parser = vllm:{name} cannot be used with this tokenizer"
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(Problem(what, "agent.parser", why, "agent.parser=auto")) from None
+    logging.getLogger(factory.__module__).disabled = True  # the model is told of what it logs
+
+    def parse_with_vllm(text: str) -> ParsedCalls:
+        found, parser = ParsedCalls(), factory(cached, request.tools)
+        try:
+            read = parser.extract_tool_calls(text, request)
+        except Exception as error:  # a parser that meets a text that it was not written for
+            found.unreadable.append(f"a call cannot be read ({type(error).__name__}): {text:.200}")
+            return found
+        for call in read.tool_calls if read.tools_called else ():
+            found.add({"name": call.function.name, "arguments": call.function.arguments})
+        marks = [getattr(parser, attribute, None) for attribute in MARK_ATTRIBUTES]
+        if not read.tools_called and any(isinstance(m, str) and m and m in text for m in marks):
+            found.unreadable.append(f"a call cannot be read: {text:.200}")
+        return found
+
+    return parse_with_vllm
+
+
 PARSERS: dict[str, CallParser] = {
     "hermes": parse_hermes,
     "llama3_json": parse_llama3_json,
@@ -179,8 +237,15 @@ MARKS = (
 )  # fmt: skip
 
 
-def choose_parser(name: str, tokenizer: Any) -> tuple[str, CallParser]:
-    """The parser of `agent.parser`, with its name. Raises ConfigError where none is known."""
+def choose_parser(
+    name: str, tokenizer: Any, schemas: Sequence[JsonObject] = ()
+) -> tuple[str, CallParser]:
+    """The parser of `agent.parser`, with its name. Raises ConfigError where none is known.
+
+    `schemas`: the run's tools, for parsers of vLLM's that ask for the types of arguments.
+    """
+    if name.startswith(VLLM_PREFIX):
+        return name, vllm_parser(name.removeprefix(VLLM_PREFIX), tokenizer, schemas)
     template = str(getattr(tokenizer, "chat_template", None) or "")
     has_own = any(getattr(tokenizer, n, None) for n in ("response_template", "response_schema"))
     if name == "auto":
