@@ -4,7 +4,7 @@ The versions that verifiers needs are not vLLM's, so this is a program for that 
 imports nothing of rloo, and verifiers only once it runs:
 
     python -P verifiers_host.py check ID           what the environment is
-    python -P verifiers_host.py data ID FOLDER     its rows, as train.jsonl and test.jsonl
+    python -P verifiers_host.py data ID FOLDER     its rows, as files of JSON lines
     python -P verifiers_host.py play ID URL        episodes of the run whose proxy is at URL
 
 It asks the proxy for episodes with the token of RLOO_TOKEN. verifiers then drives each one as it
