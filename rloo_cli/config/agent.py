@@ -216,15 +216,22 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
 def _rank_problems(run: RunConfig, agent: EpisodeConfig) -> Iterator[Problem]:
     """What is wrong with an agent where several ranks sample, each its share of the prompts."""
     config = run.distributed
-    ranks = (config.num_processes or 1) * config.num_nodes
+    local = config.num_processes or (1 if config.engine == "single" else 2)  # null: one per GPU
+    ranks = local * config.num_nodes
     if ranks == 1:
         return
-    if getattr(agent, "port", 0) and (config.num_processes or 1) > 1:
+    if hasattr(agent, "command") and run.generation.backend == "vllm_server":
+        what = "agents of others with generation=vllm_server train in one process"
+        why = "rank 0 would play all episodes; a run of two ranks that was tried did not end"
+        fix = "distributed=single, or generation=vllm_colocate"
+        yield Problem(what, "distributed.num_processes", why, fix)
+    if getattr(agent, "port", 0) and local > 1:
         what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
         why = "each of them has a proxy of its own, and a port has one listener"
         yield Problem(what, "agent.port", why, "agent.port=0")
     if hasattr(agent, "command") and agent.command is None:
-        what = f"agent.command is null, and {ranks} ranks sample"
+        shown = ranks if config.num_processes else "several"
+        what = f"agent.command is null, and {shown} ranks sample"
         why = "each has a proxy of its own, and agents that come by themselves know one address"
         yield Problem(what, "agent.command", why, "agent.command='python agent.py'")
     name, seconds = _longest_pause(agent)

@@ -138,11 +138,14 @@ class TextSocket:
             if self.socket.closed:
                 return
 
-    async def exchange_text(self, text: str, timeout_s: float) -> str:
-        """Send a message, and return the one that answers it. Raises RequestFailed."""
+    async def exchange_text(self, text: str, timeout_s: float, limit_s: float) -> str:
+        """Send a message, and return the one that answers it. Raises RequestFailed.
+
+        `limit_s` is what an error says: the time for all, of which `timeout_s` is left.
+        """
         import aiohttp  # lazy: rewards that ask no service do not need it
 
-        with _named_failures(self.url, timeout_s):
+        with _named_failures(self.url, limit_s):
             async with asyncio.timeout(timeout_s):
                 if not self.socket.closed:
                     await self.socket.send_str(text)

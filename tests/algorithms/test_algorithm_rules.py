@@ -84,7 +84,7 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
         ({"reward_clip_range": [1.0, 1.0]}, "reward_clip_range", "below the second"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty", "subtracted"),
         ({"correction": {"floor": 4.0}}, "correction.floor", "floor 4 is above cap 3"),
-        ({"correction": {"geometric_range": [1.1, 1.2]}}, "geometric_range", "1.1, 1.2"),
+        ({"correction": {"geometric_range": [1.1, 1.2]}}, "correction.geometric_range", "1.1"),
         ({"baseline": "greedy"}, "baseline", "what remax is"),
         ({"baseline": "value"}, "baseline", "what ppo is"),
         ({"policy_loss": None}, "policy_loss", "so is algorithm.loss_type"),

@@ -199,7 +199,6 @@ def test_nothing_but_its_own_temporary_folder_can_be_written(tmp_path: Path) -> 
     places += [str(Path.home()), sys.prefix, str(tmp_path), str(Path(__file__).parent)]
     code = f"""
 import os
-import resource
 for place in {places!r}:
     try:
         open(place + "/rloo_was_here", "w").close()

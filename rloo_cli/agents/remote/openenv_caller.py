@@ -146,7 +146,7 @@ class OpenenvCaller(RemoteCaller):
                     session, self.url, self.service.token, timeout_s, MAX_ANSWER_BYTES
                 )
             left = timeout_s - (time.monotonic() - began)
-            return await self.socket.exchange_text(text, max(left, 0.0))
+            return await self.socket.exchange_text(text, max(left, 0.0), timeout_s)
 
         answered = self.service.run_request(exchange, timeout_s + 5.0, self._raise_if_killed)
         answer = self.service.parse_object(answered, self.url)

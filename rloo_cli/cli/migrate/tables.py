@@ -75,7 +75,9 @@ SWIFT_ESTIMATORS: dict[str, tuple[str, JsonObject]] = {
     "reinforce_plus_plus": ("reinforce_pp", {"algorithm.loss_agg": "sequence_mean"}),
 }
 # The correction for vLLM as the sampler if the old command does not set it.
-NO_CORRECTION = {"mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0}
+NO_CORRECTION = {
+    "mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0, "geometric_range": None,
+}  # fmt: skip
 GRPO_CORRECTION = NO_CORRECTION | {"mode": "mask"}
 
 # name -> title, old trainer?, kind, defaults, vllm_mode, correction
