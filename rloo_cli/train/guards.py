@@ -46,11 +46,12 @@ def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> 
     Completions of older weights (generation.overlap) were checked before those changed. Raises
     GenerationError (exit 6), with nothing updated.
     """
+    overlaps = run.config.generation.overlap != "none"
     compared = [
         TokenLogprobs(group.prompt_offset, k, old, rollout)
         for group in (batch.groups[i] for i in group_indices)
         for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
-        if run.ahead is None or rollout.weight_version == run.state.updates
+        if not overlaps or rollout.weight_version == run.state.updates
     ]
     check_same_weights(batch.step, compared, run.config.generation, run.generator.tolerance)
 
