@@ -36,6 +36,7 @@ class Turn:
     calls: list[JsonObject] = field(default_factory=list)  # name and arguments, as they were parsed
     observation: list[JsonObject] = field(default_factory=list)  # the messages of prompt_ids
     reward: float | None = None  # what the environment says that it earned; None = nothing
+    begins_row: bool = False  # prompt_ids are a whole prompt: nothing before it is read
 
 
 # What a batch consists of, for those that write it down.
@@ -67,6 +68,20 @@ class Rollout:
     environment_reward: float | None = None  # what its get_reward() said, and its turns' rewards
     episode_facts: JsonObject | None = None  # counts of its calls, and why it ended
     columns: JsonObject | None = None  # what a function of the user's returned with it, for rewards
+
+    @property
+    def row_starts(self) -> list[int]:
+        """Where in its ids further rows begin: prompts of their own, which read nothing before.
+
+        An episode has several rows where its agent cut its history, or had another one beside it.
+        They share its score and its advantage.
+        """
+        starts, place = [], 0
+        for turn in self.turns or []:
+            if turn.begins_row and place:
+                starts.append(place)
+            place += len(turn.prompt_ids) + len(turn.sampled_ids)
+        return starts
 
     @property
     def length(self) -> int:

@@ -7,13 +7,16 @@ before each completion; a model that finds documents by their positions computes
 `padded`: right-padded sequences with a mask, for every other model. No column depends on the layout
 it came from.
 
+An episode of several rows has sequences of its own for the others, which attend to nothing of the
+first; its tokens are one completion's all the same.
+
 Only tokens that the policy sampled are predicted: what a tool or an environment said is in the
 sequence, for the others to attend to, and its log-probability is never asked for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -187,25 +190,57 @@ def store_column(
             getattr(groups[i], name)[k] = next(values)
 
 
+def _episode_rows(rollout: Rollout) -> list[list[int]]:
+    """The ids of a completion's rows: the one that goes on from the group's prompt, then others."""
+    bounds = pairwise([0, *rollout.row_starts, len(rollout.completion_ids)])
+    return [rollout.completion_ids[begin:end] for begin, end in bounds]
+
+
+def _further_rows(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """A completion's other rows, each as a prompt of its own and what is predicted after it."""
+    found = []
+    for start, row in zip(rollout.row_starts, _episode_rows(rollout)[1:], strict=True):
+        assert rollout.mask is not None, "an episode has a mask"
+        told = rollout.mask[start : start + len(row)].index(1)
+        found.append((row[:told], row[told:]))
+    return found
+
+
 def _shared_layout(
     groups: Sequence[Group], group_slices: Sequence[GroupSlice], pairs: Sequences
 ) -> tuple[Tensor, Tensor, None, Tensor, SharedLayout]:
-    """All prompts, then all completions without their last token, which predicts nothing."""
+    """All prompts, then all completions without their last token, which predicts nothing.
+
+    A further row of an episode is a prompt with one completion, after all others.
+    """
     prompts = [groups[i].prompt_ids for i, _ in group_slices]
-    p = [len(ids) for ids in prompts]
-    c = [len(r.completion_ids) - 1 for _, r in pairs]
     owner = [n for n, (_, ks) in enumerate(group_slices) for _ in ks]
+    completions = [_episode_rows(r)[0] for _, r in pairs]
+    places = [[s] for s in range(len(pairs))]  # of each pair's rows among the completions
+    for s, (_, rollout) in enumerate(pairs):
+        for prompt, predicted in _further_rows(rollout):
+            owner.append(len(prompts))
+            places[s].append(len(completions))
+            prompts.append(prompt)
+            completions.append(predicted)
+    p, c = [len(ids) for ids in prompts], [len(ids) - 1 for ids in completions]
     first = list(accumulate(c, initial=sum(p)))  # where each completion begins
     ends = list(accumulate(p))
     ids = [i for prompt in prompts for i in prompt]
-    ids += [i for _, r in pairs for i in r.completion_ids[:-1]]
+    ids += [i for completion in completions for i in completion[:-1]]
     positions = [torch.arange(n) for n in p]
     positions += [p[owner[s]] + torch.arange(n) for s, n in enumerate(c)]
-    source = [
+    predictors = [
         torch.cat([torch.tensor([ends[owner[s]] - 1]), first[s] + torch.arange(n)])
         for s, n in enumerate(c)
     ]
-    group_lengths = [0] * len(group_slices)
+    source = []
+    for own, *further in places:
+        source.append(predictors[own])
+        for place in further:  # what a row was told is predicted by nothing
+            told = torch.zeros(p[owner[place]], dtype=torch.long)
+            source += [told, predictors[place]]
+    group_lengths = [0] * len(prompts)
     for s, n in enumerate(c):
         group_lengths[owner[s]] += n
     longest = max(p[owner[s]] + n for s, n in enumerate(c))
@@ -216,30 +251,42 @@ def _shared_layout(
     return torch.tensor([ids]), torch.cat(positions)[None], None, torch.cat(source), layout
 
 
+def _sequences(pairs: Sequences) -> list[tuple[list[int], list[int]]]:
+    """(what is only read, the rest) of every row; a further row has nothing that is only read.
+
+    Nothing predicts a row's first id, which was told and not sampled.
+    """
+    return [
+        ([] if number else prompt, row)
+        for prompt, rollout in pairs
+        for number, row in enumerate(_episode_rows(rollout))
+    ]
+
+
 def _packed_layout(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
     """Prompt and completion, one document after the other; the last token predicts nothing."""
-    documents = [prompt + r.completion_ids[:-1] for prompt, r in pairs]
+    rows = _sequences(pairs)
+    documents = [prompt + row[:-1] for prompt, row in rows]
     starts = list(accumulate((len(document) for document in documents), initial=0))
     ids = torch.tensor([[i for document in documents for i in document]])
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     spans = [
-        starts[s] + len(prompt) - 1 + torch.arange(len(r.completion_ids))
-        for s, (prompt, r) in enumerate(pairs)
+        starts[s] + len(prompt) - 1 + torch.arange(len(row)) for s, (prompt, row) in enumerate(rows)
     ]
     return ids, positions, None, torch.cat(spans)
 
 
 def _padded_layout(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One sequence for each completion, padded on the right."""
-    sequences = [prompt + r.completion_ids for prompt, r in pairs]
+    rows = _sequences(pairs)
+    sequences = [prompt + row for prompt, row in rows]
     lengths = [len(ids) for ids in sequences]
     width = max(lengths)
     padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
     positions = torch.arange(width)
     attention = (positions < torch.tensor(lengths)[:, None]).long()
     spans = [
-        s * width + len(prompt) - 1 + torch.arange(len(r.completion_ids))
-        for s, (prompt, r) in enumerate(pairs)
+        s * width + len(prompt) - 1 + torch.arange(len(row)) for s, (prompt, row) in enumerate(rows)
     ]
     return padded, positions * attention, attention, torch.cat(spans)
 

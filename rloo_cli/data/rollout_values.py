@@ -21,7 +21,7 @@ def dump_rollout(rollout: Rollout) -> JsonObject:
     turns = [
         {n: getattr(turn, n) for n in TURN_FIELDS}
         | {"prompt": len(turn.prompt_ids), "sampled": len(turn.sampled_ids)}
-        | {"logp": turn.logp is not None}
+        | {"logp": turn.logp is not None, "begins_row": turn.begins_row}
         for turn in rollout.turns
     ]
     return values | {n: getattr(rollout, n) for n in EPISODE_FIELDS} | {"turns": turns}
@@ -42,6 +42,9 @@ def load_rollout(ids: list[int], logp: list[float] | None, saved: JsonObject) ->
         has_logp = logp is not None and turn.get("logp", True)
         values = {n: turn[n] for n in TURN_FIELDS}
         its_logp = logp[begin:end] if logp is not None and has_logp else None
-        rollout.turns.append(Turn(ids[start:begin], ids[begin:end], its_logp, **values))
+        new_row = bool(turn.get("begins_row", False))
+        rollout.turns.append(
+            Turn(ids[start:begin], ids[begin:end], its_logp, **values, begins_row=new_row)
+        )
         start = end
     return rollout

@@ -128,3 +128,61 @@ def test_no_gradient_comes_from_what_a_tool_said(layout):
     # It is read all the same: what the policy says after it depends on it.
     told = gradient_without_attention(episodes(), layout, read=True)
     assert worst(gradient_without_attention(reworded(), layout, read=True), told) > 1e-2
+
+
+def row_of_its_own(told, said):
+    """A turn whose history was written anew: it reads nothing of what came before."""
+    return Turn(list(told), list(said), [0.0] * len(said), "", "stop", 3, begins_row=True)
+
+
+def several_rows():
+    """Episodes of three rows, of one, and of two, the second of which goes on for two turns."""
+    cut = [turn([], [8, 9]), row_of_its_own([30, 31], [13, 2]), row_of_its_own([32], [14])]
+    on = [turn([21], [23, 2]), row_of_its_own([24, 25, 26], [27]), turn([28], [29, 2])]
+    return [
+        Group(0, {}, "", [5, 6, 7], [Rollout.from_turns(cut, True, 1), episode(([], [8, 14, 2]))]),
+        Group(1, {}, "", [5], [Rollout.from_turns(on, True, 1), episode(([], [3]), ([4], [2]))]),
+    ]  # fmt: skip
+
+
+# Each row alone: (the completion it is of, its ids, which of them are the policy's own).
+ROWS = [
+    (0, [5, 6, 7, 8, 9], [3, 4]), (0, [30, 31, 13, 2], [2, 3]), (0, [32, 14], [1]),
+    (1, [5, 6, 7, 8, 14, 2], [3, 4, 5]),
+    (2, [5, 21, 23, 2], [2, 3]), (2, [24, 25, 26, 27, 28, 29, 2], [3, 5, 6]),
+    (3, [5, 3, 4, 2], [1, 3]),
+]  # fmt: skip
+
+
+def gradient_of_rows():
+    """Gradients of these rows, each forwarded alone; a completion's rows share its weight."""
+    plain, total = model_of(), torch.zeros((), dtype=torch.float64)
+    for completion, ids, own in ROWS:
+        logp = (plain(input_ids=torch.tensor([ids])).logits[0] / 0.7).log_softmax(-1)
+        said = sum(logp[place - 1, ids[place]] for place in own)
+        total = total + said * WEIGHTS[completion]
+    total.backward()
+    return gradients(plain)
+
+
+def test_an_episode_of_several_rows_is_one_completion_whose_tokens_are_all_counted():
+    groups = several_rows()
+    cut, on = groups[0].rollouts[0], groups[1].rollouts[0]
+    assert cut.row_starts == [2, 6] and on.row_starts == [3]
+    assert episode(([], [8])).row_starts == [] and cut.length == 5 and on.length == 5
+    assert cut.completion_ids == [8, 9, 30, 31, 13, 2, 32, 14]
+    assert cut.mask == [1, 1, 0, 0, 1, 1, 0, 1]
+
+
+@layouts
+def test_rows_of_an_episode_read_nothing_of_each_other_and_share_its_advantage(layout):
+    model, groups = model_of(), several_rows()
+    ours = policy("gpt_neox", layout, fused=False, model=model)
+    micro = laid(groups, layout)
+    assert micro.target.tolist() == [i for g in groups for r in g.rollouts for i in r.sampled_ids]
+    assert micro.num_sequences == 4
+    found = ours.logp(micro).logp
+    (found * micro.mask * WEIGHTS[micro.sequence_ids]).sum().backward()
+    assert worst(gradients(model), gradient_of_rows()) <= 1e-6
+    store_column(micro.target.float(), micro.group_slices, groups, "ref_logp")
+    assert groups[0].ref_logp[0].tolist() == groups[0].rollouts[0].sampled_ids
