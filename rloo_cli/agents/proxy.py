@@ -33,6 +33,11 @@ class ForeignConfig(ParsedConfig):
         gt=0,
         le=1e6,
     )
+    max_rows: Positive = key(
+        "Most rows of an episode: how often its agent may begin with another history (one that it"
+        " cut, an agent beside it). They share its score and advantage; 1 = such a request is"
+        " refused"
+    )
     host: Text = key("Address that the proxy listens on")
     port: int = key("Its port; 0 = any free one", ge=0, le=65535)
     workers: Positive = key("Most agents at a time; other episodes wait for one of them to end")

@@ -69,7 +69,7 @@ def proxy_generator(
     config = Config(kind="proxy", command="x", **KEYS | keys)
     renderer = TurnRenderer(tokenizer, {}, {tokenizer.eos_token_id})
     parser = call_parsers.choose_parser(config.parser, tokenizer)[1]
-    rules = ForeignRules(renderer, parser, config.max_turns, 64, max_tokens)
+    rules = ForeignRules(renderer, parser, config.max_turns, config.max_rows, 64, max_tokens)
     launch = AgentLaunch(command, {}, token, host_command)
     return ProxyGenerator(ScriptedSampler(tokenizer, script), rules, config, launch)
 

@@ -35,7 +35,9 @@ class Episode:
     seed: int
     environment: Environment
     base_ids: list[int]  # the prompt, as the environment's reset left it
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # as they were sampled, of all rows
+    rows: list[int] = field(default_factory=list)  # of each turn: the row that it is of
+    row: int = 0  # that the next turn is of
     new_ids: list[int] = field(default_factory=list)  # what the next turn is told
     new_messages: list[JsonObject] = field(default_factory=list)
     counts: CallCounts = field(default_factory=CallCounts)
@@ -51,13 +53,19 @@ class Episode:
     @property
     def sent_ids(self) -> list[int]:
         """Everything that the next turn goes on from."""
-        flat = [i for turn in self.turns for i in (*turn.prompt_ids, *turn.sampled_ids)]
-        return [*self.base_ids, *flat, *self.new_ids]
+        flat = [
+            i
+            for turn, row in zip(self.turns, self.rows, strict=True)
+            if row == self.row
+            for i in (*turn.prompt_ids, *turn.sampled_ids)
+        ]
+        return [*([] if self.row else self.base_ids), *flat, *self.new_ids]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens after the prompt, with what is new."""
-        return len(self.sent_ids) - len(self.base_ids)
+        """Tokens after the prompt, with what is new, of all rows."""
+        turns = sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in self.turns)
+        return turns + len(self.new_ids)
 
     def add_turn(self, sampled: Rollout, prompt_ids: list[int], calls: list[JsonObject]) -> Turn:
         """Add what one call of the sampler gave. `prompt_ids`: what it was really asked with."""
@@ -71,8 +79,10 @@ class Episode:
             weight_version=sampled.weight_version,
             calls=calls,
             observation=self.new_messages,
+            begins_row=self.row > 0 and self.row not in self.rows,
         )
         self.turns.append(turn)
+        self.rows.append(self.row)
         self.new_ids, self.new_messages = [], []
         self.terminated = sampled.terminated
         return turn
@@ -93,9 +103,12 @@ class Episode:
                 [self.base_ids[-1]], "", "length", False, self.seed, 0, [float("nan")], turns=[]
             )
         else:
-            first = self.turns[0]
+            first, last = self.turns[0], self.turns[-1]
             first.prompt_ids = [*rest, *first.prompt_ids]
-            rollout = Rollout.from_turns(self.turns, self.terminated, self.seed)
+            order = sorted(range(len(self.turns)), key=lambda n: self.rows[n])
+            in_rows = [self.turns[n] for n in order]
+            rollout = Rollout.from_turns(in_rows, self.terminated, self.seed)
+            rollout.text, rollout.finish_reason = last.text, last.finish_reason
         rollout.failed, rollout.environment = self.failed, self.state
         earned = [turn.reward for turn in self.turns]
         rollout.environment_reward = episode_reward(self.reward, earned, turn_rewards)

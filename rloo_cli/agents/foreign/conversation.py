@@ -1,9 +1,10 @@
 """One episode as its agent sees it: what a request adds to it, and what is answered.
 
 The ids of a request are those of all turns before, as they were sampled, and then what is new,
-rendered by difference. A request whose history is not the episode's has no such ids. It is refused,
-and its episode has no score: to train on a conversation that the agent did not have would be wrong,
-and to make it another row would be a guess.
+rendered by difference. An agent that cuts its history, or has another agent beside it, sends requests
+that go on from none of the episode's histories: each begins a row of its own, up to `agent.max_rows`,
+and all rows share the episode's score. Beyond that such a request is refused, and its episode has no
+score: to train on a conversation that the agent did not have would be wrong.
 """
 
 import re
@@ -20,7 +21,7 @@ from rloo_cli.agents.foreign.message_forms import (
     first_difference,
     message_for_template,
 )
-from rloo_cli.data.batch import Rollout
+from rloo_cli.data.batch import Rollout, Turn
 from rloo_cli.data.prompts import render_prompt
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -43,6 +44,7 @@ class ForeignRules:
     renderer: TurnRenderer
     parser: CallParser
     max_turns: int
+    max_rows: int
     max_completion_length: int
     max_tokens: int  # of prompt and all turns
 
@@ -59,6 +61,17 @@ class AgentAnswer:
 
 
 @dataclass
+class History:
+    """One row of an episode as its agent sees it."""
+
+    row: int
+    tools: list[JsonObject]
+    messages: list[JsonObject] = field(default_factory=list)
+    last_turn: Turn | None = None
+    answer_id: str | None = None  # of the last answer
+
+
+@dataclass
 class Conversation:
     """An episode on its way, with its agent's key. Whoever changes it holds the desk's lock."""
 
@@ -68,7 +81,8 @@ class Conversation:
     counts: RequestCounts
     request: AgentRequest | None = None  # the last one that was taken
     answer: "Future[AgentAnswer] | None" = None  # to that request
-    messages: list[JsonObject] = field(default_factory=list)  # the episode so far
+    histories: list[History] = field(default_factory=list)  # of each row
+    asked_in: History | None = None  # the one that the request goes on from
     answered_at: float = 0.0
     began_at: float | None = None  # when its agent was started, or fetched it
     asked_at: float | None = None  # since when its agent waits for the policy
@@ -93,40 +107,61 @@ class Conversation:
 
         Raises RequestRefused, and leaves the episode as it was.
         """
-        messages = self._whole_history(request)
-        if self.request is not None and request.tools != self.request.tools:
-            raise _refuse_history("its tools are not those of the episode's first request")
-        if difference := first_difference(self.messages, messages):
-            raise _refuse_history(difference)
-        new = messages[len(self.messages) :]
+        history, messages = self._find_history(request, rules)
+        new = messages[len(history.messages) :]
         if not new or messages[-1]["role"] == "assistant":
             why = "the last message is the assistant's: there is nothing to answer"
             raise RequestRefused(400, "invalid_request", why)
-        if self.episode.turns and any(m["role"] == "assistant" for m in new):
+        if history.last_turn is not None and any(m["role"] == "assistant" for m in new):
             raise _refuse_history("a message of the assistant's was not sampled here")
-        ids = self._new_ids(new, request, rules)
+        ids = self._new_ids(new, request, history, rules)
         self._check_limits(len(ids), rules)
         shown = [message_for_template(m) for m in new]
+        self.episode.row = history.row
         if self.episode.turns:
             self.episode.new_ids, self.episode.new_messages = ids, shown
         else:
             self.episode.base_ids = ids
             self.episode.new_messages = [] if shown == self.episode.group.prompt else shown
-        self.messages = messages
+        if history not in self.histories:
+            self.histories.append(history)
+        self.asked_in, history.messages = history, messages
 
-    def _whole_history(self, request: AgentRequest) -> list[JsonObject]:
-        if request.previous_id is None:
-            return request.messages
-        last = self.answer.result() if self.answer is not None else None
-        if last is None or request.previous_id != last.id:
+    def _find_history(
+        self, request: AgentRequest, rules: ForeignRules
+    ) -> tuple[History, list[JsonObject]]:
+        """The history that a request goes on from, or a new one, and all of its messages."""
+        if request.previous_id is not None:
+            return self._history_by_answer(request)
+        why = ""
+        for history in sorted(self.histories, key=lambda h: -len(h.messages)):
+            if request.tools != history.tools:
+                why = why or "its tools are not those of the episode's first request"
+            elif difference := first_difference(history.messages, request.messages):
+                why = why or difference
+            else:
+                return history, request.messages
+        if not self.histories or self.episode.turns and len(self.histories) < rules.max_rows:
+            return History(len(self.histories), request.tools), request.messages
+        raise _refuse_history(why)
+
+    def _history_by_answer(self, request: AgentRequest) -> tuple[History, list[JsonObject]]:
+        found = [h for h in self.histories if h.answer_id == request.previous_id]
+        if not found:
             raise _refuse_history("previous_response_id is not the episode's last answer")
-        new = request.messages
-        if new[0] == self.messages[0] and new[0]["role"] == "system":
+        (history,), new = found, request.messages
+        if request.tools != history.tools:
+            raise _refuse_history("its tools are not those of the episode's first request")
+        if new[0] == history.messages[0] and new[0]["role"] == "system":
             new = new[1:]  # instructions, which each request says again
-        return [*self.messages, *new]
+        return history, [*history.messages, *new]
 
     def _new_ids(
-        self, new: list[JsonObject], request: AgentRequest, rules: ForeignRules
+        self,
+        new: list[JsonObject],
+        request: AgentRequest,
+        history: History,
+        rules: ForeignRules,
     ) -> list[int]:
         renderer = rules.renderer
         shown = [
@@ -136,11 +171,12 @@ class Conversation:
             for m in new
         ]
         try:
-            if not self.episode.turns:
+            turn = history.last_turn
+            if turn is None:
                 kwargs = renderer.template_kwargs | {"tools": request.tools or None}
                 return render_prompt(shown, renderer.tokenizer, kwargs)
-            turn = self.episode.turns[-1]
-            places = {c["id"]: i for i, c in enumerate(self.messages[-1].get("tool_calls", []))}
+            calls = history.messages[-1].get("tool_calls", [])
+            places = {c["id"]: i for i, c in enumerate(calls)}
             for message in shown:
                 if message["role"] == "tool" and message["tool_call_id"] not in places:
                     what = f"no call has the id {message['tool_call_id']!r:.80}"
@@ -160,7 +196,7 @@ class Conversation:
     def _check_limits(self, num_new: int, rules: ForeignRules) -> None:
         """Raise RequestRefused where a limit leaves no room; that limit then ends the episode."""
         episode = self.episode
-        before = len(episode.sent_ids) if episode.turns else 0
+        before = len(episode.base_ids) + episode.num_tokens if episode.turns else 0
         whole = before + num_new + rules.max_completion_length
         if len(episode.turns) >= rules.max_turns:
             episode.ended_by = "turns"
@@ -180,10 +216,12 @@ class Conversation:
         Raises GenerationError for a turn that did not go on from the ids that were sampled.
         """
         assert self.request is not None and self.answer is not None
+        history = self.asked_in
+        assert history is not None
         calls = self._read_calls(sampled, rules) if self.request.reads_calls else ParsedCalls()
         episode, ended = self.episode, sampled.terminated
         found = calls.calls if ended else []
-        episode.add_turn(sampled, prompt_ids, found)
+        history.last_turn = episode.add_turn(sampled, prompt_ids, found)
         if episode.retokenised:
             what = "a turn was sampled from other ids than those of the turns before it"
             raise GenerationError(Problem(what, f"draw {episode.group.prompt_offset}"))
@@ -192,9 +230,9 @@ class Conversation:
         if not ended:
             episode.ended_by = episode.ended_by or "completion"  # it may have failed meanwhile
         message = _answer_message(sampled.text, found, len(episode.turns))
-        self.messages = [*self.messages, message]
+        history.messages = [*history.messages, message]
         reason = "length" if not ended else "tool_calls" if found else "stop"
-        number = f"{self.slug}-{len(episode.turns)}"
+        number = history.answer_id = f"{self.slug}-{len(episode.turns)}"
         self.answered_at = time.monotonic()
         self.waited_s += self.answered_at - (self.asked_at or self.answered_at)
         self.asked_at = None
@@ -223,4 +261,5 @@ def _answer_message(text: str, calls: list[JsonObject], turn: int) -> JsonObject
 
 def _refuse_history(why: str) -> RequestRefused:
     what = f"the request does not go on from this episode: {why}. An episode is one conversation"
-    return RequestRefused(400, "history_differs", f"{what} that grows; it has no score now", True)
+    what += " that grows (or agent.max_rows of them); it has no score now"
+    return RequestRefused(400, "history_differs", what, True)

@@ -104,7 +104,7 @@ def build_proxy(
         if keys.parser != "auto":
             raise
         name, parser = "text: the chat template shows no calls", lambda text: ParsedCalls()
-    rules = ForeignRules(renderer, parser, keys.max_turns, length, most)
+    rules = ForeignRules(renderer, parser, keys.max_turns, keys.max_rows, length, most)
     generator = ProxyGenerator(inner, rules, keys, launch)
     if launch.command is not None:
         come = f"started as: {' '.join(launch.command)}"
