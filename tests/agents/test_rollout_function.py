@@ -240,7 +240,7 @@ def test_a_function_that_cannot_be_used_is_refused_before_weights_load(tmp_path,
     path = write_file(tmp_path, "NUMBER = 1\ndef play(prompts, sampler):\n    return {}\n")
     config = Config(
         kind="rollout", rollout=f"{path}:{name}", fields=fields, max_turns=2,
-        max_episode_tokens=None,
+        max_episode_tokens=None, renderer="difference",
     )  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         load_tools(config)

@@ -59,6 +59,7 @@ TEMPLATES = {
 LIMITS: dict[str, Any] = {
     "max_turns": 4, "max_tool_s": 5.0, "max_observation_tokens": 64, "max_episode_tokens": None,
     "on_tool_error": "tell", "on_bad_call": "tell", "workers": 2, "parser": "hermes",
+    "renderer": "difference",
 }  # fmt: skip
 
 
