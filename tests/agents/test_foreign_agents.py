@@ -137,6 +137,56 @@ def test_a_history_that_differs_is_an_error_that_says_where_and_no_score(tmp_pat
     assert row.episode_facts["ended_by"] == "failed"
 
 
+CUTS = """
+m = played(2)
+short = [m[0], {"role": "user", "content": "so far: " + m[2]["content"]}]
+short.append(chat(short))
+short.append({"role": "user", "content": "go on"})
+helper = [{"role": "user", "content": "help"}]
+helper.append(chat(helper))  # an agent beside it, in between
+short.append(chat(short))
+m.append(chat(m))  # and the first history goes on, too
+"""
+
+
+def test_an_agent_that_cuts_its_history_or_has_another_beside_it_has_several_rows(tmp_path):
+    generator = proxy_generator(agent_command(tmp_path, CUTS), counted, max_rows=3, max_turns=6)
+    groups = play_agents(generator, {}, k=2)
+    asked = [ids for wave in generator.inner.asked for ids in wave]
+    (group,) = groups
+    decode = generator.rules.renderer.tokenizer.decode
+    for row in group.rollouts:
+        assert row.failed is None and row.episode_facts["retokenised"] == 0
+        assert row.episode_facts["turns"] == 6 and len(row.row_starts) == 2
+        bounds = [0, *row.row_starts, len(row.completion_ids)]
+        begun = [group.prompt_ids, [], []]
+        shown = [t.observation[-1]["content"] for t in row.turns[1:]]
+        assert shown == [
+            "and then? 0",
+            "and then? 1",
+            "so far: answer 1",
+            "go on",
+            "help",
+        ]  # row by row, and in time within each
+        turns = iter(row.turns)
+        for begin, end, base in zip(bounds[:-1], bounds[1:], begun, strict=True):
+            ids, at = [*base, *row.completion_ids[begin:end]], len(base)
+            while at < len(ids):
+                turn = next(turns)
+                at += len(turn.prompt_ids)
+                assert ids[:at] in asked  # what a row's turn was sampled from is that row alone
+                at += len(turn.sampled_ids)
+            assert at == len(ids)
+        assert "help" not in decode(row.completion_ids[: row.row_starts[1]])
+        assert row.length == sum(len(t.sampled_ids) for t in row.turns) == sum(row.mask)
+
+
+def test_more_rows_than_the_key_allows_are_refused(tmp_path):
+    generator = proxy_generator(agent_command(tmp_path, CUTS), counted, max_rows=2)
+    ((row,),) = [g.rollouts for g in play_agents(generator)]
+    assert "agent.max_rows" in row.failed and row.episode_facts["ended_by"] == "failed"
+
+
 def test_a_request_that_is_sent_again_gets_the_answer_that_it_had(tmp_path):
     text = "assert chat(ROW['prompt']) == chat(ROW['prompt'])"
     generator = proxy_generator(agent_command(tmp_path, text), counted)

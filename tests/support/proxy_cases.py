@@ -50,7 +50,7 @@ def played(turns=2):
 """
 KEYS: dict[str, Any] = {
     "max_turns": 6, "max_episode_tokens": None, "parser": "hermes", "max_seconds": 20.0,
-    "renderer": "difference",
+    "renderer": "difference", "max_rows": 1,
     "host": "127.0.0.1", "port": 0, "workers": 16, "token_env": None,
 }  # fmt: skip
 Script = Callable[[str, int], str]
