@@ -5,6 +5,7 @@ import sys
 
 import loop_cases
 import pytest
+import torch
 from agent_cases import CHATML, write_file
 
 from rloo_cli.agents import proxy
@@ -91,6 +92,49 @@ def test_an_agent_that_could_not_be_started_is_refused_before_weights_load(words
     run = check.check_config(compose_config(["+recipe=smoke", "agent=proxy", *words]))
     with pytest.raises(ConfigError, match=why):
         proxy.load_tools(run.agent)
+
+
+CUTTING = """
+import json, os, urllib.request
+BASE, KEY = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+row = json.loads(os.environ["RLOO_ROW"])
+
+
+def chat(messages):
+    body = json.dumps({"model": os.environ["RLOO_MODEL"], "messages": messages}).encode()
+    request = urllib.request.Request(BASE + "/chat/completions", body, method="POST")
+    request.add_header("Authorization", "Bearer " + KEY)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]["message"]
+
+
+chat(row["prompt"])
+chat([{"role": "user", "content": "so far: a summary"}])
+chat([{"role": "user", "content": "and another one"}])
+"""
+
+
+def test_rows_of_an_agent_that_cuts_its_history_train_as_one_episode(tmp_path):
+    """The trainer's log-probabilities of all rows are the sampler's: each reads itself alone."""
+    command = f"{sys.executable} -I -S {write_file(tmp_path, CUTTING, 'agent.py')}"
+    template = write_file(tmp_path, CHATML.replace("<|im_end|>", "<eos>"), "chat.jinja")
+    run = loop_cases.make(
+        tmp_path, *WORDS, f"agent.command='{command}'", f"model.chat_template={template}",
+        "agent.max_rows=3", "generation.ignore_eos=false", loop_cases.ENDS,
+    )  # fmt: skip
+    try:
+        moved, line, batch = loop_cases.step(run)
+        rollouts = [r for g in batch.groups for r in g.rollouts if r.failed is None]
+        assert float(moved.norm()) > 0 and line["sampling/logp_diff_max"] < 1e-4
+        cut = [r for r in rollouts if r.row_starts]
+        assert cut and {len(r.row_starts) for r in cut} <= {1, 2}
+        for group in batch.groups:
+            for k, rollout in enumerate(group.rollouts):
+                if rollout.failed is None:
+                    told = torch.tensor(rollout.sampled_logp)
+                    assert (group.old_logp[k] - told).abs().max() < 1e-4
+    finally:
+        run.generator.close()
 
 
 PROXY = ("+recipe=smoke", "agent=proxy", "agent.command=python x")
