@@ -1,10 +1,10 @@
 """One episode as its agent sees it: what a request adds to it, and what is answered.
 
 The ids of a request are those of all turns before, as they were sampled, and then what is new,
-rendered by difference. An agent that cuts its history, or has another agent beside it, sends requests
-that go on from none of the episode's histories: each begins a row of its own, up to `agent.max_rows`,
-and all rows share the episode's score. Beyond that such a request is refused, and its episode has no
-score: to train on a conversation that the agent did not have would be wrong.
+rendered by difference. An agent that cuts its history, or has another agent beside it, sends
+requests that go on from none of the episode's histories: each begins a row of its own, up to
+`agent.max_rows`, and all rows share the episode's score. Beyond that such a request is refused, and
+its episode has no score: to train on a conversation that the agent did not have would be wrong.
 """
 
 import re
@@ -141,7 +141,7 @@ class Conversation:
                 why = why or difference
             else:
                 return history, request.messages
-        if not self.histories or self.episode.turns and len(self.histories) < rules.max_rows:
+        if not self.histories or (self.episode.turns and len(self.histories) < rules.max_rows):
             return History(len(self.histories), request.tools), request.messages
         raise _refuse_history(why)
 
