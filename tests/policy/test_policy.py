@@ -116,9 +116,9 @@ def test_the_numbers_do_not_depend_on_who_shares_the_pass():
     with torch.no_grad():
         whole = policy.logp(packed(chosen, [0, 1, 2])).logp
         parts = [policy.logp(packed(chosen, [i])).logp for i in range(3)]
-        close(torch.cat(parts), whole, 1e-6)
+        close(torch.cat(parts), whole, 4e-6)  # four times the last digit of a sum of about 8
         turned = policy.logp(packed(chosen, [2, 0, 1])).logp
-    close(turned, torch.cat([parts[2], parts[0], parts[1]]), 1e-6)
+    close(turned, torch.cat([parts[2], parts[0], parts[1]]), 4e-6)
 
 
 def test_entropy_is_between_zero_and_that_of_the_uniform():
