@@ -1,6 +1,7 @@
 """overlap=ahead: the next batch is sampled beside the update, and no clock is in the result."""
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from loop_cases import ENDS, alone, digits, flat, sampled
 from resume_cases import attempt, differing, left, temporaries
 
 from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.loop import run_training_loop, sync_weights
 from rloo_cli.train.step import update_policy
-from rloo_cli.utils.errors import GenerationError
+from rloo_cli.utils.errors import GenerationError, Problem
 
 AHEAD = ("generation.overlap=ahead", "train.learning_rate=0.01", ENDS)
 STEPS = 5
@@ -75,6 +77,24 @@ def test_it_is_equal_to_a_serial_program_that_samples_first_and_updates_then(
     rows = [row for row in run.log.metrics_lines if "loss" in row]
     assert [row["staleness/max"] for row in rows] == [0, *[1] * (STEPS - 1)]
     assert all(row["overlap/hidden_s"] > 0 for row in rows[:-1])
+
+
+def test_a_batch_whose_engine_was_lost_in_the_thread_is_sampled_anew_by_the_trainer(
+    tmp_path: Path,
+) -> None:
+    wanted, _ = serial_weights(tmp_path, "name=serial")
+    next_batch, lost = Rollouts.next_batch, []
+
+    def losing(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and len(lost) < 2:
+            lost.append(True)
+            raise GenerationError(Problem("the sampler was lost")) from EngineLost("gone")
+        return next_batch(*arguments)
+
+    run = alone(tmp_path, *AHEAD, f"max_steps={STEPS}", "name=ahead")
+    with mock.patch.object(Rollouts, "next_batch", losing):
+        run_training_loop(run)
+    assert len(lost) == 2 and torch.equal(flat(run), wanted)
 
 
 def moody(completion_ids: Any, **_: Any) -> list[float]:

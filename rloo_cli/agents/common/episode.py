@@ -151,7 +151,7 @@ def finish_group(group: Group, episodes: list[Episode]) -> None:
     for other in asked[1:]:
         if other.base_ids[0] != asked[0].base_ids[0]:
             other.fail("its prompt begins with another token than its siblings'")
-            other.turns = []
+            other.turns, other.rows = [], []
     shared = [e.base_ids for e in asked if e.turns]
     prompt_ids = common_prefix(shared) if shared else group.prompt_ids
     for episode in episodes:
