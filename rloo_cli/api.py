@@ -33,18 +33,20 @@ def train(
     rewards: Mapping[str, Reward] | None = None,
     overrides: Iterable[str] = (),
     config_dirs: Iterable[str | Path] = (),
+    replace_rewards: bool = True,
 ) -> JsonObject:
     """Do a whole run in this process. -> the content of its summary.json, and its `folder`
 
     `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of
-    docs/rewards.md, by name; they replace the recipe's rewards, and their keys are set by overrides
-    such as `reward.NAME.weight=0.5`. A run that is finished already is not repeated.
+    docs/rewards.md, by name; they replace the recipe's rewards (with replace_rewards=False they are
+    added), and their keys are set by overrides such as `reward.NAME.weight=0.5`. A run that is
+    finished already is not repeated.
 
     Raises RunError (its `code` is the exit status the command would have had).
     """
     fault_injection.arm_faults()  # those of an earlier run in this process are disarmed, too
     arguments = [f"+recipe={recipe}"] if recipe is not None else []
-    arguments += ["reward=[]"] if rewards else []
+    arguments += ["reward=[]"] if rewards and replace_rewards else []
     composed = compose_config([*arguments, *overrides], [*config_dirs])
     settings = check.check_config(_with(composed, rewards or {}))
     _in_one_process(settings)

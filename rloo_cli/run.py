@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.ahead import AheadSampler
+from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.generation.common.stream import StreamSampler
+from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
@@ -66,7 +69,8 @@ class RunState:
 
     step: int = 0  # rollout batches done
     updates: int = 0  # optimizer updates done
-    place: int = 0  # the prompt offset: prompts consumed, over all epochs
+    place: int = 0  # prompts that steps have taken, over all epochs; where one draws its own, the
+    # offset of the next
     episodes: int = 0  # completions trained on
     tokens: int = 0  # prompt (K copies) and trained completion tokens
     empty: int = 0  # updates in a row with nothing to learn from
@@ -85,7 +89,11 @@ class RunState:
     def seen_by_rewards(self, run: "Run") -> TrainerState:
         """What a reward may know of the training (docs/rewards.md), for curricula."""
         history = run.log.training_lines
-        return self.trainer_state(run.num_steps, len(run.prompts), run.config, history)
+        state = self.trainer_state(run.num_steps, len(run.prompts), run.config, history)
+        local_zero = run.world.rank % run.world.local_world_size == 0
+        return replace(
+            state, is_world_process_zero=run.world.is_main, is_local_process_zero=local_zero
+        )
 
     def trainer_state(
         self, num_steps: int, num_prompts: int, config: RunConfig, history: list[JsonObject]
@@ -104,6 +112,10 @@ class RunState:
             num_input_tokens_seen=self.tokens,
             num_train_epochs=num_steps * per_step / size,
             log_history=history,
+            logging_steps=config.logging.every,
+            eval_steps=config.eval.every,
+            save_steps=config.checkpoint.every,
+            train_batch_size=per_step * config.algorithm.num_generations,
         )
 
     def dump(self) -> JsonObject:
@@ -126,6 +138,7 @@ class Run:
     eval_sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
     reference: Reference | None
+    teacher: TeacherServer | None  # in place of a reference: it is asked over HTTP
     value_model: ValueModel | None
     generator: Generator
     rewards: Sequence[Reward]
@@ -143,7 +156,9 @@ class Run:
     attempt: int = 1
     has_atomic_rename: bool = True  # the file system renames folders atomically
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
-    ahead: AheadSampler | None = None  # of generation.overlap=ahead; None = sampled when needed
+    # Of generation.overlap=ahead or carry; None = sampled when needed.
+    ahead: AheadSampler | CarrySampler | None = None
+    stream: StreamSampler | None = None  # of generation.overlap=stream
     tools: ToolSet | None = None  # those of the agent; None = one answer to each prompt
     judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
 

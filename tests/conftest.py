@@ -31,7 +31,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Files whose tests use `server`.
 ONE_SERVER = (
     "test_vllm_contract.py", "test_vllm_truth.py", "test_judge_vllm.py", "test_ranks_vllm.py",
-    "test_vllm_api_processes.py",
+    "test_vllm_api_processes.py", "test_stream_vllm.py", "test_vllm_carry.py",
+    "test_teacher_vllm.py",
 )  # fmt: skip
 # Files that take a minute and more, the longest first.
 LONGEST = (

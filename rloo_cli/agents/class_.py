@@ -30,6 +30,10 @@ class Config(ProcessAgentConfig):
         """Whether its environments may have a reward of their own: `get_reward`."""
         return True
 
+    def opens_prompts(self) -> bool:
+        """Whether an environment may say all of an episode's first turn: its reset."""
+        return True
+
 
 def preflight(config: Config) -> None:
     """Raises MachineError where an environment of ours needs a package that is not installed."""

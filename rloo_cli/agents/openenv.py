@@ -31,6 +31,10 @@ class Config(AgentConfig):
         """Whether its environments may have a reward of their own: that of each step."""
         return True
 
+    def opens_prompts(self) -> bool:
+        """Whether an environment may say all of an episode's first turn: its reset."""
+        return True
+
 
 def preflight(config: Config) -> None:
     """Raises MachineError where the token's variable is not set."""

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from rloo_cli.data.packing import MicroBatch
 
-WHOLE = ("single", "ddp")  # engines that leave each process its whole models
-
 
 class Config(Switches):
     name: Literal["ppo"] = key("PPO with a value model and generalised advantage estimation")
@@ -100,19 +98,16 @@ class PPO(RLOO[Config]):
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """The settings that PPO cannot have, besides the conflicts of every algorithm."""
         yield from super().rules(run)
-        config, of_run = self.config, "model and value model learn together"
+        config = self.config
         yield from rules.whitening_problems(config)
         gae = "GAE gives every token its advantage, which is whitened over the step"
-        whole = f"{of_run}, each whole on its process"
         refused = {  # key -> whether it is refused, why, the way out
             "algorithm.kl_credit": (
                 kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
             ),
             "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
-            "distributed.engine": (run.distributed.engine not in WHOLE, whole, "ddp"),
-            "model.lora": (run.model.lora is not None, f"{of_run}, all weights of both", "null"),
         }  # fmt: skip
         for where, (odd, why, fix) in refused.items():
             if odd:
-                fix = f"distributed={fix}" if where.startswith("distributed") else f"{where}={fix}"
-                yield Problem(f"{where} does not go with algorithm=ppo", where, why, fix)
+                what = f"{where} does not go with algorithm=ppo"
+                yield Problem(what, where, why, f"{where}={fix}")

@@ -11,11 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.vision_processor import copy_processor_files
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import ParallelEngine
+from rloo_cli.distributed.meta_load import attach_empty_adapters
 from rloo_cli.distributed.world import World, cpu_world
-from rloo_cli.policy import lora
+from rloo_cli.policy import load, lora
 from rloo_cli.policy.model import Policy
+from rloo_cli.policy.vision import family_of_model
 from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.files import fsync_path
 
@@ -36,6 +40,8 @@ def write_model_folder(
         _make_savable(model.generation_config)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if family_of_model(model) is not None:
+        copy_processor_files(model.config._name_or_path, folder)
 
 
 def write_merged_model(
@@ -65,10 +71,53 @@ def write_gathered_model(
     if files is None:
         return
     files.close()
-    _make_savable(policy.model.generation_config)
     policy.model.config.save_pretrained(folder)
-    policy.model.generation_config.save_pretrained(folder)
+    if policy.model.can_generate():  # a reward model has no generation config
+        _make_savable(policy.model.generation_config)
+        policy.model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_gathered_adapter(
+    engine: ParallelEngine, policy: Policy, tokenizer: "PreTrainedTokenizerBase", folder: Path
+) -> None:
+    """Write the adapter of a sharded model: all ranks gather it, rank 0 writes it."""
+    for tensors in gather.iter_gathered_adapter(engine, policy.model):
+        if engine.world.is_main:
+            lora.save_adapter(policy.model, folder, tensors)
+            tokenizer.save_pretrained(folder)
+
+
+def write_gathered_merged_model(
+    engine: ParallelEngine,
+    policy: Policy,
+    tokenizer: "PreTrainedTokenizerBase",
+    config: RunConfig,
+    folder: Path,
+) -> None:
+    """Write a sharded model with its adapter merged, and the adapter to `adapter`.
+
+    All ranks gather the weights unit by unit; rank 0 puts them together in CPU memory, where it had
+    them when the model was loaded, and merges them as it would those of one process.
+    """
+    whole: dict[str, Tensor] = {}
+    for unit in gather.iter_gathered_weights(engine, policy.model):
+        if engine.world.is_main:
+            whole |= {name: tensor.to(gather.CPU, copy=True) for name, tensor in unit.items()}
+    if not engine.world.is_main:
+        return
+    configs = (policy.model.config, policy.model.generation_config)
+    shell = load.build_meta_model(config.model, configs, engine.world.device)
+    attach_empty_adapters(shell, config, second=False)
+    named = dict(shell.named_parameters())
+    buffers = {name: b.to(gather.CPU) for name, b in policy.model.named_buffers()}
+    shell.load_state_dict({n: whole[n] for n in named}, assign=True, strict=False)
+    for path, module in shell.named_modules():
+        for name in module._buffers:
+            if (known := buffers.get(f"{path}.{name}".lstrip("."))) is not None:
+                module._buffers[name] = known
+    shell.tie_weights()
+    write_merged_model(shell, tokenizer, folder)
 
 
 class _WeightsFiles:

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from rloo_cli.checkpoint import manifest, resume, rollback, save, step_state
 from rloo_cli.checkpoint.resume import ResumePlan
-from rloo_cli.checkpoint.save import AHEAD_FILE, REFERENCE_FILE, RNG_FILE, ROLLOUTS_FILE, VALUE_FILE
+from rloo_cli.checkpoint.save import (
+    AHEAD_FILE,
+    CARRY_FILE,
+    REFERENCE_FILE,
+    RNG_FILE,
+    ROLLOUTS_FILE,
+)
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig, TrainConfig
 from rloo_cli.config.user_code import tool_fingerprints
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.optimizer import TrainingOptimizer
+from rloo_cli.generation.common.ahead import AheadSampler
+from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.reporting.update_metrics import without_sums
 from rloo_cli.run import Run, RunState
 from rloo_cli.utils import paths, rng
@@ -24,7 +32,7 @@ from rloo_cli.utils.files import JsonObject, read_json, update_json, write_text
 
 
 def restore_run(run: Run, checkpoint: Path) -> None:
-    """Restore everything but the weights: the model was loaded from the checkpoint already.
+    """Restore everything but the weights: the models were loaded from the checkpoint already.
 
     Optimizer state is stored per parameter, so any number of ranks and any parallel engine may
     have written it. Raises ConfigError when the checkpoint does not fit the run.
@@ -33,12 +41,11 @@ def restore_run(run: Run, checkpoint: Path) -> None:
     try:
         run.state = RunState(**values["state"])
         run.optimizer.restore(OptimizerTensors(trainer), values["optimizer"])
-        _apply_config_changes(run.optimizer, run.config.train, values["config"]["train"])
+        for part in run.optimizer.parts:
+            _apply_config_changes(part, run.config.train, values["config"]["train"])
         states = _rank_random_states(run, checkpoint, values)
         if run.reference is not None and run.reference.follows_policy:
             run.reference.restore(load_file(trainer / f"{REFERENCE_FILE}.safetensors"))
-        if run.value_model is not None:
-            run.value_model.restore(load_file(trainer / f"{VALUE_FILE}.safetensors"))
         if (trainer / f"{ROLLOUTS_FILE}.json").is_file():
             rollouts = load_file(trainer / f"{ROLLOUTS_FILE}.safetensors")
             plain = read_json(trainer / f"{ROLLOUTS_FILE}.json")
@@ -47,7 +54,10 @@ def restore_run(run: Run, checkpoint: Path) -> None:
             if not run.world.is_main:  # the saved ones are sums over ranks: rank 0 alone has them
                 run.step_progress.updates = without_sums(run.step_progress.updates)
                 run.step_progress.marked_updates = run.step_progress.updates.copy()
-        if run.ahead is not None and (trainer / f"{AHEAD_FILE}.json").is_file():
+        if (trainer / f"{CARRY_FILE}.json").is_file():
+            carried = load_file(trainer / f"{CARRY_FILE}.safetensors")
+            _restore_carried(run, carried, read_json(trainer / f"{CARRY_FILE}.json"))
+        if isinstance(run.ahead, AheadSampler) and (trainer / f"{AHEAD_FILE}.json").is_file():
             drawn = load_file(trainer / f"{AHEAD_FILE}.safetensors")
             plain = read_json(trainer / f"{AHEAD_FILE}.json")
             run.ahead.batch = step_state.load_step(drawn, plain, run.prompts).batch
@@ -59,6 +69,18 @@ def restore_run(run: Run, checkpoint: Path) -> None:
         what, why = f"{checkpoint} cannot be restored", f"{type(error).__name__}: {error}"
         raise ConfigError(Problem(what, "resume", why, "an older checkpoint")) from error
     run.saved_position = run.position
+
+
+def _restore_carried(run: Run, tensors: dict[str, Tensor], plain: JsonObject) -> None:
+    """Take over the groups that were under way. Raises ConfigError where they cannot go on."""
+    if isinstance(run.ahead, CarrySampler):
+        run.ahead.restore(tensors, plain, run.state.step + (run.step_progress is not None))
+    elif plain["groups"] and run.config.generation.backend != "replay":
+        draws = ", ".join(str(group["draw"]) for group in plain["groups"][:5])
+        what = f"{len(plain['groups'])} groups are under way in the checkpoint, and would be lost"
+        why = f"generation.overlap=carry had begun them (draws {draws}, ...)"
+        fix = "generation.overlap=carry, as it was"
+        raise ConfigError(Problem(what, "generation.overlap", why, fix))
 
 
 def _apply_config_changes(
@@ -161,6 +183,7 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
         began=attempt,
         fingerprint=run.prompts.fingerprint,
         tool_files=tool_fingerprints(run.config),
+        teacher=None if run.teacher is None else run.teacher.model,
         prompts=len(run.prompts),
         checkpoint=checkpoint.name if checkpoint else None,
         came_from=str(checkpoint) if checkpoint else None,
@@ -208,3 +231,15 @@ def check_same_tools(resume_plan: ResumePlan, config: RunConfig) -> None:
         why = f"{key} = {spec}: sha256 {digest}; it was {before[key]}"
         fix = "the file as it was, or resume_allow_changes=true (it is recorded)"
         raise ConfigError(Problem(what, f"{key}, {resume_plan.checkpoint}", why, fix))
+
+
+def check_same_teacher(resume_plan: ResumePlan, model: str, config: RunConfig) -> None:
+    """Raises ConfigError when a server's teacher has another name than at the checkpoint."""
+    if resume_plan.checkpoint is None or config.resume_allow_changes:
+        return
+    before = manifest.read_trainer_state(resume_plan.checkpoint).get("teacher") or model
+    if before != model:
+        what = f"the teacher was {before} at the checkpoint, and is {model} now"
+        where = f"algorithm.teacher.base_url, {resume_plan.checkpoint}"
+        fix = "a server of the teacher as it was, or resume_allow_changes=true (it is recorded)"
+        raise ConfigError(Problem(what, where, "it would teach something else", fix))

@@ -7,6 +7,7 @@ kept under another name. Only what is provably a temporary file of our own is re
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from rloo_cli.utils.files import JsonObject, fsync_path, write_text
 JOURNALS = ("metrics.jsonl", "ledger.jsonl")  # appended to, and cut back to a checkpoint's length
 TEMPORARY_NAME = re.compile(
     r"\.(tmp|trash)-(final|try|checkpoint-[\d-]+)-a(?P<attempt>\d+)"
-    r"|\.(run|env|server(_\d+)?|summary|state|MANIFEST|rollouts|rng-\d+)\.json\.\d+\.tmp"
-    r"|\.(config\.yaml|overrides\.txt|latest)\.\d+\.tmp"
-    r"|\.(step|eval|pairs)_[\w.-]+\.(jsonl|safetensors)\.\d+\.tmp"
-    r"|\.\w+\.attempt\d+\.tail\.jsonl\.\d+\.tmp"
+    r"|\.(?:(run|env|server(_\d+)?|summary|state|MANIFEST|rollouts|rng-\d+)\.json"
+    r"|config\.yaml|overrides\.txt|latest"
+    r"|(step|eval|pairs)_[\w.-]+\.(jsonl|safetensors)"
+    r"|\w+\.attempt\d+\.tail\.jsonl)\.(?P<pid>\d+)\.tmp"
 )
+
+LIVE_WRITE_S = 60.0  # seconds that a living process may take to write a small file
 
 
 def journal_lengths(folder: Path) -> dict[str, int]:
@@ -70,8 +73,16 @@ def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
 
 
 def _is_own_temporary(path: Path, attempt: int) -> bool:
+    """Whether an ended save left it: the launcher beside us may be writing one this moment."""
     found = TEMPORARY_NAME.fullmatch(path.name)
-    return found is not None and int(found["attempt"] or 0) <= attempt
+    if found is None or int(found["attempt"] or 0) > attempt:
+        return False
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    is_alive = found["pid"] is not None and Path(f"/proc/{found['pid']}").exists()
+    return not (is_alive and age_s < LIVE_WRITE_S)
 
 
 def superseded_path(path: Path, attempt: int) -> Path:

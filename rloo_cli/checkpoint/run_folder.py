@@ -25,6 +25,7 @@ SERVER_LOGS = Path("logs", "server")  # a rollout server's log and its config
 SERVER_FILE_NAME = re.compile(r"(node_\d+_)?(config\.yaml|server_\d+\.log)|\.[\w.]+\.\d+\.tmp")
 # A launcher that was killed in its very first write leaves this one.
 HALF_WRITTEN = re.compile(r"\.(run\.json|server(_\d+)?\.json)\.\d+\.tmp")
+WRITTEN_IN_PLACE = ("metrics.jsonl", "ledger.jsonl", "samples", "rollouts", "logs", "debug")
 TRAINED_PATTERNS = ("final", "summary.json", "checkpoint-*", ".tmp-*", ".trash-*")
 
 
@@ -79,12 +80,29 @@ def foreign_folder_reason(folder: Path) -> str | None:
     """Why an existing folder is not free for a run of ours; None where it is."""
     if (folder / RUN_FILE).exists() or (folder / RUN_FILE).is_symlink():
         why = f"it is not a run: its {RUN_FILE} is not one of ours"
-        return None if read_run_metadata(folder) else why
+        return linked_entry_reason(folder) if read_run_metadata(folder) else why
     found = sorted(p.name for p in folder.iterdir() if not _is_server_entry(p))
     if not found:
         return None
     shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
     return f"it is not a run: it holds {shown}, and no {RUN_FILE}"
+
+
+def linked_entry_reason(folder: Path) -> str | None:
+    """Why a run of ours may not go on in its folder: what it writes in place leads out of it.
+
+    A run that somebody else has made may hold links: its journals would be cut and appended to, its
+    samples moved and its oldest records removed, all of them files of somebody else. A checkpoint
+    may be a link (`checkpoint.keep_last` passes it over), and so may the folder itself.
+    """
+    home = folder.resolve()
+    for name in WRITTEN_IN_PLACE:
+        path = folder / name
+        if path.is_symlink() and not path.resolve().is_relative_to(home):
+            return (
+                f"its {name} is a link to {os.readlink(path)}: the run would change what is there"
+            )
+    return None
 
 
 def read_run_metadata(folder: Path) -> JsonObject:

@@ -15,14 +15,19 @@ from importlib import metadata
 from math import prod
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from rloo_cli.checkpoint import export, manifest, rollback, step_state
 from rloo_cli.checkpoint.resume import read_run_config
 from rloo_cli.config import check
+from rloo_cli.distributed import gather
+from rloo_cli.distributed.gather import CPU
 from rloo_cli.distributed.world import is_rank_lost
+from rloo_cli.generation.common.ahead import AheadSampler
+from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import weight_shape
 from rloo_cli.reporting.update_metrics import UpdateMetrics, sum_over_ranks
@@ -35,6 +40,7 @@ from rloo_cli.utils.files import JsonObject, fsync_path, read_json, update_json,
 VERSIONED_PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG_FILE, ROLLOUTS_FILE = "rng", "rollouts"
 AHEAD_FILE = "ahead"  # the batch that was drawn ahead of the training
+CARRY_FILE = "carry"  # groups that are under way over several steps
 REFERENCE_FILE = "reference"  # only of a reference that follows the policy
 VALUE_FILE = "value"
 
@@ -58,7 +64,8 @@ def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
         run.world.run_on_rank0(lambda: _publish_checkpoint(run, target))
         run.saved_position = place
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
-        if is_rank_lost(error):
+        full = isinstance(error, OutOfMemoryError)  # the next step would not fit either
+        if is_rank_lost(error) or (full and not raise_on_failure):
             raise
         failed = _save_error(target, error)
         if raise_on_failure:
@@ -118,14 +125,32 @@ class CollectedState:
     optimizer_metadata: JsonObject
     rng: rng.RandomStates  # this rank's
     update_metrics: UpdateMetrics | None  # of the unfinished step, summed over ranks
+    value_tensors: dict[str, Tensor]  # of the value model; {} on ranks other than 0
 
 
 def _collect_state(run: Run) -> CollectedState:
     tensors, optimizer = run.optimizer.dump(run.world.rank, run.world.size)
+    value_tensors = _gather_value_model(run)
     if (step := run.step_progress) is None:
-        return CollectedState(tensors, optimizer, run.rng, None)
+        return CollectedState(tensors, optimizer, run.rng, None, value_tensors)
     update_metrics = sum_over_ranks(step.marked_updates, run.world)
-    return CollectedState(tensors, optimizer, step.rng, update_metrics)
+    return CollectedState(tensors, optimizer, step.rng, update_metrics, value_tensors)
+
+
+def _gather_value_model(run: Run) -> dict[str, Tensor]:
+    """The weights of the value model, whole, on rank 0: where they are sharded, in CPU memory."""
+    if run.value_model is None:
+        return {}
+    if not run.engine.sharded:
+        return run.value_model.state() if run.world.is_main else {}
+    found: dict[str, Tensor] = {}
+    for unit in gather.iter_gathered_weights(run.engine, run.value_model.model):
+        if run.world.is_main:
+            found |= {name: t.to(CPU, run.value_model.dtype, copy=True) for name, t in unit.items()
+                      if not name.startswith("score.")}  # fmt: skip
+            found |= {name: t.to(CPU, torch.float32, copy=True) for name, t in unit.items()
+                      if name.startswith("score.")}  # fmt: skip
+    return found
 
 
 def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
@@ -138,15 +163,19 @@ def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
     writers: list[Callable[[], None]] = []
     if run.world.is_main and run.reference is not None and run.reference.follows_policy:
         parts.append((REFERENCE_FILE, run.reference.state()))
-    if run.world.is_main and run.value_model is not None:
-        parts.append((VALUE_FILE, run.value_model.state()))
+    if state.value_tensors:
+        parts.append((VALUE_FILE, state.value_tensors))
     if run.world.is_main:
         if run.step_progress is not None:
             rollouts, plain = step_state.dump_step(run.step_progress, state.update_metrics)
             parts.append((ROLLOUTS_FILE, rollouts))
             # A user's reward may log any value beside a completion, NaN too.
             write_text(trainer / f"{ROLLOUTS_FILE}.json", json.dumps(plain, default=str) + "\n")
-        if run.ahead is not None and run.ahead.batch is not None:
+        if isinstance(run.ahead, CarrySampler) and run.ahead.next_offset is not None:
+            carried, plain = run.ahead.dump()
+            parts.append((CARRY_FILE, carried))
+            write_text(trainer / f"{CARRY_FILE}.json", json.dumps(plain) + "\n")
+        if isinstance(run.ahead, AheadSampler) and run.ahead.batch is not None:
             drawn, plain = step_state.dump_step(StepProgress(run.ahead.batch))
             parts.append((AHEAD_FILE, drawn))
             write_text(trainer / f"{AHEAD_FILE}.json", json.dumps(plain, default=str) + "\n")
@@ -170,7 +199,9 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def write_model(run: Run, folder: Path) -> None:
     """Write the model's own files into a checkpoint. All ranks take part."""
     trigger_fault("ckpt.write")
-    if run.engine.sharded:
+    if run.engine.sharded and lora.has_adapter(run.policy.model):
+        export.write_gathered_adapter(run.engine, run.policy, run.tokenizer, folder)
+    elif run.engine.sharded:
         export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)
     elif run.world.is_main:
         export.write_model_folder(run.policy.model, run.tokenizer, folder)
@@ -178,7 +209,11 @@ def write_model(run: Run, folder: Path) -> None:
 
 def write_final_model(run: Run, folder: Path) -> None:
     """Write the trained model, with an adapter merged, for use elsewhere. All ranks take part."""
-    if run.engine.sharded:
+    if run.engine.sharded and lora.has_adapter(run.policy.model):
+        export.write_gathered_merged_model(
+            run.engine, run.policy, run.tokenizer, run.config, folder
+        )
+    elif run.engine.sharded:
         export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)
     elif run.world.is_main:
         export.write_merged_model(run.policy.model, run.tokenizer, folder)
@@ -193,6 +228,7 @@ def _trainer_state(run: Run, state: CollectedState) -> JsonObject:
         "fingerprint": run.prompts.fingerprint,
         # As they were when this attempt began, and its tools were imported.
         "tool_files": read_json(run.folder / "run.json").get("tool_files", {}),
+        "teacher": None if run.teacher is None else run.teacher.model,
         "steps": run.num_steps,
         "optimizer": state.optimizer_metadata,
         "rng": state.rng.plain,
@@ -269,7 +305,7 @@ def estimated_checkpoint_bytes(run: Run) -> int:
     itemsize = 4 if lora.has_adapter(model) else run.policy.dtype.itemsize
     weights = sum(prod(weight_shape(p)) for p in lora.tensors_to_save(model)) * itemsize
     if run.value_model is not None:
-        weights += sum(p.nbytes for p in run.value_model.model.parameters())
+        weights += run.value_model.num_parameters * run.value_model.dtype.itemsize
     return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.num_trained_parameters
 
 

@@ -6,14 +6,14 @@ from torch import Tensor
 from rloo_cli.data.batch import (
     ADVANTAGE_TENSORS,
     BATCH_TENSORS,
-    BATCH_VALUES,
     OPTIONAL_BATCH_TENSORS,
     Batch,
     Group,
 )
 from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.data.rollout_values import dump_rollout, load_rollout
+from rloo_cli.data.rollout_values import dump_rollout, load_rollout, sampled_lengths
+from rloo_cli.data.sampling_mask import mask_tensors, read_mask_tensors
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import StepProgress
 from rloo_cli.utils.files import JsonObject
@@ -37,6 +37,7 @@ def dump_step(
     if all(logp is not None for logp in logps):
         flat_logp = [x for logp in logps for x in logp or []]
         tensors["behaviour_logp"] = torch.tensor(flat_logp, dtype=torch.float64)
+    tensors |= mask_tensors([r.sampling_mask for r in rollouts], [r.length for r in rollouts])
     if step_progress.prepared:
         tensors |= {
             f"batch/{n}": t for n in ADVANTAGE_TENSORS if (t := getattr(batch, n)) is not None
@@ -53,7 +54,7 @@ def dump_step(
         "done": step_progress.done,
         "work": dict(update_metrics.work),
         "batch": {
-            **{n: getattr(batch, n) for n in BATCH_VALUES},
+            **batch.plain_values,
             "facts": {k: v for k, v in batch.facts.items() if v == v and abs(v) != float("inf")},
             "extras": batch.extras,
             "notes": batch.notes,
@@ -81,7 +82,8 @@ def load_step(tensors: dict[str, Tensor], plain: JsonObject, prompts: Prompts) -
     logps: list[list[float] | None] = [None] * len(saved)
     if "behaviour_logp" in tensors:
         logps = [t.tolist() for t in torch.split(tensors["behaviour_logp"], lengths)]
-    rollouts = [load_rollout(*parts) for parts in zip(ids, logps, saved, strict=True)]
+    masks = read_mask_tensors(tensors, sampled_lengths(lengths, saved))
+    rollouts = [load_rollout(*parts) for parts in zip(ids, logps, saved, masks, strict=True)]
     for p, group in enumerate(groups):
         group.take_rollouts(rollouts[p * k : p * k + k])
     for name in TOKEN_COLUMNS if plain["prepared"] else ():

@@ -14,7 +14,7 @@ key_page        docs/keys.md: every key with type, default, meaning and reason
 key_values      every key with its values, as JSON
 ledger          rloo ledger
 main            the command line: verbs, Hydra
-migrate/        rloo migrate
+migrate         rloo migrate
 multirun        Hydra's multirun: launchers, names, objective
 plan            rloo plan, and train --dry-run
 push            rloo push

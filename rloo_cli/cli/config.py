@@ -11,6 +11,7 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.idle_keys import idle_reasons
 from rloo_cli.config.messages import schema_keys, unknown_key_problem, walk_values
+from rloo_cli.config.provenance import SourceLocation, yaml_value
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -70,7 +71,7 @@ def _single_key_schema(name: str, inside: JsonObject) -> JsonObject:
 
 
 def explain_key(key: str, overrides: list[str]) -> str:
-    """One key: what it is, its value in this config, where that came from, whether it acts."""
+    """One key: what it is, its value here and where that is from, its default, whether it acts."""
     composed, model = every_key(overrides)
     fields = schema_fields(model)
     chosen = compose_config(overrides)
@@ -90,11 +91,25 @@ def explain_key(key: str, overrides: list[str]) -> str:
     default = dict(walk_values(check.merge_defaults(composed.values))).get(key)
     lines.append(f"  value    {json.dumps(values.get(key, default))}")
     lines.append(f"  from     {source.sources.location_of(key) or '-'}")
+    shipped = source.sources.shipped_location(key) or composed.sources.shipped_location(key)
+    lines.append(f"  default  {_default_text(shipped, default)}")
     if key not in values:
         lines.append("  note     nothing has this key here: its reward or section is not chosen")
     for why in idle_reasons(key, config):
         lines.append(f"  idle     it has no effect: {why}")
     return "\n".join(lines)
+
+
+def _default_text(shipped: SourceLocation | None, example: object) -> str:
+    """The value in `conf/` as JSON, and where it stands. `example`: a value of the same kind."""
+    if shipped is None or shipped.value == "???":
+        return "-"
+    value = shipped.value
+    if value is None and shipped.text and isinstance(example, list):
+        value = [yaml_value(word) for word in shipped.text.split()]
+    elif value is None and isinstance(example, list | dict) and not shipped.text:
+        value = type(example)()
+    return f"{json.dumps(value)} ({shipped})"
 
 
 def _explained_values(told: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting import curves
+from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 
 USAGE = "rloo curves RUN [OUT.png|OUT.svg] [--json]"
@@ -31,7 +32,8 @@ def run(args: list[str]) -> int:
         raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why))
     try:
         drawn = curves.draw_run_curves(folder / "metrics.jsonl", out, folder.name)
-        print(json.dumps({"curves": str(drawn)}) if given.json else drawn)
+        shown = show_control_characters(str(drawn))
+        print(json.dumps({"curves": str(drawn)}) if given.json else shown)
     except OSError as error:
         raise StorageError(
             Problem(f"{out} cannot be written", "command line", str(error))

@@ -134,12 +134,13 @@ def _kill_orphans(name: str, as_json: bool) -> int:
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> list[Text]:
     record = diagnosis.record
-    lines = [Text(f"{record.folder}: {record.state}, {record.last_step} steps logged", "bold")]
+    head = clean_line(f"{record.folder}: {record.state}, {record.last_step} steps logged")
+    lines = [Text(head, "bold")]
     lines += [Text(f"  damaged  {clean_line(text)}", "red") for text in diagnosis.problems]
     for finding in diagnosis.findings:
-        lines.append(Text(f"✗ {finding.name}", "bold red"))
+        lines.append(Text(f"✗ {clean_line(finding.name)}", "bold red"))
         lines.append(Text(f"  seen     {clean_line(finding.figures)}"))
-        lines.append(Text(f"  turn     {finding.fix}"))
+        lines.append(Text(f"  turn     {clean_line(finding.fix)}"))
         lines.append(Text(f"  more     docs/doctor.md#{finding.anchor}"))
     if not diagnosis.findings:
         few = "too few steps to say much: " if record.last_step < 8 else ""

@@ -21,7 +21,7 @@ import yaml
 from rloo_cli.cli import json_answer
 from rloo_cli.cli.eval_target import USAGE, EvalTarget, eval_target_of_recipe, eval_target_of_run
 from rloo_cli.config import check
-from rloo_cli.launch import preflight, processes, rollout_server
+from rloo_cli.launch import local_ranks, preflight, processes, rollout_server
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import read_json, write_json, write_text
@@ -38,10 +38,12 @@ def run(args: list[str]) -> int:
     bare = [w for w in args if "=" not in w and not w.startswith(("+", "~"))]
     keys = [w for w in args if w not in bare[:1]]
     subject = eval_target_of_run(bare[0], keys) if bare else eval_target_of_recipe(args, dirs)
-    where = subject.output_dir.parent
-    preflight.check_machine(subject.config.model_copy(update={"root": str(where)}))
+    where, ranks = subject.output_dir.parent, local_ranks.count_local_ranks(subject.config)
+    local_ranks.check_not_a_rank("eval")
+    config = subject.config.model_copy(update={"root": str(where)})
+    preflight.check_machine(config, local_ranks=ranks)
     with json_answer.json_answer(as_json) as answer:
-        code = _evaluate(subject)
+        code = _evaluate(subject, ranks)
         metrics = read_json(subject.output_dir / "metrics.json") if code == 0 else {}
         answer |= {"results": str(subject.output_dir), "code": code, "metrics": metrics}
     return code
@@ -65,8 +67,11 @@ def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
     return dirs, rest
 
 
-def _evaluate(target: EvalTarget) -> int:
-    """Evaluate in a process of its own. -> its exit code. Results appear whole, or not at all."""
+def _evaluate(target: EvalTarget, ranks: int) -> int:
+    """Evaluate in processes of their own. -> their exit code. Results appear whole, or not at all.
+
+    Each of several `ranks` has a whole model, and answers its share of the prompts.
+    """
     place = target.output_dir
     _check_output_dir(place)
     try:
@@ -74,9 +79,11 @@ def _evaluate(target: EvalTarget) -> int:
             settings = yaml.safe_dump(check.dump_config(target.config), sort_keys=False)
             write_text(folder / "config.yaml", settings)
             write_json(folder / "about.json", target.provenance)
-            with rollout_server.managed_server(folder, target.config) as (look, env):
-                starts = [processes.ProcessSpec(env)]
-                watch = processes.ProcessCallbacks(poll=look)
+            config = target.config
+            with (
+                rollout_server.managed_server(folder, config, local_ranks=ranks) as (look, env),
+                local_ranks.local_rank_specs(config, ranks, env, look) as (starts, watch),
+            ):
                 code = processes.run_processes("evaluation.worker", [str(folder)], watch, starts)
             if code == 0:
                 _replace_results(folder, place)

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.config import check, compose, judge, rules_lora
+from rloo_cli.config import check, compose, hf_cache, judge
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.provenance import (
     COMMAND_LINE,
@@ -98,7 +98,7 @@ def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
 
 def _model_section(section: PlainConfig, checkpoint: Path) -> PlainConfig:
     """The section `model` of a run for one of its models: whole, or an adapter over model.path."""
-    if not (checkpoint / rules_lora.ADAPTER_CONFIG_FILE).is_file():
+    if not (checkpoint / hf_cache.ADAPTER_CONFIG_FILE).is_file():
         whole = {"path": str(checkpoint), "revision": None, "lora": None, "quantization": None}
         return section | CHECKPOINT_MODEL_KEYS | whole
     keys = section.get("lora")

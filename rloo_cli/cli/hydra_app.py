@@ -49,16 +49,22 @@ class HydraJob:
 
 
 class HydraApp:
-    """One call of Hydra. At the end `exit_codes` has those of jobs that its launcher ran."""
+    """One call of Hydra.
+
+    At the end `exit_codes` has those of jobs that its launcher ran, and `best_job` what a sweeper
+    that optimizes found.
+    """
 
     def __init__(self, args: list[str]):
         flags, overrides = split_flags(args)
         self.flags, self.dirs = compose.split_config_dirs(flags)
         user_files.register_config_dirs(self.dirs)
         self.overrides = compose.rewrite_overrides(overrides, self.dirs)
+        multirun.check_sweeper(self.overrides)
         self.swept_keys = multirun.swept_keys(self.overrides)
         self.errors: list[Exception] = []
         self.exit_codes: list[int] = []
+        self.best_job = ""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -66,7 +72,8 @@ class HydraApp:
         own errors, after Hydra has ended: else it would print a line of its own first."""
         before = os.environ.get("HYDRA_FULL_ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
-        with multirun.sweep_output_dir(self.overrides) as (sweep, keys):
+        is_sweep = bool({"-m", "--multirun"} & {*self.flags})
+        with multirun.sweep_output_dir(self.overrides, is_sweep) as (sweep, keys):
             self.launcher_jobs = multirun.LauncherJobs(sweep)
             added = [*compose.search_path_override(self.dirs), *keys]
             sys.argv = ["rloo train", *self.flags, *added, *self.overrides]
@@ -80,6 +87,7 @@ class HydraApp:
                 os.environ.pop("HYDRA_FULL_ERROR")
                 if before is not None:
                     os.environ["HYDRA_FULL_ERROR"] = before
+            self.best_job = multirun.best_job(sweep)
             self.exit_codes = self.launcher_jobs.exit_codes()
         if self.errors:
             raise self.errors[0]

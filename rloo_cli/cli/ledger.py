@@ -10,6 +10,7 @@ from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.inspection.ledger_audit import LedgerAudit, audit_ledger, ledger_summary
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES
+from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem
 
 USAGE = "rloo ledger RUN [--json]"
@@ -30,7 +31,8 @@ def run(args: list[str]) -> int:
         values = {"run": str(folder)} | ledger_summary(audit) | {"notes": notes}
         print(json.dumps(values, indent=2))
     else:
-        print("\n".join([str(folder / LEDGER_FILE), *ledger_report(audit), *notes]))
+        lines = [str(folder / LEDGER_FILE), *ledger_report(audit), *notes]
+        print(show_control_characters("\n".join(lines)))
     return 0
 
 
@@ -52,5 +54,7 @@ def ledger_report(account: LedgerAudit) -> list[str]:
         cells = "".join(f"{account.epochs[e][name]:>11}" for e in epochs)
         lines.append(f"{name:<12}{fates[name]:>9}{fates[name] / total:>8.1%}{cells}")
     parts = [f"{name} {fates[name]}" for name in PROMPT_FATES if fates[name]]
+    parts += [f"pending {len(account.pending)}"] if account.pending else []
     equation = f" = {' + '.join(parts)}" if parts else ""
-    return [*lines, "", f"conserved: {fates.total()} draws{equation}"]
+    drawn = fates.total() + len(account.pending)
+    return [*lines, "", f"conserved: {drawn} draws{equation}"]

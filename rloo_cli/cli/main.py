@@ -170,12 +170,20 @@ def run_train(args: list[str]) -> int:
             what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
             codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
         codes += app.exit_codes
-        if len(codes) > 1:  # of jobs, and of an error of Hydra's sweeper
-            failed = sum(code != 0 for code in codes)
-            print(f"{len(codes)} jobs, {failed} failed")
+        _tell_of_jobs(codes, app.best_job, answer)
         code = next((code for code in codes if code), 0)
         answer |= {"code": code, "runs": told}
     return code
+
+
+def _tell_of_jobs(codes: list[int], best: str, answer: JsonObject) -> None:
+    """Print how the jobs of a sweep ended, an error of its sweeper among them, and the best."""
+    if len(codes) > 1:
+        failed = sum(code != 0 for code in codes)
+        print(f"{len(codes)} jobs, {failed} failed")
+    if best:
+        print(best)
+        answer["best"] = best
 
 
 def _values_of_run(settings: "RunConfig") -> JsonObject:

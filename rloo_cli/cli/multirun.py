@@ -6,6 +6,7 @@ its exit code to the sweep's folder, which the process that started the sweep re
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -30,15 +32,23 @@ from rloo_cli.utils.files import write_text
 STOPPED = 75
 SUBMITIT_OVERRIDE = "hydra/launcher=submitit"
 SUBMITIT_FOLDER = ".submitit"  # in the root of runs: submitit's scripts, logs and pickles
+OPTUNA_OVERRIDE = "hydra/sweeper=optuna"
+OPTUNA_MODULE = "hydra_plugins.hydra_optuna_sweeper"
+OPTUNA_RESULTS = "optimization_results.yaml"  # its plugin writes it into the sweep's folder
 REQUEUE_WAIT_S = 120.0  # a requeued job is ended from outside
 
 
 @contextmanager
-def sweep_output_dir(overrides: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
+def sweep_output_dir(overrides: Sequence[str], is_sweep: bool) -> Iterator[tuple[Path, list[str]]]:
     """A temporary folder for a sweep with these overrides, and Hydra's keys that name it.
 
-    If other machines run its jobs it lies in the root of the runs, which they share.
+    One job alone gets a path where there is nothing: it would leave a folder where it is killed. If
+    other machines run its jobs it lies in the root of the runs, which they share.
     """
+    if not is_sweep:
+        nothing = Path(tempfile.gettempdir(), f"rloo-no-sweep-{os.getpid()}")
+        yield nothing, [f"hydra.sweep.dir={_quoted(str(nothing))}"]
+        return
     keys: list[str] = []
     shared = None
     if any(word.startswith(SUBMITIT_OVERRIDE) for word in overrides):
@@ -83,6 +93,41 @@ def objective_value(run: RunConfig) -> float | None:
     fix = f"logging.objective={close[0]}" if close else ""
     what = f"no line of {path} has {wanted[0]!r}"
     raise ConfigError(Problem(what, "logging.objective", why, fix))
+
+
+def check_sweeper(overrides: Sequence[str]) -> None:
+    """Raises MachineError for Optuna's sweeper where it is not installed."""
+    for word in overrides:
+        if word.lstrip("+") == OPTUNA_OVERRIDE and not _is_installed(OPTUNA_MODULE):
+            what = "Optuna's sweeper is not installed"
+            fix = "pip install 'rloo-cli[optuna]'"
+            raise MachineError(Problem(what, word, f"there is no module {OPTUNA_MODULE}", fix))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def best_job(folder: Path) -> str:
+    """What a sweeper that optimizes wrote of its best jobs, in one line; "" if it wrote nothing.
+
+    `folder`: the sweep's, which is removed after it.
+    """
+    path = folder / OPTUNA_RESULTS
+    if not path.is_file():
+        return ""
+    found = yaml.safe_load(path.read_text())
+    best = found.get("solutions") or [
+        {"params": found.get("best_params", {}), "values": [found.get("best_value")]}
+    ]
+    texts = []
+    for one in best:
+        keys = " ".join(f"{key}={value}" for key, value in one["params"].items())
+        texts.append(f"{', '.join(f'{value:.6g}' for value in one['values'])} with {keys}")
+    return f"best by {found.get('name', 'its sweeper')}: " + "; ".join(texts)
 
 
 def _quoted(path: str) -> str:

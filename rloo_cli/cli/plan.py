@@ -154,7 +154,8 @@ def _plan_summary(run: RunConfig) -> list[str]:
             f"plan       rloo plan tells it part by part{other}",
         ]
     except RunError as error:
-        return [f"plan       {error.problems[0].what}: {error.problems[0].why}"]
+        unknown = f"plan       {error.problems[0].what}: {error.problems[0].why}"
+        return [*planning_text.teacher_line(run), unknown]
 
 
 def dry_run(composed: ComposedConfig, multirun: bool = False) -> int:

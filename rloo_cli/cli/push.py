@@ -3,6 +3,8 @@
     rloo push RUN --repo ORG/NAME        RUN/final and a model card, into a private repository
     --public                             let everybody see it
     --checkpoint checkpoint-200          this one instead of final/
+    --message TEXT                       of the commit
+    --revision BRANCH                    a branch, which is made if it is not there
     --dry-run                            print the card and the files; send nothing
     --json                               the result as data
 
@@ -18,9 +20,14 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.inspection.model_card import HUB_NAME, model_card
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
+from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
+from rloo_cli.utils.files import JsonObject
 
-USAGE = "rloo push RUN --repo ORG/NAME [--public] [--checkpoint NAME] [--dry-run] [--json]"
+USAGE = (
+    "rloo push RUN --repo ORG/NAME [--public] [--checkpoint NAME] [--message TEXT]"
+    " [--revision BRANCH] [--dry-run] [--json]"
+)
 CARD_FILE = "README.md"
 LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only a resume needs
 
@@ -28,8 +35,9 @@ LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, no model, a public one), TrackerError (the hub)."""
     parser = RunArgumentParser("push", USAGE)
-    for flag in ("--repo", "--checkpoint"):
+    for flag in ("--repo", "--checkpoint", "--revision"):
         parser.add_argument(flag)
+    parser.add_argument("--message", default="rloo push")
     for flag in ("--public", "--dry-run", "--json"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args(args)
@@ -49,7 +57,8 @@ def run(args: list[str]) -> int:
         )
         print(shown)
         return 0
-    told["url"] = _send_model(options.repo, options.public, card, files)
+    commit = {"commit_message": options.message, "revision": options.revision}
+    told["url"] = _send_model(options.repo, options.public, card, files, commit)
     print(json.dumps(told, indent=2) if options.json else told["url"])
     return 0
 
@@ -76,11 +85,13 @@ def _model_files(model: Path) -> dict[str, Path]:
 
 def _listing(card: str, files: dict[str, Path]) -> str:
     sizes = [f"{path.stat().st_size / 2**20:10.2f} MiB  {name}" for name, path in files.items()]
-    return "\n".join([card, *sizes])
+    return show_control_characters("\n".join([card, *sizes]))
 
 
-def _send_model(repo: str, public: bool, card: str, files: dict[str, Path]) -> str:
-    """Send everything as one commit. -> the repository's address"""
+def _send_model(
+    repo: str, public: bool, card: str, files: dict[str, Path], commit: JsonObject
+) -> str:
+    """Send everything as one commit, which has a message and a branch. -> the repository"""
     from huggingface_hub import CommitOperationAdd, HfApi  # lazy: one verb's
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # lazy: one verb's
 
@@ -92,7 +103,9 @@ def _send_model(repo: str, public: bool, card: str, files: dict[str, Path]) -> s
         if not public and not api.repo_info(repo).private:
             what = f"{repo} is public, and --public was not said"
             raise ConfigError(Problem(what, "command line", fix="--public, or another --repo"))
-        api.create_commit(repo, adds, commit_message="rloo push")
+        if commit["revision"] is not None:
+            api.create_branch(repo, branch=commit["revision"], exist_ok=True)
+        api.create_commit(repo, adds, **commit)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         fix = "hf auth login, or HF_TOKEN; the token needs the right to write"

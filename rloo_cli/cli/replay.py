@@ -19,6 +19,7 @@ from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config import rules
 from rloo_cli.data import rollout_files
 from rloo_cli.inspection.run_folders import find_run_folder
+from rloo_cli.reporting.panel import clean_line
 from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -104,7 +105,7 @@ def _show_step(folder: Path, step: int, tolerance: float | None, as_json: bool) 
         table.add_row(Text(what), f"{count:,}", f"{differ:,}", "" if gap is None else f"{gap:.3g}")
     console.print(table)
     for note in found.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(clean_line(f"note: {note}"), markup=False)
     exact = "bit for bit" if not found.tolerance else f"to within {found.tolerance:g}"
     first = comparison.first
     if first is None:
@@ -139,7 +140,7 @@ def _show_reward(
         )  # fmt: skip
     console.print(table)
     for note in verdict.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(clean_line(f"note: {note}"), markup=False)
     for example in verdict.examples[: max(0, num_examples)]:
         console.print(_example_text(example), markup=False)
     return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.inspection.report import make_report
 from rloo_cli.inspection.run_folders import find_run_folder
+from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import write_text
 
@@ -42,5 +43,5 @@ def run(args: list[str]) -> int:
     except OSError as error:
         what = f"{out} cannot be written"
         raise StorageError(Problem(what, "command line", str(error))) from None
-    print(out)
+    print(show_control_characters(str(out)))
     return 0

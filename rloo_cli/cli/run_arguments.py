@@ -34,10 +34,11 @@ class RunArgumentParser(argparse.ArgumentParser):
 def answer_console(width_without_terminal: int) -> Console:
     """A console on stdout; that wide (cells) where stdout is a file or a pipe.
 
-    Characters that the terminal's encoding does not have are replaced.
+    Characters that the terminal's encoding does not have are replaced. Brackets in a text are no
+    markup: it may be a model's, or of a run that somebody else made.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     # Both sizes are set, for TERM=dumb overrules a width alone.
     width, height = (None, None) if sys.stdout.isatty() else (width_without_terminal, 40)
-    return Console(highlight=False, width=width, height=height)
+    return Console(highlight=False, markup=False, emoji=False, width=width, height=height)

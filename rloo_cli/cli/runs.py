@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.inspection.run_folders import RUNS_ROOT
@@ -51,7 +52,7 @@ def _runs_table(runs: list[RunSummary], root: Path) -> Table:
         state = run.state if ended else f"{run.state} ({run.code})"
         table.add_row(
             clean_line(shown),
-            f"[{STATE_STYLES.get(run.state, 'yellow')}]{clean_line(state)}[/]",
+            Text(clean_line(state), STATE_STYLES.get(run.state, "yellow")),
             "–" if run.age_s is None else format_duration(run.age_s),
             f"{run.step}/{run.of_steps}" if run.of_steps else str(run.step),
             "–" if run.score is None else format_number(run.score),

@@ -16,11 +16,16 @@ import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+from rich.color import Color
+from rich.style import Style
 from rich.text import Text
 
 from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.template import content_text
+from rloo_cli.data.images import BadImage, read_thumbnail
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, find_samples_file, read_sample_records
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
@@ -34,11 +39,12 @@ MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all o
 # Of an episode's parts: the style, and the lines that are shown.
 PART_STYLES = {"told": ("green", 8), "said": ("bold", 24), "called": ("cyan", 8)}
 HEAD_WIDTH = 11  # cells before a text
+IMAGE_CELLS = 20  # of an image's longer side
 OPTIONAL_FIELDS = ("kl", "reward", "advantage")
 SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs to see
     "set", "draw", "k", "prompt", "completion", "rewards", "score", "shaped", *OPTIONAL_FIELDS,
     "terminated", "finish_reason", "greedy", "prompt_length", "completion_length", "seed",
-    "weight_version", "row", "token_strip", "turns", "episode", "failed",
+    "weight_version", "row", "token_strip", "turns", "episode", "failed", "images",
 }  # fmt: skip
 
 
@@ -111,7 +117,7 @@ def _title(path: Path, samples: Sequence[SampleRecord], options: argparse.Namesp
     without = sum(_sort_value(sample, options.reward) is None for sample in samples)
     unscored = f", {without} without a score" if without else ""
     count = f"{min(options.n, len(samples))} of {len(samples)} samples"
-    return Text(f"{path}: {count}{unscored}{order}", "bold")
+    return Text(clean_line(f"{path}: {count}{unscored}{order}"), "bold")
 
 
 def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
@@ -131,6 +137,7 @@ def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
     lines += _paragraph("sample", clean_line(f"{which} · {end}"), width, 2, "bright_black")
     prompt = _prompt_text(sample.get("prompt", ""))
     lines += _paragraph("prompt", prompt, width, MAX_LINES["prompt"])
+    lines += _image_lines(sample)
     if sample.get("turns"):
         lines += _turn_lines(sample, width)
     else:
@@ -140,6 +147,33 @@ def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
     rest = [*columns.items(), *((k, v) for k, v in sample.items() if k not in SHOWN_FIELDS)]
     also = " · ".join(f"{clean_line(k)} {clean_line(v)}" for k, v in rest if v is not None)
     return lines + (_paragraph("also", also, width, 2, "bright_black") if also else [])
+
+
+def _image_lines(sample: SampleRecord) -> list[Text]:
+    """The prompt's images in small, two rows of pixels in a line; how many without Pillow."""
+    urls = [str(url) for url in sample.get("images") or []]
+    try:
+        images = [read_thumbnail(url) for url in urls]
+    except (ImportError, BadImage) as error:
+        return [Text(f"{'images':<{HEAD_WIDTH}}{len(urls)}, not shown: {error}")]
+    lines: list[Text] = []
+    for image in images:
+        scale = IMAGE_CELLS / max(image.width, image.height)
+        width = max(1, round(image.width * scale))
+        height = max(2, 2 * round(image.height * scale / 2))
+        small = image.resize((width, height))
+        for y in range(0, height, 2):
+            line = Text(f"{'' if lines else 'images':<{HEAD_WIDTH}}", "bright_black")
+            for x in range(width):
+                upper, lower = (_pixel_colour(small, x, y + i) for i in (0, 1))
+                line.append("▀", Style(color=upper, bgcolor=lower))
+            lines.append(line)
+    return lines
+
+
+def _pixel_colour(image: Any, x: int, y: int) -> Color:
+    red, green, blue = image.getpixel((x, y))
+    return Color.from_rgb(red, green, blue)
 
 
 def _turn_lines(sample: SampleRecord, width: int) -> list[Text]:
@@ -169,7 +203,7 @@ def _prompt_text(prompt: object) -> str:
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [m if isinstance(m, dict) else {"content": m} for m in prompt]
-    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
+    return "\n".join(f"{m.get('role', '?')}: {content_text(m.get('content'))}" for m in messages)
 
 
 def _format_number(value: object) -> str:

@@ -18,7 +18,7 @@ from rloo_cli.cli import json_answer
 from rloo_cli.cli.eval import temporary_output_dir
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.launch import preflight, processes
+from rloo_cli.launch import local_ranks, preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import JsonObject, read_json, write_text
 
@@ -45,9 +45,11 @@ def run(section: str, args: list[str]) -> int:
     place = supervised.training_folder(settings, section)
     with json_answer.json_answer(as_json) as answer:
         with hf_cache.recorded_command(composed.user_overrides):
-            preflight.check_supervised_machine(settings, section)
+            local_ranks.check_not_a_rank(verb)
+            ranks = local_ranks.count_local_ranks(settings)
+            preflight.check_supervised_machine(settings, section, ranks)
             is_there = _is_trained(place, settings, section)
-            code = 0 if is_there else _train_in_subprocess(place, settings, section)
+            code = 0 if is_there else _train_in_subprocess(place, settings, section, ranks)
         if is_there:
             print(f"{place} is there already: nothing to do (name=... for another)")
         elif code == 0:
@@ -57,13 +59,16 @@ def run(section: str, args: list[str]) -> int:
     return code
 
 
-def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str) -> int:
-    """Do it in a process of its own; its exit code."""
+def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str, ranks: int) -> int:
+    """Do it in so many processes of their own; their exit code."""
     try:
         with temporary_output_dir(output_dir) as folder:
             text = yaml.safe_dump(check.dump_config(settings), sort_keys=False)
             write_text(folder / "training" / "config.yaml", text)
-            code = processes.run_processes("train.supervised.worker", [str(folder), section])
+            with local_ranks.local_rank_specs(settings, ranks) as (starts, watch):
+                arguments = [str(folder), section]
+                worker = "train.supervised.worker"
+                code = processes.run_processes(worker, arguments, watch, starts)
             if code == 0:
                 folder.rename(output_dir)
     except OSError as error:

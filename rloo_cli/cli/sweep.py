@@ -117,11 +117,13 @@ def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
         raise ConfigError(Problem(what, "--jobs", why, f"--jobs {len(gpus)}"))
 
 
-def _trials_that_fit(jobs: int, gpus: Sequence[str]) -> int | None:
+def _trials_that_fit(jobs: int, gpus: Sequence[str], runs: Sequence[RunConfig] = ()) -> int | None:
     """How many trials the GPUs in use can hold; None without a GPU."""
     if not gpus:
         return None
-    return rules.max_open_trials(min(jobs, len(gpus)), device.find_device(None).memory_bytes)
+    memory = device.find_device(None).memory_bytes
+    with_engines = any(run.generation.backend == "vllm_colocate" for run in runs)
+    return rules.max_open_trials(min(jobs, len(gpus)), memory, with_engines)
 
 
 def _add_pace_flags(parser: SweepArgumentParser) -> SweepArgumentParser:
@@ -187,7 +189,7 @@ def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool
     problems: list[Problem] = []
     if left:
         problems += rules.rung_problems(new, len(left), [run.max_steps for run in runs])
-    fit = _trials_that_fit(sweep_state.jobs, device_count.visible_gpus())
+    fit = _trials_that_fit(sweep_state.jobs, device_count.visible_gpus(), runs)
     problems += rules.too_many_trials_problems(len(left), fit)
     if problems:
         raise ConfigError(*problems)

@@ -97,13 +97,18 @@ VERBS: dict[str, VerbHelp] = {
     ),
     "vllm-serve": VerbHelp(
         "serve completions for a run from GPUs or a node of their own",
-        ("rloo vllm-serve +recipe=NAME [key=value ...]",),
+        (
+            "rloo vllm-serve +recipe=NAME [key=value ...]",
+            "rloo vllm-serve model.path=ORG/NAME [key=value ...]",
+        ),
         {"--json": "its address on stdout, once it answers; all else on stderr", **CONFIG_DIR},
         (
             "rloo vllm-serve +recipe=quickstart",
             "rloo vllm-serve +recipe=quickstart generation.server.port=8001",
+            "rloo vllm-serve model.path=make:tiny name=a_server",
         ),
-        "`rloo train` with the same overrides and generation=vllm_server finds the server.",
+        "`rloo train` with the same overrides and generation=vllm_server finds the server. One\n"
+        "without a recipe serves any run that names it: generation.server.base_url=URL.",
     ),
     "eval": VerbHelp(
         "score held-out data: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...",
@@ -256,6 +261,8 @@ VERBS: dict[str, VerbHelp] = {
             "--repo ORG/NAME": "the repository; it is made if it is not there",
             "--public": "let everybody see it",
             "--checkpoint NAME": "a checkpoint of the run instead of final/",
+            "--message TEXT": "of the commit (rloo push)",
+            "--revision BRANCH": "a branch, which is made if it is not there (the main one)",
             "--dry-run": "print the card and the files, send nothing",
             "--json": "the result as data",
         },

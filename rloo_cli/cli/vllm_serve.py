@@ -1,12 +1,14 @@
 """`rloo vllm-serve`: a rollout server for a run, that `rloo train` with the same words finds.
 
 For a sampler on GPUs, a node or a job of its own. It writes `server.json` and logs into the run's
-folder and nothing else, so the run can begin there later. Imports neither torch nor vLLM.
+folder and nothing else, so the run can begin there later. Without a recipe it serves model.path
+for any run, which then names its address. Imports neither torch nor vLLM.
 """
 
 import contextlib
 import http.client
 import json
+import re
 import shlex
 import signal
 import sys
@@ -29,12 +31,19 @@ from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Pr
 from rloo_cli.utils.files import JsonObject
 
 BACKEND_OVERRIDE = "generation=vllm_server"
+# What a config has to say and a server does not read, where no recipe says it.
+UNREAD_OVERRIDES = {
+    "data.path": "data.path=make:tiny", "reward": "reward=length_chars", "max_steps": "max_steps=1",
+}  # fmt: skip
 
 
 def run(args: list[str]) -> int:
     """The verb: serve until asked to end; the exit code. Raises RunError."""
     args, as_json = json_answer.take_json_flag(args)
     out = sys.stderr if as_json else sys.stdout
+    is_alone = not any(word.startswith("+recipe=") for word in args)
+    if is_alone:
+        args = server_words(args)
     composed = compose_config(args)
     if composed.values.get("generation", {}).get("backend") != "vllm_server":
         print(f"{BACKEND_OVERRIDE}: added, for a server is what this serves", file=out)
@@ -53,7 +62,7 @@ def run(args: list[str]) -> int:
         _check_no_other_server(folder)
         try:
             preflight.check_server_machine(settings)
-            return _serve(settings, composed, as_json)
+            return _serve(settings, composed, as_json, is_alone)
         except RunError as error:
             keys: Any = settings.generation
             if keys.server.num_nodes:  # the trainer on another node waits for this one
@@ -61,8 +70,26 @@ def run(args: list[str]) -> int:
             raise
 
 
-def _serve(settings: RunConfig, composed: ComposedConfig, as_json: bool) -> int:
-    """Serve until a signal. With `as_json` stdout has one value, once the server answers."""
+def server_words(args: list[str]) -> list[str]:
+    """The words of a server for any run. Raises ConfigError where they do not say the model."""
+    keys = {word.partition("=")[0].lstrip("+"): word for word in args}
+    model = keys.get("model.path", "").partition("=")[2]
+    if not model and "model" not in keys:
+        fix = "rloo vllm-serve model.path=ORG/NAME, or +recipe=NAME"
+        raise ConfigError(Problem("which model is to be served?", "model.path", fix=fix))
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model or keys["model"].partition("=")[2]).strip("-.")
+    more = [word for key, word in UNREAD_OVERRIDES.items() if key not in keys]
+    more += [] if "name" in keys else [f"name=serve-{slug}"]
+    return [*args, *more]
+
+
+def _serve(
+    settings: RunConfig, composed: ComposedConfig, as_json: bool, is_alone: bool = False
+) -> int:
+    """Serve until a signal. With `as_json` stdout has one value, once the server answers.
+
+    `is_alone`: there is no recipe, and runs have to name the server's address.
+    """
     out = sys.stderr if as_json else sys.stdout
     folder = Path(settings.root, str(settings.name))
     made = [p for p in (folder / SERVER_LOGS, *(folder / SERVER_LOGS).parents) if not p.exists()]
@@ -76,7 +103,7 @@ def _serve(settings: RunConfig, composed: ComposedConfig, as_json: bool) -> int:
             print(f"starting a server for {folder} (log: {process.log})", file=out, flush=True)
             server = rollout_server.wait_for_server(process, settings, lambda: bool(heard))
             if server is not None:
-                text = _server_text(server, folder, composed)
+                text = _server_text(server, folder, composed, is_alone)
                 shown = json.dumps(_server_values(server, folder)) if as_json else text
                 print(shown, flush=True)
             while not heard and process.exit_code is None:
@@ -121,11 +148,17 @@ def _server_values(server: server_file.ServerRecord, folder: Path) -> JsonObject
             "pid": server.pid, "run": str(folder), "server_file": str(place)}  # fmt: skip
 
 
-def _server_text(server: server_file.ServerRecord, folder: Path, composed: ComposedConfig) -> str:
+def _server_text(
+    server: server_file.ServerRecord, folder: Path, composed: ComposedConfig, is_alone: bool
+) -> str:
     said = [w for w in composed.user_overrides if not w.startswith("hydra.")]
-    train = shlex.join(
-        ["rloo", "train", *[w for w in said if w != BACKEND_OVERRIDE], BACKEND_OVERRIDE]
-    )
+    said = [w for w in said if w != BACKEND_OVERRIDE]
+    token = ""
+    if is_alone:
+        said = ["+recipe=my.yaml", f"model.path={composed.values['model']['path']}"]
+        said.append(f"generation.server.base_url={server.url}")
+        token = f"with RLOO_SERVER_TOKEN, the token in {server_file.server_file_path(folder)}: "
+    train = token + shlex.join(["rloo", "train", *said, BACKEND_OVERRIDE])
     lines = [
         f"{server.url}: answers",
         f"  model    {server.model} ({server.dtype}, vLLM {server.vllm})",

@@ -9,6 +9,7 @@ hf_cache      the content of the Hugging Face cache, found without network
 hooks         guards for the methods of a user's own algorithm
 idle_keys     which keys have no effect at other keys' values
 judge         keys and checks of eval.judge
+key_types     how a key is declared, and types that several share
 messages      what is wrong with a config, key by key
 mistakes      answers to typical first mistakes on the command line
 old_algorithm_file  an algorithm file written for an older version, in the new form
@@ -21,11 +22,14 @@ rules_lora    rules for adapters, quantization and moving references
 rules_model   checks of the files in a model's folder, without torch
 rules_overlap  what sampling beside the training does not go with
 rules_paths   checks that configured paths exist
+rules_sampling  settings that make the sampler another distribution, and its masks
 schema        every fixed key: name, type, limits, meaning
 supervised    settings of sft and reward-model, from a run's config
 synthetic     the names behind make:NAME
+teacher       keys of a teacher that is asked over HTTP
 template      {name} in the templates of judges
 user_code     load a user's code, and its part of a traceback
 user_files    a user's own YAML files, made known to Hydra
 value_model   where a value model is initialised from
+vision_models  the families of vision-language models, and how each is computed
 """

@@ -47,6 +47,10 @@ class EpisodeConfig(Frozen):
         """Whether an episode may have a reward of its own (`reward=environment`)."""
         return False
 
+    def opens_prompts(self) -> bool:
+        """Whether an environment may say all of an episode's first turn."""
+        return False
+
     def reward_columns(self) -> list[str]:
         """Columns beside the data set's that rewards get, a value for each episode."""
         return []
@@ -197,6 +201,7 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
             why,
             "agent=class, http, openenv, verifiers or proxy, which may have one",
         )
+    yield from _prompt_problems(run)
     if agent is None:
         return
     yield from _rank_problems(run, agent)
@@ -213,6 +218,19 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "generation.ignore_eos", why, "generation.ignore_eos=false")
 
 
+def _prompt_problems(run: RunConfig) -> Iterator[Problem]:
+    """Data without prompts, and no environment that says them."""
+    agent = agent_config(run)
+    splits = [run.data, *run.data.mixture_sources.values(), *run.held_out.values()]
+    if all(data.prompt_column is not None for data in splits):
+        return
+    if agent is None or not agent.opens_prompts():
+        what = "data.prompt_column is null, and there is no environment whose reset says a prompt"
+        why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
+        fix = "data.prompt_column=COLUMN, or agent=class, http or openenv"
+        yield Problem(what, "data.prompt_column", why, fix)
+
+
 def _rank_problems(run: RunConfig, agent: EpisodeConfig) -> Iterator[Problem]:
     """What is wrong with an agent where several ranks sample, each its share of the prompts."""
     config = run.distributed
@@ -220,11 +238,6 @@ def _rank_problems(run: RunConfig, agent: EpisodeConfig) -> Iterator[Problem]:
     ranks = local * config.num_nodes
     if ranks == 1:
         return
-    if hasattr(agent, "command") and run.generation.backend == "vllm_server":
-        what = "agents of others with generation=vllm_server train in one process"
-        why = "rank 0 would play all episodes; a run of two ranks that was tried did not end"
-        fix = "distributed=single, or generation=vllm_colocate"
-        yield Problem(what, "distributed.num_processes", why, fix)
     if getattr(agent, "port", 0) and local > 1:
         what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
         why = "each of them has a proxy of its own, and a port has one listener"

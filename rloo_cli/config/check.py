@@ -39,10 +39,10 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 KEYS_NOT_HASHED = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs", "sft", "reward_model", "distributed", "slurm",
-    "guards",
+    "guards", "generation.max_sampling_mask_ids",
 )  # fmt: skip
 # Where and how an inference engine runs, not what it computes: no part of the experiment either.
-ENGINE_SECTIONS = ("generation.server", "generation.colocate")
+ENGINE_SECTIONS = ("generation.server", "generation.colocate", "algorithm.teacher")
 ENGINE_PLACEMENT_KEYS = (
     "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
     "api_processes", "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s",
@@ -63,12 +63,21 @@ def check_config(composed: ComposedConfig) -> RunConfig:
     sources = composed.sources
     values = merge_defaults(composed.values, sources)
     problems = list(messages.pre_schema_problems(values))
-    if not problems:
+    if problems == list(messages.missing_value_problems(values)):  # also without any
         try:
             run = build_run_config(values)
         except ValidationError as error:
-            problems = messages.validation_problems(error, values, run_config_class(values))
+            told = {p.where for p in problems} | {
+                k for k, value in messages.walk_values(values) if value == "???"
+            }
+            found = messages.validation_problems(error, values, run_config_class(values))
+            # The section of a misspelt key is not a second mistake.
+            problems += [
+                p for p in found if not any(f"{k}.".startswith(f"{p.where}.") for k in told)
+            ]
         else:
+            if problems:
+                raise ConfigError(*[messages.locate_problem(p, sources) for p in problems])
             if run.name is None:
                 run = build_run_config(values | {"name": default_run_name(run, composed.recipe)})
             problems = list(rules.run_problems(run))
@@ -110,8 +119,11 @@ def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> 
         generation = values["generation"]
         values["generation"] = config_debug.apply_debug_generation(generation, debug, overrides)
     values["data"] = config_debug.apply_debug_data(values.get("data"), debug)
+    algorithm = config_debug.apply_debug_teacher(values.get("algorithm"), debug, overrides)
+    if "algorithm" in values:
+        values["algorithm"] = algorithm
     if "model" in values:
-        values["model"] = config_debug.apply_debug_model(values["model"], debug)
+        values["model"] = config_debug.apply_debug_model(values["model"], debug, algorithm)
     return _with_sets(config_judge.merge_judge_defaults(_with_mixture(values), common))
 
 
@@ -336,7 +348,8 @@ def config_hash(run: RunConfig) -> str:
         section, _, leaf = key.partition(".")
         (values[section] if leaf else values).pop(leaf or section, None)
     for section in ENGINE_SECTIONS:
-        engine = values["generation"].get(section.rpartition(".")[2], {})
+        room, _, name = section.partition(".")
+        engine = values[room].get(name, {})
         for leaf in [leaf for leaf in engine if is_engine_placement_key(f"{section}.{leaf}")]:
             engine.pop(leaf)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]

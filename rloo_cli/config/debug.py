@@ -5,6 +5,8 @@ from rloo_cli.utils.files import JsonObject
 
 # Rewards that need more than this machine: a sandbox, a service.
 EXTERNAL_REWARDS = ("code_tests", "http", "judge")
+TAUGHT_ALGORITHMS = ("opd",)  # of which model.ref_path is the teacher, unless a server has it
+TEACHER_URL = "algorithm.teacher.base_url"
 # Rewards of an environment, or of columns that the made prompts lack; a reward without columns
 # stands in for them.
 COLUMN_REWARDS = ("environment", "ifeval", "reasoning_gym")
@@ -39,12 +41,37 @@ def apply_debug_rewards(entries: JsonObject, debug: JsonObject) -> JsonObject:
     return applied
 
 
-def apply_debug_model(section: object, debug: JsonObject) -> object:
-    """The section `model`, without the path of an adapter to a model that debug has replaced."""
-    keys = section.get("lora") if isinstance(section, dict) else None
-    if not (isinstance(section, dict) and isinstance(keys, dict) and debug.get("own_columns")):
+def apply_debug_model(section: object, debug: JsonObject, algorithm: object) -> object:
+    """The section `model`, without the path of an adapter to a model that debug has replaced.
+
+    Where `algorithm`, the section, needs a teacher, the model that debug trains is one.
+    """
+    if not isinstance(section, dict) or not debug.get("own_columns"):
         return section
-    return section | {"lora": keys | {"path": None}}
+    if isinstance(keys := section.get("lora"), dict):
+        section = section | {"lora": keys | {"path": None}}
+    taught = isinstance(algorithm, dict) and algorithm.get("name") in TAUGHT_ALGORITHMS
+    if taught and section.get("ref_path") is None and not _teacher_url(algorithm):
+        section = section | {"ref_path": section.get("path")}
+    return section
+
+
+def apply_debug_teacher(section: object, debug: JsonObject, overrides: list[str]) -> object:
+    """The section `algorithm`, without a recipe's address of a teacher's server.
+
+    `overrides`: of the command line; an address that they set stays.
+    """
+    if not debug.get("own_columns") or any(w.startswith(f"{TEACHER_URL}=") for w in overrides):
+        return section
+    if not isinstance(section, dict) or not _teacher_url(section):
+        return section
+    return section | {"teacher": section["teacher"] | {"base_url": None}}
+
+
+def _teacher_url(algorithm: object) -> object:
+    """`teacher.base_url` of the section `algorithm`; None where it has none."""
+    keys = algorithm.get("teacher") if isinstance(algorithm, dict) else None
+    return keys.get("base_url") if isinstance(keys, dict) else None
 
 
 def apply_debug_generation(section: object, debug: JsonObject, overrides: list[str]) -> object:

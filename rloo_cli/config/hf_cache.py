@@ -26,6 +26,7 @@ MAX_MODEL_SIZES = {
     "num_key_value_heads": 4096, "head_dim": 2**14, "num_experts": 2**14,
     "num_local_experts": 2**14,
 }  # fmt: skip
+ADAPTER_CONFIG_FILE = "adapter_config.json"  # of a folder that peft wrote
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")  # org/name, or name
 
 
@@ -125,6 +126,19 @@ def read_model_config(path: str, revision: str | None = None) -> JsonObject:
     if not isinstance(values, dict):
         raise ValueError(f"{file} is not a mapping")
     return values
+
+
+def adapter_base_path(path: str) -> str | None:
+    """The base that the adapter in this folder names; None where it is no adapter's folder."""
+    folder = Path(path).expanduser()
+    file = folder / ADAPTER_CONFIG_FILE
+    if not file.is_file() or (folder / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    return base if isinstance(base, str) and base else None
 
 
 def read_context_length(values: JsonObject) -> int | None:

@@ -24,12 +24,20 @@ class IdleKeys:
 
 
 CLIP_KEYS = (
-    "algorithm.epsilon", "algorithm.epsilon_high", "algorithm.delta", "algorithm.log_ratio_clamp",
+    "algorithm.epsilon", "algorithm.epsilon_high", "algorithm.epsilon_tokens", "algorithm.delta",
+    "algorithm.log_ratio_clamp",
 )  # fmt: skip
 REFERENCE_KEYS = (
     "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_in_baseline", "algorithm.kl_credit",
     "algorithm.kl_temperature", "algorithm.kl_ratio_weighted", "model.ref_path",
     "model.ref_offload", "model.ref_sync.every", "model.ref_sync.alpha",
+)  # fmt: skip
+TEACHER_KEYS = tuple(
+    f"algorithm.teacher.{name}"
+    for name in (
+        "model", "api_key_env", "max_in_flight", "ready_timeout_s", "request_timeout_s",
+        "reconnect_timeout_s", "retries",
+    )
 )  # fmt: skip
 EVAL_KEYS = (
     "eval.at_start", "eval.every", "eval.num_generations", "eval.max_samples", "eval.batch_size",
@@ -51,9 +59,24 @@ IDLE_KEYS = (
         "with one update per step (num_iterations=1, num_minibatches=1) the ratio is exactly 1",
     ),
     IdleKeys(
+        ("algorithm.sapo_temperature_pos", "algorithm.sapo_temperature_neg"),
+        lambda v: (v("algorithm.policy_loss") or v("algorithm.loss_type")) != "sapo",
+        "only policy_loss=sapo, or loss_type=sapo without another policy_loss, has these",
+    ),
+    IdleKeys(
         (*REFERENCE_KEYS, "guards.kl_rising"),
         lambda v: v("algorithm.beta") == 0 and v("algorithm.kl_in") != "none",
         "algorithm.beta=0: no reference is loaded",
+    ),
+    IdleKeys(
+        TEACHER_KEYS,
+        lambda v: not v("algorithm.teacher.base_url"),
+        "algorithm.teacher.base_url is null: no server has the teacher",
+    ),
+    IdleKeys(
+        ("model.ref_offload", "model.ref_sync.alpha"),
+        lambda v: bool(v("algorithm.teacher.base_url")),
+        "algorithm.teacher.base_url: no reference is loaded here",
     ),
     IdleKeys(
         ("algorithm.beta",),
@@ -155,6 +178,21 @@ IDLE_KEYS = (
         ("generation.top_k", "generation.top_p", "generation.min_p"),
         lambda v: v("generation.temperature") == 0,
         "generation.temperature is 0",
+    ),
+    IdleKeys(
+        ("generation.max_sampling_mask_ids",),
+        lambda v: not v("generation.return_sampling_mask"),
+        "generation.return_sampling_mask is false",
+    ),
+    IdleKeys(
+        ("generation.return_sampling_mask",),
+        lambda v: (
+            v("generation.top_p") == 1
+            and not v("generation.top_k")
+            and not v("generation.min_p")
+            and not v("generation.kwargs")
+        ),
+        "top_p, top_k and min_p are off: each token is sampled from the whole vocabulary",
     ),
     IdleKeys(
         ("logging.samples",),

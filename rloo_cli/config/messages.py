@@ -36,7 +36,7 @@ def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
     yield from _targets(values)
     yield from _secrets(values)
     yield from _overflow_problems(values)
-    yield from _missing(values)
+    yield from missing_value_problems(values)
     yield from _unregistered(values)
     yield from _badly_named(values)
     yield from judge.unknown_judge_problems(values)
@@ -122,7 +122,8 @@ def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[P
                 break
 
 
-def _missing(values: JsonObject) -> Iterator[Problem]:
+def missing_value_problems(values: JsonObject) -> Iterator[Problem]:
+    """Keys that need a value and have none, each with the misspelt one that was meant."""
     for key, value in walk_values(values):
         if value == "???" and (misspelt := _misspelt(key, values)):
             name, meant = misspelt

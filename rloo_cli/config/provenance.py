@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
@@ -92,6 +93,15 @@ class ConfigSources:
         texts = [locations[name].text for name in _spellings(key) if name in locations]
         parent = key.rpartition(".")[0]
         return texts[0] if texts or not parent else self.text_of(parent)
+
+    def shipped_location(self, key: str) -> SourceLocation | None:
+        """Where the chosen files of `conf/` set `key`, which is its default; None = nowhere."""
+        names = [name for name in _spellings(key) if name]
+        for (path, _), locations in zip(self.files, self.locations, strict=True):
+            found = [locations[name] for name in names if name in locations]
+            if found and path.is_relative_to(paths.CONF):
+                return found[0]
+        return None
 
     def value_below(self, key: str) -> object:
         """The value that `key` would have without the strongest place that sets it.

@@ -19,6 +19,7 @@ from rloo_cli.config import (
     rules_model,
     rules_overlap,
     rules_paths,
+    rules_sampling,
     synthetic,
     template,
 )
@@ -66,7 +67,6 @@ def _shards(run: RunConfig) -> Iterator[Problem]:
     if engine not in SHARDED_ENGINES:
         return
     needs_whole = {  # key -> whether it is set, and a fix
-        "model.lora": (model.lora is not None, "model.lora=null, or distributed=zero2"),
         "model.quantization": (model.quantization is not None, "distributed=ddp"),
         "model.ref_sync.every": (model.ref_sync.every > 0, "distributed=zero2"),
         "model.ref_offload": (model.ref_offload, "model.ref_offload=false: it is in shards"),
@@ -214,11 +214,13 @@ def run_problems(run: RunConfig) -> Iterator[Problem]:
     yield from backend.rules(run) if hasattr(backend, "rules") else ()
     yield from rules_paths.path_problems(run)
     yield from rules_model.model_file_problems(run)
+    yield from rules_model.init_kwargs_problems(run)
     yield from data_problems(run)
     yield from _rewards(run)
     yield from _context(run)
     yield from _compiled(run)
     yield from rules_overlap.overlap_problems(run)
+    yield from rules_sampling.mask_problems(run)
     yield from _sampling(run)
     yield from _attention(run)
     yield from rules_lora.adapter_problems(run)
@@ -255,7 +257,7 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
                 f"it counts completions, {k} per prompt (algorithm.num_generations)",
                 near,
             )
-    if not run.rewards:
+    if not run.rewards and not run.algorithm.learns_without_rewards:
         why = "nothing would be learned"
         yield Problem("no reward is chosen", "reward", why, "reward=accuracy")
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from rloo_cli.config.hf_cache import ADAPTER_CONFIG_FILE
 from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 VLLM_BACKENDS = ("vllm_server", "vllm_colocate")
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 allocates
 # Key of model.lora -> the name in an adapter's own config.

@@ -18,7 +18,52 @@ OTHER_HEADS = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM",
     "ForMultipleChoice", "RewardModel",
 )  # fmt: skip
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NO_ROUTER_REPLAY = (
+    "its router turns a rounding between sampler and trainer into another expert, so that a token's"
+    " probability may be another one where it is trained; the router's choices are not replayed"
+)
 LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+# Arguments of from_pretrained that are keys here, or that a run says itself.
+RESERVED_INIT_KWARGS = {
+    "dtype": "model.dtype", "torch_dtype": "model.dtype", "revision": "model.revision",
+    "attn_implementation": "model.attn_implementation", "config": "model.path",
+    "trust_remote_code": "model.trust_remote_code", "device_map": "distributed.engine",
+    "quantization_config": "model.quantization", "load_in_4bit": "model.quantization",
+    "load_in_8bit": "model.quantization", "use_safetensors": "nothing: pickles are refused",
+    "output_loading_info": "nothing: missing tensors are an error", "num_labels": "nothing",
+    "state_dict": "model.path", "tp_plan": "distributed.engine",
+}  # fmt: skip
+# Those that say how files are found and read, not what the model computes.
+LOADING_ARGUMENTS = (
+    "cache_dir", "force_download", "local_files_only", "token", "subfolder", "variant",
+    "low_cpu_mem_usage", "use_cache", "weights_only", "proxies",
+)  # fmt: skip
+
+
+def init_kwargs_problems(run: RunConfig) -> Iterator[Problem]:
+    """Arguments in model.init_kwargs that other keys have, or that a sampler would not know of."""
+    for name in run.model.init_kwargs:
+        if name in RESERVED_INIT_KWARGS:
+            what = f"model.init_kwargs.{name} is rloo's own business"
+            fix = f"leave out model.init_kwargs.{name}"
+            why = f"set by {RESERVED_INIT_KWARGS[name]}"
+            yield Problem(what, "model.init_kwargs", why, fix)
+    section = run.generation.backend.removeprefix("vllm_")
+    engine = getattr(run.generation, section, None)
+    extra = getattr(engine, "extra", None)
+    if extra is None:  # the trainer's own weights sample
+        return
+    told = extra.get("hf_overrides") or extra.get("hf-overrides") or {}
+    for name, value in run.model.init_kwargs.items():
+        plain = name in LOADING_ARGUMENTS or name in RESERVED_INIT_KWARGS
+        if not plain and told.get(name) != value:
+            what = f"{run.generation.backend} would sample without model.init_kwargs.{name}"
+            why = "vLLM reads the model's config.json by itself"
+            fix = f"generation.{section}.extra={{hf_overrides: {{{name}: {value}}}}}"
+            yield Problem(what, "model.init_kwargs", why, fix + ", or generation=transformers")
 
 
 def model_file_problems(run: RunConfig) -> Iterator[Problem]:
@@ -26,6 +71,7 @@ def model_file_problems(run: RunConfig) -> Iterator[Problem]:
     policy = _values(run.model.path, run.model.revision)
     if why := wrong_head_reason(policy):
         yield Problem(f"{run.model.path} is not a language model", "model.path", why)
+    yield from expert_problems(run)
     if run.model.ref_path is not None and run.algorithm.needs_reference:
         reference = _values(run.model.ref_path)
         if why := wrong_head_reason(reference):
@@ -60,10 +106,33 @@ def uncounted_layers(values: JsonObject, unexpected: Iterable[str]) -> list[str]
     return sorted(name for name, match in matches if match and int(match[1]) >= count)
 
 
+def expert_count_key(run: RunConfig) -> str:
+    """The key of the model's config.json that counts its experts; "" if it has none."""
+    values = _values(run.model.path, run.model.revision)
+    inner = values.get("text_config")
+    known = inner if isinstance(inner, dict) else values
+    return next((n for n in EXPERT_COUNTS if isinstance(known.get(n), int) and known[n] > 1), "")
+
+
+def expert_problems(run: RunConfig) -> Iterator[Problem]:
+    """A mixture of experts that nobody has allowed, as far as the model's files show it."""
+    if not run.generation.allow_moe and (name := expert_count_key(run)):
+        what = f"{run.model.path} is a mixture of experts ({name} in its config.json)"
+        fix = "generation.allow_moe=true, or a dense model"
+        yield Problem(what, "model.path", NO_ROUTER_REPLAY, fix)
+
+
+def _expert_notes(run: RunConfig) -> list[str]:
+    name = expert_count_key(run) if run.generation.allow_moe else ""
+    text = f"warning: model.path: a mixture of experts ({name}) is trained, as generation.allow_moe"
+    watch = "watch sampling/logp_diff_rms"
+    return [f"{text} says: {NO_ROUTER_REPLAY}; {watch}"] if name else []
+
+
 def model_file_notes(run: RunConfig) -> list[str]:
-    """Notes for the log: models that bring code which is not used."""
+    """Notes for the log: experts that are trained, models that bring code which is not used."""
     models = {"model.path": run.model.path, "model.ref_path": run.model.ref_path}
-    return [
+    return _expert_notes(run) + [
         f"warning: {key}: {path} brings Python code of its own (auto_map), which is not used:"
         " transformers' class is (model.trust_remote_code=false)"
         for key, path in models.items()

@@ -9,49 +9,17 @@ unknown key, a string for a number or a NaN is an error.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
+from rloo_cli.config.key_types import Frozen as Frozen
+from rloo_cli.config.key_types import Name as Name
+from rloo_cli.config.key_types import NotEmpty as NotEmpty
+from rloo_cli.config.key_types import Positive as Positive
+from rloo_cli.config.key_types import Text as Text
+from rloo_cli.config.key_types import TokenId as TokenId
+from rloo_cli.config.key_types import key as key
+from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.utils.files import JsonObject
-
-
-class Frozen(BaseModel):
-    """A section of the config."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def key(
-    meaning: str,
-    *,
-    since: str | None = None,
-    before: object = None,
-    default_was: tuple[object, object] | None = None,
-    **limits: Any,
-) -> Any:
-    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`).
-
-    A key that was added later names the version that added it (`since="0.2"`) and the value that
-    means "as before" (`before=VALUE`). A config.yaml that an earlier version wrote is read with
-    that value, and a run's hash omits the key while it has it: an experiment keeps its name.
-
-    `default_was=(NOW, EARLIER)`: the default in conf/ was EARLIER and is NOW. The two count as one
-    value in a run's hash and where a resumed run's config is compared; only for a key whose effect
-    on the run is checked otherwise (what it does to the data is in the data's fingerprint).
-    """
-    extra: JsonObject = {}
-    if since is not None:
-        extra |= {"since": since, "before": before}
-    if default_was is not None:
-        extra |= {"default_was": list(default_was)}
-    return Field(description=meaning, json_schema_extra=extra or None, **limits)
-
-
-Positive = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
-NotEmpty = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
-# Usable as a name or a path: not empty, no control characters (NUL, newline).
-Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
 
 
 class TrainingData(Frozen):
@@ -202,9 +170,20 @@ class ModelConfig(Frozen):
     ref_offload: bool = key("Keep the reference in the CPU's memory between its passes")
     ref_sync: RefSyncConfig
     value: ValueConfig
+    freeze: list[Literal["vision", "projector"]] = key(
+        "Parts of a vision-language model that keep their weights: its tower, what joins it on",
+        since="0.2",
+        before=[],
+    )
     lora: LoraConfig | None = key("Train adapters only; null = all weights")
     quantization: QuantizationConfig | None = key(
         "Frozen weights in 8 or 4 bits; null = as they are"
+    )
+    init_kwargs: JsonObject = key(
+        "Further arguments of transformers' from_pretrained, or values of its config.json, for"
+        " policy, reference and value model",
+        since="0.2",
+        before={},
     )
 
 
@@ -232,7 +211,10 @@ class DatasetConfig(Frozen):
         "Split to use, e.g. train[:200]; where eval.sets omits it: data.eval_split, or test; for a"
         " file of its own: train"
     )
-    prompt_column: Text = key("Column that holds the prompt: a string, or a list of messages")
+    prompt_column: Text | None = key(
+        "Column that holds the prompt: a string, or a list of messages; null = none, what an"
+        " environment's reset returns is all of the first turn"
+    )
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
     system: str | None = key("System message put before every conversational prompt")
@@ -260,6 +242,22 @@ class DatasetConfig(Frozen):
         default_was=(None, 512),  # the data's fingerprint holds which prompts there are
     )
     overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
+    allow_remote_images: bool = key("Fetch images from URLs", since="0.2", before=False)
+    allow_private_addresses: bool = key(
+        "Such URLs may lead to this machine and its network, as an image server of yours does",
+        since="0.2",
+        before=False,
+    )
+    on_bad_image: Literal["error", "filter"] = key(
+        "An image that cannot be read: error = no run, filter = its example is left out, counted",
+        since="0.2",
+        before="error",
+    )
+    max_pixels: Positive | None = key(
+        "Scale larger images down to so many pixels; null = only as the model's processor does",
+        since="0.2",
+        before=None,
+    )
 
 
 class SetConfig(DatasetConfig):
@@ -297,11 +295,20 @@ class DataConfig(DatasetConfig):
         return {name: getattr(self.mixture, name).weight for name in names}
 
     @property
+    def prompts_in(self) -> str:
+        """The column of the prompts in a split that is open; without any it is made there."""
+        return self.prompt_column or "prompt"
+
+    @property
     def mixture_sources(self) -> dict[str, "DataConfig"]:
         """Name -> data config of every source of the mixture, each as if it were the only one."""
         plain = {"eval_split": None, "mixture": None, "shuffle": self.shuffle}
         mixed = {name: getattr(self.mixture, name) for name in self.mixture_weights}
         return {n: DataConfig(**s.model_dump(exclude={"weight"}) | plain) for n, s in mixed.items()}
+
+
+# Modes of generation.overlap whose completions are all of the weights that are trained.
+SAME_WEIGHTS_OVERLAP = ("none", "stream")
 
 
 class GenerationConfig(Frozen):
@@ -310,16 +317,30 @@ class GenerationConfig(Frozen):
     backend: str = key(
         "Who samples: transformers, vllm_server, vllm_colocate; replay = a recorded run has"
     )
-    overlap: Literal["none", "ahead"] = key(
-        "Sampling while training goes on: none = one after the other; ahead = the next step's"
-        " completions are sampled with the weights that this step's update starts from",
+    overlap: Literal["none", "stream", "ahead", "carry"] = key(
+        "Sampling while training goes on: none = one after the other; stream = train on groups"
+        " while others of the step are being sampled, with the same result; ahead = the next step's"
+        " completions are sampled with the weights that this step's update starts from; carry ="
+        " unfinished completions go on under the next weights. It pays where the sampler has"
+        " hardware of its own and neither half is short: rloo plan predicts by how much",
         since="0.2",
         before="none",
     )
     allow_uncorrected: bool = key(
-        "Let overlap=ahead train without algorithm.correction, for a comparison",
+        "Let overlap=ahead or carry train without algorithm.correction, for a comparison",
         since="0.2",
         before=False,
+    )
+    allow_moe: bool = key(
+        "Let a mixture of experts be trained, without replay of its router",
+        since="0.2",
+        before=False,
+    )
+    max_lag: Positive = key(
+        "overlap=carry: most updates that a token may be older than the weights that train on it;"
+        " the training waits rather than pass it",
+        since="0.2",
+        before=2,
     )
     max_completion_length: Positive = key("Most tokens in a completion")
     min_tokens: int = key("Tokens before which no stop id is sampled", ge=0)
@@ -327,11 +348,26 @@ class GenerationConfig(Frozen):
     top_p: float = key("Nucleus sampling; 1 = off", gt=0, le=1)
     top_k: int = key("Sample from the k likeliest tokens; 0 = off", ge=0)
     min_p: float | None = key("Drop tokens less likely than min_p times the likeliest", ge=0, le=1)
+    return_sampling_mask: bool = key(
+        "Keep the ids that top_p, top_k and min_p let through, token by token, and compute the"
+        " trainer's log-probabilities over them: exact, with a correction too",
+        since="0.2", before=False,
+    )  # fmt: skip
+    max_sampling_mask_ids: Positive = key(
+        "Most ids that a token's mask may have (4 bytes each); more stops the run",
+        since="0.2", before=1024,
+    )  # fmt: skip
     repetition_penalty: float = key("Divides the logits of tokens that occurred; 1 = off", gt=0)
     stop: list[NotEmpty] = key("Strings that end a completion (they stay in its ids, not its text)")
     stop_token_ids: list[TokenId] = key("More ids that end a completion, beside every EOS id")
     ignore_eos: bool = key("Sample on after EOS, to max_completion_length")
     chat_template_kwargs: JsonObject = key("Passed to the chat template")
+    kwargs: JsonObject = key(
+        "Further sampling arguments by the backend's own names (docs/vllm.md): vLLM's"
+        " SamplingParams, such as presence_penalty and structured_outputs; some of transformers'",
+        since="0.2",
+        before={},
+    )
     logp_tolerance: float | None = key(
         "RMS of the nats per token by which sampler and trainer may differ; more stops the run;"
         " null = 0.02 for float32, 0.1 for half precision, 0.4 for fp8 or a mixture of experts",
@@ -382,8 +418,23 @@ class AlgorithmConfig(Frozen):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL is measured, and so a reference model is needed."""
+        """Whether a KL is measured to a reference model that is loaded here."""
         return False
+
+    @property
+    def learns_without_rewards(self) -> bool:
+        """Whether a run may have no reward at all."""
+        return False
+
+    @property
+    def teacher_jsd_beta(self) -> float | None:
+        """The teacher's share in a divergence over the whole vocabulary; None = not measured."""
+        return None
+
+    @property
+    def teacher_server(self) -> TeacherConfig | None:
+        """The server whose log-probabilities stand for a reference's; None = none is asked."""
+        return None
 
 
 class DistributedConfig(Frozen):
@@ -416,7 +467,9 @@ class DistributedConfig(Frozen):
     master_weights: Literal["float32", "none"] = key(
         "Update half-precision weights through float32 master weights, or directly (none)"
     )
-    timeout_s: float = key("Seconds that processes wait for each other", gt=0, le=1e6)
+    timeout_s: float = key(
+        "Seconds that processes wait for each other, and for a sign of life", gt=0, le=1e6
+    )
     threads: int | None = key("CPU threads per process; null = torch's choice", ge=1, le=4096)
 
 
@@ -439,6 +492,13 @@ class TrainConfig(Frozen):
     )
     no_grad_batch_size: Positive | None = key(
         "Completions per forward pass without gradient; null = twice micro_batch_size"
+    )
+    micro_batch_order: Literal["balanced", "virtual_time"] = key(
+        "Which groups share a forward pass: balanced = equal work in as few as possible;"
+        " virtual_time = in the order of their longest completions, as generation.overlap=stream"
+        " needs it",
+        since="0.2",
+        before="balanced",
     )
     layout: Literal["auto", "shared", "packed", "padded"] = key(
         "How completions lie in a forward pass: shared = each prompt once for its group, packed ="

@@ -14,18 +14,23 @@ TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions fro
 NO_HUB_PREFIXES = (MAKE_PREFIX, TASK_PREFIX)  # neither has a name on a hub
 SYNTHETIC_MODELS = {
     "addition": "rloo_cli.data.synthetic.addition:addition_model_folder",
+    "addition_shallow": "rloo_cli.data.synthetic.shallow:shallow_addition_folder",
     "game": "rloo_cli.data.synthetic.tool_model:game_model_folder",
     "products": "rloo_cli.data.synthetic.tool_model:product_model_folder",
     "smollm2": "rloo_cli.data.synthetic.smollm2:smollm2_model_folder",
+    "smollm2_shallow": "rloo_cli.data.synthetic.shallow:shallow_smollm2_folder",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_model_folder",
     "tiny_reward": "rloo_cli.data.synthetic.tiny:tiny_reward_model_folder",
     "tldr_base": "rloo_cli.data.synthetic.tldr:tldr_base_folder",
     "tldr_sft": "rloo_cli.train.supervised.tldr:tldr_sft_folder",
     "tldr_reward": "rloo_cli.train.supervised.tldr:tldr_reward_folder",
+    "vision": "rloo_cli.data.synthetic.vision_model:vision_model_folder",
 }
 SYNTHETIC_CONTEXT_LENGTHS = {  # of the models, in tokens, for checks that come before torch
-    "addition": 64, "smollm2": 8192, "tiny": 2048, "tiny_reward": 2048,
+    "addition": 64, "addition_shallow": 64, "smollm2": 8192, "smollm2_shallow": 8192,
+    "tiny": 2048, "tiny_reward": 2048,
     "game": 256, "products": 256, "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
+    "vision": 256,
 }  # fmt: skip
 SYNTHETIC_DATA = {
     "addition": "rloo_cli.data.synthetic.addition:addition_examples",
@@ -40,6 +45,8 @@ SYNTHETIC_DATA = {
     "tiny_pairs": "rloo_cli.data.synthetic.tiny:tiny_pair_examples",
     "tldr": "rloo_cli.data.synthetic.tldr:tldr_examples",
     "tldr_pairs": "rloo_cli.train.supervised.tldr:tldr_preference_pairs",
+    "vision": "rloo_cli.data.synthetic.pictures:picture_examples",
+    "vision_noise": "rloo_cli.data.synthetic.pictures:noise_examples",
 }
 # Chat templates: name -> file beside the data's.
 SYNTHETIC_TEMPLATES = {"chatml_tools": "chatml_tools.jinja"}

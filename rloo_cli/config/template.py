@@ -59,5 +59,16 @@ def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return str(prompt[0].get("content") or "")
-    return "\n".join(f"{m.get('role', '')}: {m.get('content') or ''}" for m in prompt)
+        return content_text(prompt[0].get("content"))
+    return "\n".join(f"{m.get('role', '')}: {content_text(m.get('content'))}" for m in prompt)
+
+
+def content_text(content: object) -> str:
+    """A message's content as text; of a list of parts, `[image]` stands for one that is no text."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(
+        str(part.get("text") or "") if part.get("type") == "text" else f"[{part.get('type')}]"
+        for part in content
+        if isinstance(part, dict)
+    )

@@ -198,7 +198,8 @@ def _chosen(path: Path, root: yaml.Node | None, groups: Groups) -> Iterator[Prob
 
 
 def _choice(name: yaml.Node, choice: yaml.Node, path: Path, groups: Groups) -> Iterator[Problem]:
-    group = name.value.rpartition("/")[2].partition("@")[0]
+    full = name.value.rpartition(" ")[2].lstrip("/").partition("@")[0]
+    group = full if full in groups else full.rpartition("/")[2]
     choices, where = groups.get(group), f"{path}:{name.start_mark.line + 1}"
     if choices is None and "/" in name.value:
         close = [f"override /{g}: {choice.value}" for g in nearest_names(group, groups)]

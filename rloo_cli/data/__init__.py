@@ -4,7 +4,12 @@ batch           rollouts, groups and the batch of a step
 bin_packing     which completions share a forward pass
 dataset         find and open a data set's split, check its columns
 filters         which examples are used: data.filter, data.streaming
+image_prompts   which images belong to which prompt
+image_rules     what a run with images cannot do
+images          opens images, and finds bad ones
+json_files      files of JSON that would end the process, or cannot be read
 mapping         data.map: a user's function that changes each example
+media           the images of a prompt, as a forward pass needs them
 mixture         several sources as one split: data.mixture
 order           the order in which prompts are sampled
 packing         lay groups out for a forward pass, and store what comes back
@@ -12,9 +17,13 @@ prompts         renders and tokenises the prompts of a split
 rollout_files   the files of recorded rollouts: where they are, what their heads say
 rollout_record  writes and reads the whole batch of a step
 rollout_values  a rollout, or an episode with its turns, as plain values beside its tokens
+sampling_mask   the ids that a sampler chose each token from
 segments        sums over segments, log-probabilities of targets
 splits          the split that a run trains on, and its held-out sets
 synthetic/      data and models that the project makes itself: make:NAME
 tasks           procedural tasks of reasoning-gym: reasoning_gym:NAME
+virtual_time    the order of groups that no clock decides, and micro-batches filled in it
+vision_processor  images and text to token ids and tensors
+web_files       reads a URL that a data set names, from the open network alone
 vocabulary      whether tokenizer, data and models have the same tokens
 """

@@ -14,10 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rloo_cli.data.media import Media
 
 Prompt = str | list[JsonObject]
 Value = TypeVar("Value")
@@ -37,6 +40,7 @@ class Turn:
     observation: list[JsonObject] = field(default_factory=list)  # the messages of prompt_ids
     reward: float | None = None  # what the environment says that it earned; None = nothing
     begins_row: bool = False  # prompt_ids are a whole prompt: nothing before it is read
+    sampling_mask: SamplingMask | None = None  # of sampled_ids
 
 
 # What a batch consists of, for those that write it down.
@@ -44,6 +48,8 @@ BATCH_TENSORS = ("raw", "score", "shaped", "scorable", "masked")  # every batch 
 ADVANTAGE_TENSORS = ("kl", "reward", "advantage", "usable")  # once advantages are known
 OPTIONAL_BATCH_TENSORS = ("greedy", "plain")  # only some algorithms set them
 BATCH_VALUES = ("step", "names", "active", "draws", "norm_skipped", "updated")
+# Of batches whose groups were begun in earlier steps (generation.overlap=carry) alone.
+CARRIED_VALUES = ("pending", "left_out")
 ROLLOUT_FIELDS = ("text", "finish_reason", "terminated", "seed", "weight_version")
 
 
@@ -56,7 +62,7 @@ class Rollout:
     finish_reason: str  # stop, length
     terminated: bool  # it ended by itself; truncated otherwise
     seed: int
-    weight_version: int  # optimizer updates its sampler had seen
+    weight_version: int  # optimizer updates its sampler had seen when it began
     behaviour_logp: list[float] | None = None  # T, of the sampler's own distribution
     mask: list[int] | None = None  # T, 1 = sampled by the policy; None = all of them
     images: list[object] | None = None
@@ -68,6 +74,10 @@ class Rollout:
     environment_reward: float | None = None  # what its get_reward() said, and its turns' rewards
     episode_facts: JsonObject | None = None  # counts of its calls, and why it ended
     columns: JsonObject | None = None  # what a function of the user's returned with it, for rewards
+    # (version, tokens) of the weights that sampled it, one after the other; None = one version.
+    version_spans: list[tuple[int, int]] | None = None
+    # S, the ids that each was chosen from; None = from the whole vocabulary, or it is not kept.
+    sampling_mask: SamplingMask | None = None
 
     @property
     def row_starts(self) -> list[int]:
@@ -82,6 +92,22 @@ class Rollout:
                 starts.append(place)
             place += len(turn.prompt_ids) + len(turn.sampled_ids)
         return starts
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The version of the weights that sampled each token that is trained on. (S,)"""
+        spans = self.version_spans or [(self.weight_version, self.length)]
+        return [version for version, count in spans for _ in range(count)]
+
+    def count_tokens(self, version: int) -> int:
+        """How many of its tokens, the last ones, the weights of `version` sampled."""
+        last, count = (self.version_spans or [(self.weight_version, self.length)])[-1]
+        return count if last == version else 0
+
+    @property
+    def last_version(self) -> int:
+        """The version of the weights that sampled its last token."""
+        return self.version_spans[-1][0] if self.version_spans else self.weight_version
 
     @property
     def length(self) -> int:
@@ -133,7 +159,18 @@ class Rollout:
             behaviour_logp=flat if known else None,
             mask=[m for t in turns for m in (*[0] * len(t.prompt_ids), *[1] * len(t.sampled_ids))],
             turns=turns,
+            sampling_mask=_turns_mask(turns),
         )
+
+
+def _turns_mask(turns: list[Turn]) -> SamplingMask | None:
+    """The sampling mask of an episode's turns; None where a turn has none."""
+    joined = SamplingMask()
+    for turn in turns:
+        if turn.sampled_ids and turn.sampling_mask is None:
+            return None
+        joined.append_mask(turn.sampling_mask or SamplingMask())
+    return joined
 
 
 @dataclass
@@ -151,6 +188,7 @@ class Group:
     value: list[Tensor] | None = None  # K of (S,), the value model at rollout time
     advantage: list[Tensor] | None = None  # K of (S,), where every token has its own
     returns: list[Tensor] | None = None  # K of (S,), what the value model is fitted to
+    media: Media | None = None  # the prompt's images; None = it has none
 
     def take_rollouts(self, rollouts: list[Rollout]) -> None:
         """Store rollouts that were sampled, and the prompt that they were really given."""
@@ -200,6 +238,15 @@ class Batch:
     plain: Tensor | None = None
     norm_skipped: bool = False
     updated: list[int] = field(default_factory=list)  # indices of the groups of updates made
+    # Prompt offsets that were drawn by then and wait for a later step; None = a step draws its own.
+    pending: list[int] | None = None
+    left_out: list[int] = field(default_factory=list)  # offsets that resampling replaced, then
+
+    @property
+    def plain_values(self) -> JsonObject:
+        """What is neither a tensor nor of a rollout, for those that write a batch down."""
+        carried = CARRIED_VALUES if self.pending is not None else ()
+        return {name: getattr(self, name) for name in (*BATCH_VALUES, *carried)}
 
     def rollout_values(self, attribute: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""

@@ -16,13 +16,15 @@ from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import filters, mapping, tasks
+from rloo_cli.data.json_files import JSON_ENDINGS, refuse_broken_json, refuse_unreadable_json
 from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+READERS = dict.fromkeys(JSON_ENDINGS, "json") | {".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def open_split(config: DataConfig, split: str) -> OpenedSplit:
             opened = OpenedSplit(
                 *filters.filter_stream(examples, config.filter, config.max_samples)
             )
-        _check_prompts(opened.dataset, config, split)
-        return opened
+        data = _check_prompts(opened.dataset, config, split)
+        return OpenedSplit(data, opened.filtered_out)
     with _dataset_errors(config, split):
         data = _open(config, split)
         if len(data) and Path(config.path or "").suffix in (".json", ".jsonl"):
@@ -69,34 +71,36 @@ def open_split(config: DataConfig, split: str) -> OpenedSplit:
         if config.filter is None and config.max_samples is not None:
             data = data.select(range(min(config.max_samples, len(data))))
         data = mapping.map_dataset(data, config.map)
-    _check_prompts(data, config, split)
+    data = _check_prompts(data, config, split)
     return OpenedSplit(*filters.filter_dataset(data, config.filter, config.max_samples))
 
 
-def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
-    column = config.prompt_column
+def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset":
+    """The split with its prompts; without a column of them, a user's message without a word each.
+
+    TRL does the same: what the environment's reset returns is put at the end of that message.
+    """
+    column = config.prompts_in
     if not len(data) and not data.column_names:
         raise _empty_data_error(config, split)
+    if config.prompt_column is None:
+        if column in data.column_names:
+            what, where = f"the data has a column {column!r}", "data.prompt_column"
+            why = "data.prompt_column = null: an environment's reset says all of the first turn"
+            fix = f"data.prompt_column={column}, or data.columns={{{column}: task}}"
+            raise DataError(Problem(what, where, why, fix))
+        data = data.add_column(column, [EMPTY_PROMPT] * len(data))
     if column not in data.column_names:
         strings = [c for c in data.column_names if c in prompt_like_columns(data)]
         close = nearest_names(column, data.column_names) or strings or data.column_names
         where = f"data.prompt_column, {config.path} [{split}]"
         why = f"columns: {', '.join(data.column_names)}"
         fix = f"data.prompt_column={close[0]}" if close else ""
-        raise DataError(Problem(f"the data has no column {column!r}", where, why, fix))
+        note = "an environment's reset may say all of the first turn: data.prompt_column=null"
+        raise DataError(Problem(f"the data has no column {column!r}", where, why, fix, note))
     if not len(data):
         raise _empty_data_error(config, split)
-    _refuse_images(data, config, split)
-
-
-def _refuse_images(data: "Dataset", config: DataConfig, split: str) -> None:
-    """Raise DataError for a column of images, which prompts would refer to."""
-    for name in ("image", "images"):
-        if name != config.prompt_column and name in data.column_names and data[0][name]:
-            where = f"data.path={config.path} [{split}], column {name!r}"
-            why = "the model would be asked without the picture"
-            fix = f"where the prompts stand without it: data.columns={{{name}: picture}}"
-            raise DataError(Problem("images in prompts are not supported yet", where, why, fix))
+    return data
 
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:
@@ -158,6 +162,8 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset":
         if kind is None:
             why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
             raise DataError(Problem(f"{path} is not a data file", "data.path", why))
+        if kind == "json":
+            refuse_unreadable_json(path)
         files = {"train": str(path)}
         return datasets.load_dataset(kind, data_files=files, split=split, **streaming)
     source = str(path) if path.is_dir() else config.path
@@ -181,37 +187,12 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
         if any(word in str(error).lower() for word in ("split", "instruction")):
             what = f"no split {split!r} in {config.path}"
             raise DataError(Problem(what, "data.split", str(error))) from None
-        _refuse_broken(config.path)
+        refuse_broken_json(config.path)
         what = f"{config.path} cannot be read"
         raise DataError(Problem(what, "data.path", _short(error))) from None
     except (OSError, exceptions.DatasetGenerationError) as error:
-        _refuse_broken(config.path)
+        refuse_broken_json(config.path)
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
-
-
-def _refuse_broken(name: str) -> None:
-    """Raise DataError with the line of a JSON file that is not UTF-8, or not JSON."""
-    path = Path(name).expanduser()
-    if not path.is_file() or READERS.get(path.suffix) != "json":
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            where, what = f"data.path, {path}:{number}", f"{path} cannot be read"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if path.suffix == ".jsonl" and text.strip():
-                    json.loads(text)
-            except UnicodeDecodeError as error:
-                byte = f"byte {error.start + 1} of line {number} is 0x{line[error.start]:02x}"
-                why = f"it is not UTF-8: {byte}, in {line[:80]!r}"
-                fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
-                raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
-            except json.JSONDecodeError as error:
-                why = f"{error.msg} at column {error.colno}: {text.strip()[:80]!r}"
-                problem = Problem(f"{what}: line {number} is not JSON", where, why)
-                raise DataError(problem) from None
-            except RecursionError:
-                return
 
 
 def _open_synthetic(path: str, split: str) -> "Dataset":

@@ -25,7 +25,7 @@ def mixture_columns(
     """
     union: dict[str, None] = {}
     for name, split in opened.items():
-        own = [c for c in split.column_names if c != sources[name].prompt_column]
+        own = [c for c in split.column_names if c != sources[name].prompts_in]
         if SOURCE_COLUMN in own:
             key = f"data.mixture.{name}"
             what = f"{key} has a column named {SOURCE_COLUMN!r}"
@@ -75,7 +75,10 @@ def join_prompts(
         length_limits=sorted({x for p in all_of for x in p.length_limits}),
         filtered_out=sum(p.filtered_out for p in all_of),
         mixture=mix,
-    )
+        media=[x for p in all_of for x in p.media or [None] * len(p)]
+        if any(p.media for p in all_of) else [],
+        bad_images=sum(p.bad_images for p in all_of),
+    )  # fmt: skip
 
 
 def mixture_notes(mixture: Sequence[Source]) -> list[str]:

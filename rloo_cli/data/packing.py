@@ -18,10 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.media import MediaInputs, axis_positions, media_of_rows
+from rloo_cli.data.sampling_mask import SamplingMask
+from rloo_cli.utils.errors import GenerationError, Problem
 
 # Attributes with one number per token, of groups and of micro-batches.
 TOKEN_COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")
@@ -55,6 +59,15 @@ class SharedLayout:
 
 
 @dataclass
+class KeptIds:
+    """The ids that each of a micro-batch's N sampled tokens was chosen from, M of all together."""
+
+    ids: Tensor  # (M,) one token's after another's
+    token: Tensor  # (M,) which of the N tokens each belongs to
+    target_index: Tensor  # (N,) where in `ids` each token itself is
+
+
+@dataclass
 class MicroBatch:
     """S completions of some groups, laid out for one forward pass; N of their tokens were sampled.
 
@@ -64,7 +77,7 @@ class MicroBatch:
     group_slices: list[GroupSlice]
     completion_index: Tensor  # (S,) index of each completion in its groups' flat (groups, K) table
     input_ids: Tensor  # (1, R), or (S, L) padded
-    position_ids: Tensor  # (1, R), or (S, L) padded
+    position_ids: Tensor  # (1, R), or (S, L) padded; (3, ...) with images on three axes
     attention_mask: Tensor | None  # (S, L), from lengths, never from the pad id; padded only
     logit_index: Tensor  # (N,) flattened position whose logits predict each sampled token
     target: Tensor  # (N,) the token
@@ -79,6 +92,8 @@ class MicroBatch:
     value: Tensor | None = None  # (N,) the value model's at rollout time
     advantage: Tensor | None = None  # (N,) where every token has its own
     returns: Tensor | None = None  # (N,) what the value model is fitted to
+    kept: KeptIds | None = None  # None = each token was sampled from the whole vocabulary
+    media: MediaInputs | None = None  # images of its prompts
 
     @property
     def group_indices(self) -> list[int]:
@@ -117,10 +132,12 @@ def pack_micro_batch(
     masked: Tensor | None = None,
     device: torch.device | str = "cpu",
     layout: str = "padded",
+    with_images: bool = False,
 ) -> MicroBatch:
     """Lay some completions of `groups` out for a forward pass.
 
     `masked` (P, K) bool: completions whose mask is 0 if they are forwarded all the same.
+    `with_images`: show the prompts' images to the model; one of text alone reads their tokens.
     """
     pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
     counts = torch.tensor([r.length for _, r in pairs])
@@ -128,21 +145,20 @@ def pack_micro_batch(
     mask = torch.ones(int(counts.sum()), dtype=torch.float32)
     if masked is not None:
         out = torch.stack([masked[i, k] for i, ks in group_slices for k in ks])
-        mask = mask * (~out)[sequence].to(mask.dtype)
-    shared = None
+        mask *= (~out)[sequence]
+    shared = media = None
     if layout == "shared":
         ids, positions, attention, source, shared = _shared_layout(groups, group_slices, pairs)
     else:
         lay_out = _packed_layout if layout == "packed" else _padded_layout
         ids, positions, attention, source = lay_out(pairs)
-    if any(r.mask is not None for _, r in pairs):
-        sampled = [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))]
-        source = source[torch.tensor(sampled, dtype=torch.bool)]
-    size = len(groups[group_slices[0][0]].rollouts) if group_slices else 0
-    completions = [n * size + k for n, (_, ks) in enumerate(group_slices) for k in ks]
+    sampled = [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))]
+    source = source if all(sampled) else source[torch.tensor(sampled, dtype=torch.bool)]
+    if with_images and any(groups[i].media is not None for i, _ in group_slices):
+        positions, media = _add_images(groups, group_slices, ids, positions, shared)
     micro_batch = MicroBatch(
         group_slices=list(group_slices),
-        completion_index=torch.tensor(completions),
+        completion_index=_completion_index(groups, group_slices),
         input_ids=ids,
         position_ids=positions,
         attention_mask=attention,
@@ -150,24 +166,71 @@ def pack_micro_batch(
         target=torch.tensor([i for _, r in pairs for i in r.sampled_ids]),
         sequence_ids=sequence,
         mask=mask,
-        group_lengths=[
-            (len(groups[i].prompt_ids), [len(groups[i].rollouts[k].completion_ids) for k in ks])
-            for i, ks in group_slices
-        ],
+        group_lengths=_group_lengths(groups, group_slices),
         shared_layout=shared,
         behaviour_logp=_behaviour_column(pairs),
+        kept=_kept_ids([r for _, r in pairs]),
+        media=media,
         **{n: _column([(getattr(groups[i], n), ks) for i, ks in group_slices])
            for n in TOKEN_COLUMNS},
     )  # fmt: skip
     return _move_to_device(micro_batch, device)
 
 
+def _completion_index(groups: Sequence[Group], group_slices: Sequence[GroupSlice]) -> Tensor:
+    """Each completion's place among all completions of these groups. (S,)"""
+    size = len(groups[group_slices[0][0]].rollouts) if group_slices else 0
+    return torch.tensor([n * size + k for n, (_, ks) in enumerate(group_slices) for k in ks])
+
+
+def _group_lengths(
+    groups: Sequence[Group], group_slices: Sequence[GroupSlice]
+) -> list[tuple[int, list[int]]]:
+    """Tokens of each group's prompt, and of its completions."""
+    return [
+        (len(groups[i].prompt_ids), [len(groups[i].rollouts[k].completion_ids) for k in ks])
+        for i, ks in group_slices
+    ]
+
+
 def _move_to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    for holder in (micro_batch, micro_batch.shared_layout):
+    for holder in (micro_batch, micro_batch.shared_layout, micro_batch.kept):
         for name, value in list(vars(holder).items()) if holder is not None else ():
             if isinstance(value, Tensor):
                 setattr(holder, name, value.to(device, non_blocking=True))
+    if micro_batch.media is not None:
+        micro_batch.media = micro_batch.media.move_to(device)
     return micro_batch
+
+
+def _add_images(
+    groups: Sequence[Group], group_slices: Sequence[GroupSlice], ids: Tensor, positions: Tensor,
+    shared: SharedLayout | None,
+) -> tuple[Tensor, MediaInputs | None]:  # fmt: skip
+    """The positions of rows with images, and the images. No completion is an episode.
+
+    A prompt's images are shown once where it stands once, and in each row elsewhere.
+    """
+    media = [groups[i].media for i, _ in group_slices]
+    owner = [n for n, (_, ks) in enumerate(group_slices) for _ in ks]
+    if shared is not None:
+        rows, shown = [*range(len(media)), *owner], list(range(len(media)))
+        parts = list(torch.split(positions[0], shared.segment_lengths))
+    elif len(positions) == len(owner):  # padded, or one row packed
+        rows, shown, parts = owner, owner, list(positions)
+    else:
+        rows, shown = owner, owner
+        lengths = [
+            len(groups[i].prompt_ids) + len(groups[i].rollouts[k].completion_ids) - 1
+            for i, ks in group_slices
+            for k in ks
+        ]
+        parts = list(torch.split(positions[0], lengths))
+    found = axis_positions(media, rows, parts)
+    axes = torch.stack(found, 1) if len(positions) == len(rows) else torch.cat(found, 1)[:, None]
+    if len(axes) > 1 and shared is None and len(positions) < len(rows):
+        axes = torch.cat([positions[None], axes])  # by the first, packed rows are told apart
+    return axes[0] if len(axes) == 1 else axes, media_of_rows(media, shown, ids)
 
 
 def store_column(
@@ -263,6 +326,17 @@ def _sequences(pairs: Sequences) -> list[tuple[list[int], list[int]]]:
     ]
 
 
+def sampled_positions(prompt_ids: list[int], rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """A completion's rows, each as (ids with its prompt, where among them the sampled ones are)."""
+    mask = rollout.mask or [1] * len(rollout.completion_ids)
+    rows, place = [], 0
+    for read, row in _sequences([(prompt_ids, rollout)]):
+        told = mask[place : place + len(row)]
+        rows.append(([*read, *row], [len(read) + n for n, own in enumerate(told) if own]))
+        place += len(row)
+    return rows
+
+
 def _packed_layout(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
     """Prompt and completion, one document after the other; the last token predicts nothing."""
     rows = _sequences(pairs)
@@ -293,6 +367,32 @@ def _padded_layout(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _cumulative_lengths(lengths: list[int]) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+def _kept_ids(rollouts: list[Rollout]) -> KeptIds | None:
+    """The sampling masks of completions; None where they have none.
+
+    Raises GenerationError where a token is not in its mask, or only some completions have one.
+    """
+    if all(rollout.sampling_mask is None for rollout in rollouts):
+        return None
+    joined, key = SamplingMask(), "generation.return_sampling_mask"
+    for rollout in rollouts:
+        mask = rollout.sampling_mask
+        if mask is None and rollout.failed is not None:  # no loss: what stands for it was not drawn
+            mask = SamplingMask.from_lists([i] for i in rollout.sampled_ids)
+        if mask is None:
+            what = "a completion has no sampling mask, and others of its batch have one"
+            why = f"the completion of seed {rollout.seed}, {rollout.length} tokens"
+            raise GenerationError(Problem(what, key, why, f"{key}=false"))
+        joined.append_mask(mask)
+    counts, ids = (torch.from_numpy(np.array(part)).long() for part in (joined.counts, joined.ids))
+    target = torch.tensor([i for rollout in rollouts for i in rollout.sampled_ids])
+    token = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    target_index = (ids == target[token]).nonzero().squeeze(-1)
+    if not torch.equal(token[target_index], torch.arange(len(target))):
+        raise GenerationError(Problem("a token is not in its own sampling mask", key))
+    return KeptIds(ids, token, target_index)
 
 
 def _behaviour_column(pairs: Sequences) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.config import registry, template
 from rloo_cli.config.schema import DataConfig
-from rloo_cli.data import order
+from rloo_cli.data import image_prompts, order
 from rloo_cli.data.batch import Group, Prompt
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.utils.errors import DataError, Problem
@@ -20,6 +20,8 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+    from rloo_cli.data.media import Media
 
 ToolsOf = Callable[[JsonObject], list[JsonObject]]  # an example -> descriptions of its tools
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
@@ -44,6 +46,8 @@ class Prompts:
     length_limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
     filtered_out: int = 0  # examples that data.filter left out, which have no number
     mixture: tuple[order.Source, ...] = ()  # the sources of data.mixture
+    media: "list[Media | None]" = field(default_factory=list)  # of each prompt; [] = no images
+    bad_images: int = 0  # examples that data.on_bad_image left out, which have no number
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -62,7 +66,10 @@ class Prompts:
 
     def group_of(self, index: int) -> Group:
         """An empty group for the prompt `index` of the split itself."""
-        return Group(index, self.examples[index], self.prompts[index], self.prompt_ids[index])
+        group = Group(index, self.examples[index], self.prompts[index], self.prompt_ids[index])
+        media = self.media[index] if self.media else None
+        group.media = media.copy_unread() if media is not None else None
+        return group
 
     def index_at(self, prompt_offset: int) -> int:
         """The index of the prompt at an offset of the endless order."""
@@ -85,22 +92,57 @@ def tokenize_prompts(
     seed: int,
     headroom: int | None = None,
     tools_of: ToolsOf | None = None,
+    load_vision: image_prompts.LoadVision | None = None,
 ) -> Prompts:
     """Render and tokenise every prompt once. `max_length`: most tokens of a prompt.
 
     `headroom`: tokens of the context that completions leave to a prompt; None = not known.
     `tools_of`: the descriptions of an example's tools, which its prompt shows; None = none.
+    `load_vision` loads the model's processor where prompts have images; None = they may have none.
     Raises DataError: a prompt of another type than the first, no chat template, two BOS tokens, too
-    many prompts over the limit.
+    many prompts over the limit, images that cannot be read or shown.
     """
     prompts, examples, conversational = render_prompts(data, config)
+    images = image_prompts.collect_images(data, prompts, conversational, config)
+    if images is not None:
+        prompts, examples = images.prompts, [examples[row] for row in images.rows]
     tools = None if tools_of is None else [tools_of(example) for example in examples]
-    ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs, tools)
+    texts = _render_all(prompts, conversational, tokenizer, template_kwargs, tools)
+    if images is None and conversational:
+        ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    elif images is None:
+        ids = [list(one) for one in tokenizer(texts)["input_ids"]]
+    else:
+        ids = images.tokenize(texts, load_vision, with_tools=tools is not None)
     _refuse_two_beginnings(ids, tokenizer, conversational)
     bos = tokenizer.bos_token_id
-    return _apply_overlong(
+    found = _apply_overlong(
         prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
     )
+    if images is not None:
+        _add_images(found, images)
+    return found
+
+
+def _add_images(prompts: Prompts, images: image_prompts.PromptImages) -> None:
+    """Give prompts their images. Raises DataError where one was cut within its images."""
+    from rloo_cli.data.media import Media  # lazy: it imports torch, which no text needs here
+
+    if prompts.truncated:
+        what, why = "a prompt with images is too long", "cut, it would show half of an image"
+        fix = "data.overlong=filter, a larger data.max_prompt_length, or data.max_pixels"
+        raise DataError(Problem(what, "data.overlong", why, fix))
+    assert images.vision is not None
+    prompts.media = [
+        Media(images.sources[i], images.column, images.texts[i], images.token_ids[i],
+              images.reader, images.vision)
+        if images.sources[i] else None
+        for i in prompts.example_numbers
+    ]  # fmt: skip
+    prompts.bad_images = images.bad_images
+    shown = [images.digests[i] for i in prompts.example_numbers]
+    text = repr((prompts.fingerprint, shown, images.config.max_pixels))
+    prompts.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def render_prompts(
@@ -110,11 +152,12 @@ def render_prompts(
 
     Raises DataError: a prompt of another type than the first, a key that would do nothing.
     """
-    values = data[config.prompt_column]
+    values = data[config.prompts_in]
     conversational = is_messages(values[0])
     _check_values(data, values, config)
     _refuse_idle_keys(conversational, config)
-    others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
+    hidden = (config.prompts_in, *NOT_FOR_REWARDS, image_prompts.image_column(data, config))
+    others = [c for c in data.column_names if c not in hidden]
     examples = data.select_columns(others).to_list() if others else [{} for _ in values]
     prompts: list[Prompt] = [_render(v, e, config) for v, e in zip(values, examples, strict=True)]
     return prompts, examples, conversational or config.chat
@@ -126,13 +169,13 @@ def _check_values(data: "Dataset", values: Sequence[object], config: DataConfig)
     Raises DataError.
     """
     conversational = is_messages(values[0])
-    where = f"data.prompt_column={config.prompt_column}, row "
+    where = f"data.prompt_column={config.prompts_in}, row "
     for row, value in enumerate(values):
         if not (is_messages(value) if conversational else isinstance(value, str)):
             kind = "a list of messages" if conversational else "a string"
-            strings = [c for c in prompt_like_columns(data) if c != config.prompt_column]
+            strings = [c for c in prompt_like_columns(data) if c != config.prompts_in]
             fix = f"data.prompt_column={strings[0]}" if strings and not row else ""
-            column = f"the column is of type {data.features[config.prompt_column]}"[:200]
+            column = f"the column is of type {data.features[config.prompts_in]}"[:200]
             raise DataError(
                 Problem(
                     f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
@@ -163,11 +206,11 @@ def _refuse_other_parts(messages: list[JsonObject], where: str) -> None:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind == "text" and isinstance(part.get("text"), str):
                 continue
+            if kind in image_prompts.IMAGE_PART_TYPES:
+                continue
             what = f"a message has a part of type {kind!r}"
-            if "image" in str(kind):
-                what = "images in prompts are not supported yet"
             why = f"found {str(part)[:80]!r} in a message of role {message['role']!r}"
-            fix = "parts of text alone: {type: text, text: ...}, or a string"
+            fix = "parts of text and images: {type: text, text: ...}, {type: image}; or a string"
             raise DataError(Problem(what, where, why, fix))
 
 
@@ -198,7 +241,7 @@ def _render(value: Prompt, example: JsonObject, config: DataConfig) -> Prompt:
 
 
 def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -> str:
-    fields = example | {config.prompt_column: value, "prompt": value}
+    fields = example | {config.prompts_in: value, "prompt": value}
     assert config.template is not None
     try:
         return template.fill_template(config.template, fields)
@@ -214,24 +257,25 @@ def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -
 
 def _with_text(message: JsonObject) -> JsonObject:
     """A message whose text parts are joined to one string: few chat templates take parts."""
-    if not isinstance(message.get("content"), list):
+    if not isinstance(message.get("content"), list) or image_prompts.has_image_parts([message]):
         return message
     return message | {"content": "".join(part["text"] for part in message["content"])}
 
 
-def _tokenize_all(
+def _render_all(
     prompts: list[Prompt],
     conversational: bool,
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: JsonObject,
     tools: list[list[JsonObject]] | None,
-) -> list[list[int]]:
+) -> list[str]:
+    """The text of every prompt, by the chat template where they are conversations."""
     if not conversational:
         if tools is not None:
             what, where = "the prompts are plain text, and tools need conversations", "agent"
             why = "the chat template tells the model of its tools, and of what they answer"
             raise DataError(Problem(what, where, why, "data.chat=true"))
-        return [list(ids) for ids in tokenizer(prompts)["input_ids"]]
+        return [str(prompt) for prompt in prompts]
     if not tokenizer.chat_template:
         raise DataError(
             Problem(
@@ -241,28 +285,35 @@ def _tokenize_all(
                 "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
             )
         )
-    token_ids = []
+    texts = []
     for row, prompt in enumerate(prompts):
         shown = {} if tools is None else {"tools": tools[row]}
         try:
-            token_ids.append(render_prompt(prompt, tokenizer, template_kwargs | shown))
+            texts.append(_render_text(prompt, tokenizer, template_kwargs | shown))
         except Exception as error:  # a template is a program, with a program's errors
             where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
             what = f"the chat template refuses prompt {row}"
             raise DataError(Problem(what, where, why)) from None
-    return token_ids
+    return texts
 
 
 def render_prompt(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
 ) -> list[int]:
     """The ids of a conversation for the model to go on with. Raises what its template raises."""
+    text = _render_text(prompt, tokenizer, template_kwargs)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _render_text(
+    prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
+) -> str:
     answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
-    text = tokenizer.apply_chat_template(
+    text: str = tokenizer.apply_chat_template(
         prompt, add_generation_prompt=not answered, continue_final_message=answered,
         tokenize=False, **template_kwargs,
     )  # fmt: skip
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text
 
 
 def _refuse_two_beginnings(

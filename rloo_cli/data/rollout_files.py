@@ -16,8 +16,9 @@ from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 RECORD_FOLDER = "rollouts"
-ROW_FORMAT, EPISODE_FORMAT = 1, 2  # one answer a prompt; episodes, which an older rloo cannot read
-RECORD_FORMAT = EPISODE_FORMAT  # a newer one is refused
+# One answer a prompt; episodes, sampling masks (of either), which an older rloo cannot read.
+ROW_FORMAT, EPISODE_FORMAT, MASK_FORMAT = 1, 2, 3
+RECORD_FORMAT = MASK_FORMAT  # a newer one is refused
 RECORD_FILE = re.compile(r"step_(\d+)\.safetensors")
 HEAD_KEY = "record"  # of the file's metadata: the head, as JSON
 CHECK_KEY = "check"  # of a head: its own digest
@@ -103,6 +104,11 @@ def content_digest(parts: Iterable[tuple[str, bytes]]) -> str:
         digest.update(name.encode())
         digest.update(data)
     return digest.hexdigest()
+
+
+def holds_episodes(head: JsonObject) -> bool:
+    """Whether a recorded step has episodes of several turns; `head`: of its file."""
+    return bool(head.get("episodes", head["format"] == EPISODE_FORMAT))
 
 
 def read_rollout_heads(folder: Path, steps: Iterable[int]) -> dict[int, JsonObject]:

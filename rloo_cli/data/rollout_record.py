@@ -25,7 +25,6 @@ from rloo_cli.data import rollout_files
 from rloo_cli.data.batch import (
     ADVANTAGE_TENSORS,
     BATCH_TENSORS,
-    BATCH_VALUES,
     OPTIONAL_BATCH_TENSORS,
     Batch,
     Group,
@@ -35,11 +34,13 @@ from rloo_cli.data.rollout_files import (
     CHECK_KEY,
     EPISODE_FORMAT,
     HEAD_KEY,
+    MASK_FORMAT,
     ROW_FORMAT,
     content_digest,
     head_check,
 )
-from rloo_cli.data.rollout_values import dump_rollout, load_rollout
+from rloo_cli.data.rollout_values import dump_rollout, load_rollout, sampled_lengths
+from rloo_cli.data.sampling_mask import mask_tensors, read_mask_tensors
 from rloo_cli.utils.errors import Problem, StorageError
 from rloo_cli.utils.files import JsonObject, write_whole_file
 
@@ -87,8 +88,11 @@ def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]
     tensors = {n: t.detach().cpu().contiguous() for n, t in _batch_tensors(batch).items()}
     rollouts = [r for g in batch.groups for r in g.rollouts]
     turns = [turn for r in rollouts for turn in r.turns or []]
+    episodes = any(r.turns is not None for r in rollouts)
+    has_masks = any(r.sampling_mask is not None for r in rollouts)
     head = {
-        "format": ROW_FORMAT if all(r.turns is None for r in rollouts) else EPISODE_FORMAT,
+        "format": MASK_FORMAT if has_masks else EPISODE_FORMAT if episodes else ROW_FORMAT,
+        **({"sampling_mask": True, "episodes": episodes} if has_masks else {}),
         **facts,
         "step": batch.step + 1,
         "draws": batch.draws,
@@ -133,6 +137,7 @@ def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
     logps = [r.behaviour_logp for r in rollouts]
     if all(logp is not None for logp in logps):
         tensors["behaviour_logp"] = _smallest_exact([x for logp in logps for x in logp or []])
+    tensors |= mask_tensors([r.sampling_mask for r in rollouts], [r.length for r in rollouts])
     for name in TOKEN_COLUMNS:  # groups that were not trained on have None
         columns = [t for g in batch.groups for t in getattr(g, name) or []]
         if columns:
@@ -151,7 +156,7 @@ def _smallest_exact(values: list[float]) -> Tensor:
 
 def _batch_texts(batch: Batch) -> JsonObject:
     return {
-        "batch": {n: getattr(batch, n) for n in BATCH_VALUES},
+        "batch": batch.plain_values,
         "extras": batch.extras,
         "groups": [
             {
@@ -209,7 +214,8 @@ def _rebuild_batch(tensors: dict[str, Tensor], texts: JsonObject) -> Batch:
     if "behaviour_logp" in tensors:
         logps = [t.tolist() for t in cut("behaviour_logp", lengths)]
     saved = [r for g in texts["groups"] for r in g["rollouts"]]
-    rollouts = [load_rollout(*parts) for parts in zip(ids, logps, saved, strict=True)]
+    masks = read_mask_tensors(tensors, sampled_lengths(lengths.tolist(), saved))
+    rollouts = [load_rollout(*parts) for parts in zip(ids, logps, saved, masks, strict=True)]
     prompts = [t.tolist() for t in cut("prompt_ids", tensors["prompt_lengths"])]
     groups = [
         Group(g["draw"], g["example"], g["prompt"], prompt, rollouts[p * k : p * k + k])

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from rloo_cli.config.prompt_limit import describe_prompt_limit, max_prompt_tokens, prompt_headroom
@@ -20,6 +21,8 @@ from rloo_cli.utils.errors import ConfigError, Problem, RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rloo_cli.data.vision_processor import VisionProcessor
 
 BAR_CHARACTERS, MAX_BARS = "▁▂▃▄▅▆▇█", 16
 
@@ -86,6 +89,13 @@ def tokenize_splits(
         raise ConfigError(_no_headroom(config, context_length))
     headroom = prompt_headroom(config, context_length)
     template_kwargs = config.generation.chat_template_kwargs
+
+    @cache
+    def load_vision() -> "VisionProcessor":
+        from rloo_cli.data.vision_processor import load_vision_processor  # lazy: it imports torch
+
+        return load_vision_processor(config.model, tokenizer)
+
     prompts: dict[str | None, Prompts] = {}
     for name, source in split_configs(config, training=True).items():
         if name not in opened:
@@ -94,7 +104,7 @@ def tokenize_splits(
         with errors_naming_split(name, source):
             prompts[name] = tokenize_prompts(
                 opened[name].dataset, source, tokenizer, template_kwargs, max_length, config.seed,
-                headroom, tools_of,
+                headroom, tools_of, load_vision,
             )  # fmt: skip
             prompts[name].filtered_out = opened[name].filtered_out
     parts = mixture_entries(prompts)
@@ -126,7 +136,15 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
         notes = [sizes]
         notes += mixture.mixture_notes(prompts.mixture) if prompts.mixture else []
         notes += [describe_lengths(prompts.unfiltered_lengths, prompts.length_limits)]
+    shown = [one for one in prompts.media if one is not None]
+    if shown:
+        count = sum(len(one.sources) for one in shown)
+        tokens = sum(one.prompt_ids.count(one.vision.image_token_id) for one in shown)
+        text = f"{count} images in {len(shown)} of {len(prompts)} prompts"
+        notes.append(f"{text}, {tokens / count:.0f} tokens an image")
     where = "" if name is None else f" of {name or 'those held out'}"
+    if prompts.bad_images:
+        notes.append(f"{prompts.bad_images} rows{where} were left out (data.on_bad_image)")
     if prompts.filtered_out:
         notes.append(f"{prompts.filtered_out} rows{where} were left out (data.filter)")
     for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
@@ -134,7 +152,8 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
             limit = f"more than {' or '.join(map(str, prompts.length_limits))} tokens"
             text = f"{count} prompts{where} were too long and {what} (data.overlong): {limit}"
             notes.append(f"{text} (data.max_prompt_length)")
-    if name is None and len(prompts) > 100 and len({tuple(i) for i in prompts.prompt_ids}) == 1:
+    alike = len({tuple(ids) for ids in prompts.prompt_ids}) == 1 and not shown
+    if name is None and len(prompts) > 100 and alike:
         notes.append("warning: all prompts are the same")
     return notes
 

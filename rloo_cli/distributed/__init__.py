@@ -9,9 +9,11 @@ gradients and optimizer are spread is an `engine`; the loop does not know which 
     engine          the engine protocol; one process, and ddp
     fsdp            FSDP2
     gather          whole weights of sharded models, unit by unit
+    meta_load       models that are to be sharded: weights on rank 0, shells on all
     optimizer       optimizer, schedule, clipping, float32 masters
+    paired_optimizer  two DeepSpeed engines' optimizers as one: policy and value model
     world           ranks, and the calls by which they talk
-    zero            DeepSpeed ZeRO 1 to 3
+    zero            DeepSpeed ZeRO 1 to 3; the engine of each name
     zero_optimizer  DeepSpeed's optimizer behind ours
 
     overlap         copies of the model sum their gradients while backward still runs

@@ -17,6 +17,7 @@ from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer
 from rloo_cli.distributed.overlap import GradientReducer
 from rloo_cli.distributed.world import World
 from rloo_cli.policy.model import Policy
+from rloo_cli.policy.value import ValueModel
 
 
 class ParallelEngine:
@@ -24,7 +25,7 @@ class ParallelEngine:
 
     lockstep = False  # ranks meet in every forward and backward: they run equally many
     sharded = False  # no rank holds all weights
-    value_module: nn.Module | None = None  # a second model that learns; whole on every rank
+    value_model: ValueModel | None = None  # a second model that learns
 
     def __init__(self, world: World, config: RunConfig):
         self.world, self.config = world, config
@@ -40,13 +41,21 @@ class ParallelEngine:
         `num_updates`: those of the whole run.
         """
         train, distributed = self.config.train, self.config.distributed
-        return Optimizer(policy.model, train, num_updates, distributed, self.value_module)
+        value = None if self.value_model is None else self.value_model.model
+        return Optimizer(policy.model, train, num_updates, distributed, value)
 
     def distribute_frozen(self, policy: Policy) -> None:
         """Distribute a policy that is never trained."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Run one micro-batch's backward pass. `is_last`: it is the update's last."""
+        loss.backward()
+
+    def backward_value(self, loss: Tensor, is_last: bool) -> None:
+        """Run one micro-batch's backward pass of the value model, which comes before the policy's.
+
+        `is_last`: it is the update's last of this model.
+        """
         loss.backward()
 
     def skip_micro_batch(self, is_last: bool) -> None:
@@ -77,14 +86,15 @@ class DDPEngine(ParallelEngine):
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Send rank 0's weights to all ranks. -> an optimizer that sums gradients"""
         with torch.no_grad():
-            for model in (policy.model, *filter(None, [self.value_module])):
+            value = [] if self.value_model is None else [self.value_model.model]
+            for model in (policy.model, *value):
                 for tensor in (*model.parameters(), *model.buffers()):
                     if self.world.size > 1:
                         dist.broadcast(tensor, 0)
         optimizer = super().distribute_policy(policy, num_updates)
         if self.world.size > 1 and isinstance(optimizer, Optimizer):
-            value = [] if self.value_module is None else [*self.value_module.parameters()]
-            reducer = GradientReducer(self.world, optimizer.weights, optimizer.masters, value)
+            learned = [p for model in value for p in model.parameters()]
+            reducer = GradientReducer(self.world, optimizer.weights, optimizer.masters, learned)
             optimizer.reduce_gradients = reducer.finalize_reduce
             optimizer.abort_reduce = reducer.abort_reduce
             self.gradient_reducer = reducer
@@ -96,6 +106,10 @@ class DDPEngine(ParallelEngine):
             loss.backward()
         else:
             self.gradient_reducer.backward(loss, is_last)
+
+    def backward_value(self, loss: Tensor, is_last: bool) -> None:
+        """Run a backward pass of the value model; its gradients are sent with the policy's."""
+        self.backward(loss, False)
 
     def skip_micro_batch(self, is_last: bool) -> None:
         """After the update's last micro-batch this rank's gradients may be sent."""

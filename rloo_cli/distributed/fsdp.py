@@ -34,8 +34,11 @@ from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer, gather_full_tensor
 from rloo_cli.distributed.world import World
+from rloo_cli.policy import lora
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import Policy
+from rloo_cli.policy.value import ValueModel
+from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
 
@@ -52,13 +55,24 @@ class FSDPEngine(ParallelEngine):
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Shard the policy, whose weights come from rank 0 unit by unit. -> its optimizer"""
         train, distributed = self.config.train, self.config.distributed
-        has_masters = distributed.master_weights == "float32"
+        # Adapters are float32 over a base of any dtype, and cast where they are multiplied.
+        keeps_masters = distributed.master_weights == "float32"
+        has_masters = keeps_masters and not lora.has_adapter(policy.model)
         self._shard(policy, torch.float32 if has_masters else None)
+        check_trained_dtypes(policy.model, self.config)
         self.root_module = cast(FSDPModule, policy.logprob_module)
+        masters = _master_names(policy.model) if has_masters and policy.dtype in HALF_DTYPES else []
+        value_module = None
+        if (value := self.value_model) is not None:
+            self._shard_value(value, torch.float32 if keeps_masters else None)
+            value_module = value.model
+            if keeps_masters and value.dtype in HALF_DTYPES:
+                head = _master_names(value.head, "score.")  # float32 in every pass
+                masters += [f"value.{n}" for n in _master_names(value.model) if n not in head]
         optimizer = Optimizer(
-            policy.model, train, num_updates, distributed, offloaded=self.offloads
+            policy.model, train, num_updates, distributed, value_module, self.offloads
         )
-        optimizer.shards_are_masters = has_masters and policy.dtype in HALF_DTYPES
+        optimizer.shard_masters = frozenset(masters)
         return optimizer
 
     def distribute_frozen(self, policy: Policy) -> None:
@@ -75,8 +89,16 @@ class FSDPEngine(ParallelEngine):
         whole until then.
         """
         assert self.root_module is not None
+        self._backward(self.root_module, loss, is_last)
+
+    def backward_value(self, loss: Tensor, is_last: bool) -> None:
+        """Run a backward pass of the value model, as `backward` does the policy's."""
+        assert self.value_model is not None
+        self._backward(cast(FSDPModule, self.value_model.forward_module), loss, is_last)
+
+    def _backward(self, root: FSDPModule, loss: Tensor, is_last: bool) -> None:
         if self.config.distributed.reduce == "last":
-            self.root_module.set_requires_gradient_sync(is_last)
+            root.set_requires_gradient_sync(is_last)
         (loss * self.world.size).backward()
 
     @contextmanager
@@ -93,7 +115,27 @@ class FSDPEngine(ParallelEngine):
         self, policy: Policy, storage_dtype: torch.dtype | None, mesh: DeviceMesh | None = None
     ) -> None:
         """Shard every unit. `storage_dtype`: of the shards; None = that of the weights."""
-        scorer, dtype = policy.logprob_module, policy.dtype
+        units = [*gather.decoder_layers(policy.model), policy.logprob_module]
+        self._shard_units(units, policy.meta_weights, policy.dtype, storage_dtype, mesh)
+        policy.meta_weights = None
+
+    def _shard_value(self, value: ValueModel, storage_dtype: torch.dtype | None) -> None:
+        """Shard a value model. Its head, which is float32 in every pass, is a unit of its own."""
+        weights, model = value.meta_weights, value.model
+        self._shard_units([value.head], weights, torch.float32, None)
+        units = [*gather.decoder_layers(model), value.forward_module]
+        self._shard_units(units, weights, value.dtype, storage_dtype)
+        value.meta_weights = None
+
+    def _shard_units(
+        self,
+        units: Sequence[nn.Module],
+        meta_weights: "gather.MetaWeights | None",
+        dtype: torch.dtype,
+        storage_dtype: torch.dtype | None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Fill and shard these modules, which compute in `dtype`, in this order."""
         offload: OffloadPolicy = OffloadPolicy()
         if self.offloads and self.config.distributed.offload == "parameters":
             offload = CPUOffloadPolicy(pin_memory=True)
@@ -105,12 +147,30 @@ class FSDPEngine(ParallelEngine):
             "mp_policy": mixed,
             "offload_policy": offload,
         }
-        for unit in (*gather.decoder_layers(policy.model), scorer):
-            gather.materialize_unit(
-                unit,
-                policy.meta_weights,
-                self.world,
-                storage_dtype if dtype in HALF_DTYPES else None,
-            )
+        stored = storage_dtype if dtype in HALF_DTYPES else None
+        for unit in units:
+            gather.materialize_unit(unit, meta_weights, self.world, stored)
             fully_shard(unit, **given)
-        policy.meta_weights = None
+
+
+def _master_names(module: nn.Module, prefix: str = "") -> list[str]:
+    """Names of the trained parameters."""
+    return [f"{prefix}{n}" for n, p in module.named_parameters() if p.requires_grad]
+
+
+def check_trained_dtypes(model: nn.Module, config: RunConfig) -> None:
+    """Check that all trained weights of a unit can be reduced together.
+
+    Raises ConfigError for float32 adapters beside whole layers or biases of half precision.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(dtypes) < 2 or (keys := config.model.lora) is None:
+        return
+    key = "model.lora.modules_to_save" if keys.modules_to_save else "model.lora.bias"
+    value = keys.modules_to_save or keys.bias
+    names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+    what = f"{key} = {value} does not go with distributed.engine = {config.distributed.engine}"
+    why = f"what is trained would be {names}, and shards of one layer are reduced in one dtype"
+    good = "[]" if keys.modules_to_save else "none"
+    fix = f"{key}={good}, or model.dtype=float32, or distributed=zero2"
+    raise ConfigError(Problem(what, key, why, fix))

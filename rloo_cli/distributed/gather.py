@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rloo_cli.distributed.world import World
+from rloo_cli.policy import lora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,6 +132,16 @@ class MetaWeights:
         for module in unit.modules():
             if id(module) in self.module_paths:
                 yield self.module_paths[id(module)], module
+
+
+def iter_gathered_adapter(
+    engine: "WeightGatherer", model: "PreTrainedModel"
+) -> Iterator[dict[str, Tensor]]:
+    """The trained adapter of a model, whole, by the names of peft's files: in one piece, as an
+    adapter is small. In the dtype that is trained."""
+    parameters = lora.adapter_parameters(model)
+    with engine.gathered_parameters(list(parameters.values())) as tensors:
+        yield dict(zip(parameters, tensors, strict=True))
 
 
 def iter_gathered_weights(

@@ -45,6 +45,8 @@ class TrainingOptimizer(Protocol):
     weight_changes: dict[str, Tensor]  # of the last update; {} where they cannot be seen
 
     @property
+    def parts(self) -> "Sequence[TrainingOptimizer]": ...  # those with a torch optimizer each
+    @property
     def learning_rate(self) -> float: ...
     @property
     def num_trained_parameters(self) -> int: ...
@@ -93,8 +95,14 @@ class Optimizer:
         self.schedule = build_lr_schedule(self.inner, config, num_updates)
         self.reduce_gradients: Callable[[Sequence[Tensor]], None] = _reduce_nothing
         self.abort_reduce: Callable[[], None] = _abort_nothing
-        self.shards_are_masters = False  # float32 shards of a model that computes in less
+        # Names of float32 shards that are gathered in less: masters of what computes.
+        self.shard_masters: frozenset[str] = frozenset()
         self.weight_changes: dict[str, Tensor] = {}
+
+    @property
+    def parts(self) -> "Sequence[Optimizer]":
+        """Itself: both models are in one torch optimizer."""
+        return (self,)
 
     @property
     def learning_rate(self) -> float:
@@ -155,7 +163,7 @@ class Optimizer:
 
         None where that dtype is not the shards' own.
         """
-        if self.shards_are_masters or not self.weights:
+        if self.shard_masters or not self.weights:
             return None
         chosen = self.weights[:: -(-len(self.weights) // SAMPLED_TENSORS)]
         rows = []
@@ -184,7 +192,7 @@ class Optimizer:
         for number, (name, weight, master) in enumerate(columns):
             if weight is not master:
                 saved.add(number, f"master/{name}", master)
-            elif self.shards_are_masters:  # the weights' file has them in the model's own dtype
+            elif name in self.shard_masters:  # the weights' file has them in the model's own dtype
                 saved.add(number, f"master/{name}", gather_full_tensor(master.detach()))
             for what, value in self.inner.state.get(master, {}).items():
                 if isinstance(value, Tensor):

@@ -28,9 +28,18 @@ from torch import Tensor
 from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.distributed.stop_poll import StopPoll
-from rloo_cli.utils import errors, signals
+from rloo_cli.utils import errors, heartbeat, signals
 from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError, Stopped
+from rloo_cli.utils.errors import (
+    ConfigError,
+    DataError,
+    GenerationError,
+    MachineError,
+    NumbersError,
+    Problem,
+    RunError,
+    Stopped,
+)
 from rloo_cli.utils.files import JsonObject
 
 T = TypeVar("T")
@@ -200,6 +209,17 @@ def join_world(run: RunConfig) -> World:
     return World(state.process_index, state.num_processes, device, local_ranks, group, patient)
 
 
+def join_ranks(run: RunConfig) -> World:
+    """This process alone, or its place among the ranks that one of rloo's verbs has started.
+
+    Where there is one, `distributed.engine` is not asked for.
+    """
+    if environment_number("WORLD_SIZE", 1) == 1:
+        return single_process_world(run.distributed)
+    heartbeat.start_heartbeat()
+    return join_world(run)
+
+
 def check_devices() -> None:
     """Raise MachineError if the machine has GPUs and torch sees none.
 
@@ -238,11 +258,12 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) 
 
 
 def _generation_timeout_s(run: RunConfig) -> float:
-    """Seconds that a sampler which only rank 0 talks to may take, by its own deadlines."""
+    """Seconds that servers which only rank 0 talks to may take, by their own deadlines."""
     keys: Any = run.generation
     section = getattr(keys, "server", None) or getattr(keys, "colocate", None)
     names = ("ready_timeout_s", "sync_timeout_s", "request_timeout_s", "reconnect_timeout_s")
-    return sum(float(getattr(section, name, 0.0)) for name in names)
+    asked = (section, run.algorithm.teacher_server)
+    return sum(float(getattr(keys, name, 0.0)) for keys in asked for name in names)
 
 
 def _run_collective(what: str, call: Callable[[], object]) -> None:
@@ -308,3 +329,9 @@ def is_shared_error(error: BaseException) -> bool:
 def is_remote_error(error: BaseException) -> bool:
     """Whether the error is another rank's, which says it."""
     return bool(error.__dict__.get("elsewhere"))
+
+
+def is_printed_elsewhere(error: BaseException) -> bool:
+    """Whether another rank prints this error: it arose there, or every rank finds it alike."""
+    alike = isinstance(error, ConfigError | DataError | NumbersError | Stopped)
+    return is_remote_error(error) or (alike and environment_number("RANK", 0) > 0)

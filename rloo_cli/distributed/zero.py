@@ -5,6 +5,8 @@ optimizer's step inside the last `backward` (accelerate 1.15, utils/deepspeed.py
 is asked for before the step, which is only made when it is finite, and a factor on all gradients
 (an advantage's normalisation, known late) goes through the loss scale. So the engine is driven
 directly: the boundary is set before each backward pass.
+
+This file knows all engines: `build_engine` has the one of each name.
 """
 
 import logging
@@ -15,12 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import gather
-from rloo_cli.distributed.engine import ParallelEngine
+from rloo_cli.distributed.engine import DDPEngine, ParallelEngine
 from rloo_cli.distributed.fsdp import FSDPEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer, build_optimizer
+from rloo_cli.distributed.paired_optimizer import PairedOptimizer
+from rloo_cli.distributed.world import World
 from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
+from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.files import JsonObject
 
@@ -42,21 +49,47 @@ class DeepSpeedEngine(ParallelEngine):
 
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Give the policy to DeepSpeed. -> its optimizer"""
+        self.deepspeed_engine, optimizer = self._start_engine(
+            policy.logprob_module, policy.model, [], policy.meta_weights, policy.dtype, num_updates
+        )
+        policy.call, policy.meta_weights = self.deepspeed_engine, None
+        if (value := self.value_model) is None:
+            return optimizer
+        self.value_engine, second = self._start_engine(
+            value.forward_module, value.model, [value.head], value.meta_weights, value.dtype,
+            num_updates, "value.",
+        )  # fmt: skip
+        value.call, value.meta_weights = self.value_engine, None
+        return PairedOptimizer(optimizer, second, self.config.train.max_grad_norm)
+
+    def _start_engine(
+        self,
+        root: nn.Module,
+        model: PreTrainedModel,
+        heads: list[nn.Module],
+        meta_weights: gather.MetaWeights | None,
+        dtype: torch.dtype,
+        num_updates: int,
+        prefix: str = "",
+    ) -> tuple[Any, ZeroOptimizer]:
+        """Give a model to DeepSpeed. `root`: what is called. -> DeepSpeed's engine, its optimizer
+
+        `heads`: units beside the decoder layers. `prefix`: of its parameters' names.
+        """
         deepspeed = _import_deepspeed()
-        settings = self._deepspeed_config(policy.dtype)
+        settings = self._deepspeed_config(dtype)
         if self.stage == 3:
-            for unit in (*gather.decoder_layers(policy.model), policy.logprob_module):
-                gather.materialize_unit(unit, policy.meta_weights, self.world, None)
-                deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=policy.dtype)
-            policy.meta_weights = None
-        trained = [p for p in policy.model.parameters() if p.requires_grad]
+            for unit in (*gather.decoder_layers(model), *heads, root):
+                gather.materialize_unit(unit, meta_weights, self.world, None)
+                if dtype in HALF_DTYPES:
+                    _cast_parameters(unit, dtype)
+                deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=dtype)
+        trained = [p for p in model.parameters() if p.requires_grad]
         inner = build_optimizer(trained, self.config.train, self.offloads)
         engine, *_ = deepspeed.initialize(
-            model=policy.logprob_module, optimizer=inner, config=settings, dist_init_required=False
+            model=root, optimizer=inner, config=settings, dist_init_required=False
         )
-        policy.call = engine
-        self.deepspeed_engine = engine
-        return ZeroOptimizer(engine, inner, policy.model, self.config, num_updates)
+        return engine, ZeroOptimizer(engine, inner, model, self.config, num_updates, prefix)
 
     def distribute_frozen(self, policy: Policy) -> None:
         """Shard a frozen policy in stage 3, by torch's fully_shard; DeepSpeed has no light way."""
@@ -65,8 +98,15 @@ class DeepSpeedEngine(ParallelEngine):
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Run a backward pass. DeepSpeed averages over ranks, and completes it in the last one."""
-        self.deepspeed_engine.set_gradient_accumulation_boundary(is_last)
-        self.deepspeed_engine.backward(loss * self.world.size)
+        self._backward(self.deepspeed_engine, loss, is_last)
+
+    def backward_value(self, loss: Tensor, is_last: bool) -> None:
+        """Run a backward pass of the value model, as `backward` does the policy's."""
+        self._backward(self.value_engine, loss, is_last)
+
+    def _backward(self, engine: Any, loss: Tensor, is_last: bool) -> None:
+        engine.set_gradient_accumulation_boundary(is_last)
+        engine.backward(loss * self.world.size)
 
     @contextmanager
     def gathered_parameters(
@@ -85,6 +125,7 @@ class DeepSpeedEngine(ParallelEngine):
         # In half precision stage 1 is another optimizer of DeepSpeed; 2 gives the same numbers.
         stage = 2 if self.stage == 1 and dtype in DEEPSPEED_DTYPE_SECTIONS else self.stage
         zero: JsonObject = {"stage": stage, "overlap_comm": on_gpu}
+        max_grad_norm = self.config.train.max_grad_norm or 0.0
         if config.offload != "none":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         if config.offload == "parameters":
@@ -92,7 +133,8 @@ class DeepSpeedEngine(ParallelEngine):
         settings: JsonObject = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": self.config.train.max_grad_norm or 0.0,
+            # Two models are clipped by their common norm, which none of the engines knows.
+            "gradient_clipping": max_grad_norm if self.value_model is None else 0.0,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -102,6 +144,16 @@ class DeepSpeedEngine(ParallelEngine):
             settings[DEEPSPEED_DTYPE_SECTIONS[dtype]] = {"enabled": True}
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
         return settings
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what is float32 beside weights of half precision: adapters, the head of a value model.
+
+    DeepSpeed keeps float32 masters of what it trains. In stages 1 and 2 it casts all itself.
+    """
+    for weight in module.parameters():
+        if weight.dtype is torch.float32 and not hasattr(weight, "ds_id"):
+            weight.data = weight.data.to(dtype)
 
 
 def _import_deepspeed() -> Any:
@@ -114,3 +166,18 @@ def _import_deepspeed() -> Any:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return deepspeed
+
+
+ENGINE_CLASSES: dict[str, type[ParallelEngine]] = {
+    "single": ParallelEngine,
+    "ddp": DDPEngine,
+    "fsdp2": FSDPEngine,
+    "zero1": DeepSpeedEngine,
+    "zero2": DeepSpeedEngine,
+    "zero3": DeepSpeedEngine,
+}
+
+
+def build_engine(world: World, config: RunConfig) -> ParallelEngine:
+    """Build the engine that `distributed.engine` names."""
+    return ENGINE_CLASSES[config.distributed.engine](world, config)

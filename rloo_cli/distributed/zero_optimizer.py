@@ -29,9 +29,10 @@ class ZeroOptimizer:
         model: nn.Module,
         config: RunConfig,
         num_updates: int,
+        prefix: str = "",  # of the names of its parameters
     ):
         self.engine, self.zero_optimizer, self.inner = engine, engine.optimizer, inner
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        named = {f"{prefix}{n}": p for n, p in model.named_parameters() if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
         self.stage3 = hasattr(self.weights[0], "ds_id")
         self.has_masters = self.weights[0].dtype in (torch.bfloat16, torch.float16)
@@ -40,6 +41,11 @@ class ZeroOptimizer:
         self.schedule = build_lr_schedule(inner, config.train, num_updates)
         self.gradient_factor = 1.0
         self.state = ZeroState(engine, inner, self.stage3)
+
+    @property
+    def parts(self) -> "Sequence[ZeroOptimizer]":
+        """Itself: it has one torch optimizer."""
+        return (self,)
 
     @property
     def learning_rate(self) -> float:

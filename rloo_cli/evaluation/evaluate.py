@@ -196,9 +196,13 @@ def answer_with_other_model(
         numbers = prompts.example_numbers or list(range(len(prompts)))
         chosen = [i for i, number in enumerate(numbers) if number in example_numbers[name]]
         for indices in split_chunks(chosen, setup.config.eval.batch_size):
-            signals.raise_if_stopped()
+            setup.world.check_stop()
             groups = [prompts.group_of(i) for i in indices]
-            _generate(setup, groups, True, 1)
+
+            def sample(share: Sequence[int], groups: list[Group] = groups) -> None:
+                _generate(setup, [groups[i] for i in share], True, 1)
+
+            across_ranks.sample_only(setup.world, setup.generator, groups, sample)
             answers[name] |= {numbers[g.prompt_offset]: g.rollouts[0] for g in groups}
             on_progress(name, len(answers[name]), len(chosen))
     return answers

@@ -8,12 +8,13 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from rloo_cli.agents.common import build as agent_build
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
@@ -23,18 +24,24 @@ from rloo_cli.config.judge import AGAINST_REFERENCE
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.data import splits
+from rloo_cli.data.image_rules import check_image_run
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.distributed.world import World, single_process_world
+from rloo_cli.distributed import gather
+from rloo_cli.distributed.engine import ParallelEngine
+from rloo_cli.distributed.world import World, is_printed_elsewhere, join_ranks
 from rloo_cli.evaluation.evaluate import (
     AnsweredSet,
     answer_eval_sets,
     answer_with_other_model,
     evaluation_metrics,
+    ignore_progress,
     judge_eval_sets,
 )
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judge, JudgedSets, OtherAnswers
+from rloo_cli.evaluation.judges.pairs import pairs_to_csv
 from rloo_cli.generation import Generator
+from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.generation.common.stop_rule import stop_ids
 from rloo_cli.policy import load, lora, reward_load
 from rloo_cli.policy.model import Policy
@@ -73,19 +80,23 @@ def run_evaluation(folder: Path) -> JsonObject:
     settings = check.read_config(folder / "config.yaml")
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
-    state = _restore_run_state(about)
-    setup, policy = _build_setup(settings, single_process_world(settings.distributed), folder)
+    state, world = _restore_run_state(about), join_ranks(settings)
+    setup, policy = _build_setup(settings, world, folder)
     setup.generator.load(policy, state.updates)  # each sample says which weights made it
     lines = _training_lines(about["run"], state.step)
     trainer_state = state.trainer_state(about["steps"], about["prompts"], settings, lines)
     try:
-        answered = answer_eval_sets(setup, trainer_state, _ProgressPrinter())
+        answered = answer_eval_sets(setup, trainer_state, _progress_printer(world))
     finally:
         setup.generator.close()
     del policy
     other_answers = _other_answers(setup, answered, folder)
-    judged = judge_eval_sets(setup, answered, trainer_state, other_answers)
+    judged = world.run_on_rank0(
+        lambda: judge_eval_sets(setup, answered, trainer_state, other_answers)
+    )
     metrics = {"step": state.step, **evaluation_metrics(setup, answered, judged)}
+    if not world.is_main:
+        return metrics
     _write_results(folder, answered, metrics)
     console = Console(soft_wrap=not sys.stdout.isatty())
     console.print(evaluation_table(metrics, list(answered)))
@@ -109,16 +120,18 @@ def _other_answers(
     del setup.generator  # frees the first model before the second loads
     gc.collect()
     torch.cuda.empty_cache()
-    print(f"the other model: {keys.against}", flush=True)
+    if setup.world.is_main:
+        print(f"the other model: {keys.against}", flush=True)
     # A folder with an adapter alone names its base model itself.
     none = dict.fromkeys(("tokenizer", "revision", "lora", "quantization"))
     model = setup.config.model.model_copy(update={"path": keys.against, **none})
     unjudged = setup.config.eval.model_copy(update={"judge": None})
     settings = setup.config.model_copy(update={"model": model, "eval": unjudged})
-    other, policy = _build_setup(settings, single_process_world(settings.distributed), folder)
+    other, policy = _build_setup(settings, setup.world, folder)
     other.generator.load(policy, 0)
     try:
-        return answer_with_other_model(other, example_numbers, _ProgressPrinter())
+        printer = _progress_printer(setup.world)
+        return answer_with_other_model(other, example_numbers, printer)
     finally:
         other.generator.close()
 
@@ -127,6 +140,7 @@ def _write_judge_results(folder: Path, judge: Judge, judged: JudgedSets, console
     for note in judged.notes:
         print(note)
     write_text(folder / "pairs.jsonl", samples_to_jsonl(judged.pair_records))
+    write_text(folder / "pairs.csv", pairs_to_csv(judged.pair_records))
     write_json(folder / "judge.json", judging.judge_summary(judge, judged))
     console.print(judging.judge_table(judge, judged))
 
@@ -151,42 +165,73 @@ def _restore_run_state(about: JsonObject) -> RunState:
 
 def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalWorkerSetup, Policy]:
     """Build everything, in the order in which mistakes are cheapest: weights come last."""
-    print("loading data ...", flush=True)
+
+    def note(line: str) -> None:
+        if world.is_main:
+            print(line, flush=True)
+
+    note("loading data ...")
     opened = splits.open_splits(settings, training=False)
     rewards = build_rewards(settings, {})
     tools = agent_build.load_tool_set(settings)
-    for note in user_code_notes(settings):
-        if not note.startswith("train."):
-            print(note)
+    for code_note in user_code_notes(settings):
+        if not code_note.startswith("train."):
+            note(code_note)
     check_reward_splits(settings, opened, rewards)
     # Made now: the timeout of a reward's call would be too short for it.
     for path in rules_paths.synthetic_model_paths(settings):
-        print(f"finding or making {path} ...", flush=True)
-        synthetic.resolve_model_path(path)
+        note(f"finding or making {path} ...")
+        world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
     tokenizer = load.load_policy_tokenizer(settings.model)
     context = load.read_max_positions(settings.model)
     tools_of = None if tools is None else tools.schemas_of
     prepared = splits.tokenize_splits(settings, opened, tokenizer, context, tools_of)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
-    for note in splits.data_notes(settings, prepared, context):
-        print(note)
+    check_image_run(settings, prepared)
+    for data_note in splits.data_notes(settings, prepared, context):
+        note(data_note)
     length = settings.generation.max_completion_length
     judge = judging.build_judge(settings, sets, tokenizer, training=False)
     scorers = (
         [*rewards, judge.reward] if judge is not None and judge.reward is not None else rewards
     )
-    run_ready_hooks(scorers, tokenizer, sets, length, world.device, print, reward_load)
-    print("loading the model ...", flush=True)
+    run_ready_hooks(scorers, tokenizer, sets, length, world.device, note, reward_load)
+    note("loading the model ...")
     model = lora.load_trained_model(settings.model, None, world.device, settings.seed)
+    policy = Policy(model, settings.generation.temperature)
     backend = registry.registered_module("generation", settings.generation.backend)
     build_generator = registry.load_code(backend.IMPLEMENTATION)
-    generator = agent_build.wrap_generator(
-        build_generator(model, tokenizer, settings, context, folder, print), settings, tools,
-        tokenizer, stop_ids(tokenizer, model, settings.generation), context, print,
-    )  # fmt: skip
-    policy = Policy(model, settings.generation.temperature)
+
+    def build() -> Generator:
+        return agent_build.wrap_generator(
+            build_generator(model, tokenizer, settings, context, folder, note), settings, tools,
+            tokenizer, stop_ids(tokenizer, model, settings.generation), context, note,
+        )  # fmt: skip
+
+    generator = _generator_of_ranks(settings, world, policy, build)
     algorithm = load_algorithm(settings.algorithm)
     return EvalWorkerSetup(settings, algorithm, generator, rewards, sets, judge, world), policy
+
+
+def _generator_of_ranks(
+    settings: RunConfig, world: World, policy: Policy, build: Callable[[], Generator]
+) -> Generator:
+    """The generator of this rank, or of all: a server is one for all of them."""
+    if world.size == 1 or settings.generation.backend != "vllm_server":
+        return build()
+    engine = ParallelEngine(world, settings)  # each rank has the whole model
+
+    def weights() -> Iterator[dict[str, Tensor]]:
+        if lora.has_adapter(policy.model):
+            return gather.iter_gathered_adapter(engine, policy.model)
+        return gather.iter_gathered_weights(engine, policy.model)
+
+    return Rank0Proxy(world, policy, weights, build)
+
+
+def _progress_printer(world: World) -> Callable[[str, int, int], None]:
+    """Progress is printed by one rank, of all."""
+    return _ProgressPrinter() if world.is_main else ignore_progress
 
 
 class _ProgressPrinter:
@@ -217,4 +262,4 @@ def main() -> None:
         fault_injection.arm_faults()
         run_evaluation(Path(sys.argv[1]))
 
-    process_exit.run_and_exit(evaluate, "lower eval.batch_size")
+    process_exit.run_and_exit(evaluate, "lower eval.batch_size", is_printed_elsewhere)

@@ -17,15 +17,19 @@ rules hold for a correction. The training loop uses nothing of a backend but its
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rloo_cli.utils.errors import GenerationError, Problem
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from torch import Tensor
 
     from rloo_cli.data.batch import Group
+    from rloo_cli.generation.common.open_groups import OpenGroup
+    from rloo_cli.generation.common.stop_rule import StopRule
     from rloo_cli.policy.model import Policy
 
 # Rms nats per token. A healthy run has about 0.002 (float32) or 0.03 to 0.04 (half precision); the
@@ -49,6 +53,15 @@ def logprob_tolerance(*dtypes: str, on_gpu: bool = False, coarse: bool = False) 
 
 def ignore_arrival(group_index: int) -> None:
     """The default of `arrived`, which does nothing."""
+
+
+def ignore_length(number: int, at_least: int) -> None:
+    """The default of `OnLength`, which does nothing."""
+
+
+# Called with a completion's number in the call, group after group, and a number of tokens that it
+# will have at least: exactly so many once it has ended. Samplers that have `watch_lengths` call it.
+OnLength = Callable[[int, int], None]
 
 
 class Generator(Protocol):
@@ -85,6 +98,34 @@ class Generator(Protocol):
         """Release the sampler's resources."""
 
 
+class CarryingGenerator(Generator, Protocol):
+    """A generator that can be interrupted, and goes on with other weights from what it has."""
+
+    stop_rule: "StopRule"
+    version: int  # of the weights that it samples with
+
+    def make_ready(self, groups: "list[Group]") -> None:
+        """Connect, and check that the sampler has the weights; called by the trainer's thread."""
+
+    def extend(
+        self,
+        groups: "list[OpenGroup]",
+        ended: "Callable[[OpenGroup], None]",
+        interrupted: "Event",
+    ) -> None:
+        """Sample each group's unfinished completions to their ends, or until `interrupted` is set.
+
+        What was sampled is added to them, whatever ends the call. `ended(group)` is called once a
+        group has no unfinished one left, from any thread. Raises GenerationError, EngineLost.
+        """
+
+    def handle_engine_loss(self, error: Exception) -> None:
+        """Give a lost engine up; `make_ready` connects again. Called by the trainer's thread.
+
+        Raises GenerationError where it was lost too often.
+        """
+
+
 @dataclass(frozen=True)
 class RecordedDraws:
     """The prompts of a recorded step."""
@@ -92,6 +133,8 @@ class RecordedDraws:
     prompt_offsets: list[int]  # P, in the step's order; resampling may have left out others
     num_draws: int  # prompts that the step consumed
     greedy_scores: "Tensor | None" = None  # (P,) float64, of algorithms that answer greedily too
+    pending: list[int] | None = None  # `Batch.pending`; with it, seeds are those of the offsets
+    left_out: list[int] = field(default_factory=list)  # `Batch.left_out`
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ import yaml
 from rloo_cli.config import check, hf_cache, messages, registry
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, SHARDED_ENGINES
+from rloo_cli.config.rules_sampling import keeps_masks
 from rloo_cli.config.schema import Frozen, GenerationConfig, RunConfig, Text, key
 from rloo_cli.data import rollout_files
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
@@ -107,7 +108,10 @@ def _head_problems(run: RunConfig, folder: Path, head: JsonObject) -> Iterator[P
         "train.prompts_per_step": (run.train.prompts_per_step, head["prompts"]),
         "seed": (run.seed, head["seed"]),
         "data.shuffle": (run.data.shuffle, head["shuffle"]),
-    }
+        "generation.return_sampling_mask": (
+            keeps_masks(run.generation), head.get("sampling_mask", False),
+        ),
+    }  # fmt: skip
     for name, (ours, recorded) in values.items():
         if ours != recorded:
             shown = str(recorded).lower() if isinstance(recorded, bool) else recorded
@@ -128,7 +132,7 @@ def _head_problems(run: RunConfig, folder: Path, head: JsonObject) -> Iterator[P
 def _length_problems(run: RunConfig, where: str, head: JsonObject) -> Iterator[Problem]:
     """Whether a step's completions, or the turns of its episodes, are longer than the run's are."""
     agent, turns = agent_config(run), head.get("most_turns", 0)
-    if (agent is not None) != (head["format"] >= rollout_files.EPISODE_FORMAT):
+    if (agent is not None) != rollout_files.holds_episodes(head):
         what = "agent is null, and the record holds episodes of several turns"
         fix = "agent as in the recorded run's config.yaml"
         if agent is not None:
@@ -233,9 +237,11 @@ def changed_keys(values: JsonObject, recorded: JsonObject) -> list[str]:
     shared = {f"generation.{name}" for name in GenerationConfig.model_fields if name != "backend"}
 
     def counts(name: str) -> bool:
+        if any(name == f or name.startswith(f"{f}.") for f in free):
+            return False
         if name.partition(".")[0] == "generation":
             return any(name == s or name.startswith(f"{s}.") for s in shared)
-        return not any(name == f or name.startswith(f"{f}.") for f in free)
+        return True
 
     names: dict[str, Any] = {**ours, **theirs}
     return [name for name in names if counts(name) and ours.get(name) != theirs.get(name)]

@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 from rloo_cli.config.schema import GenerationConfig, RunConfig, key
 from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
+from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
 from rloo_cli.utils.errors import Problem
 
 IMPLEMENTATION = "rloo_cli.generation.vllm.generator:build_colocate_generator"
@@ -44,6 +45,7 @@ def rules(run: RunConfig) -> Iterator[Problem]:
     """The settings that this backend refuses."""
     colocate = cast(Config, run.generation).colocate
     yield from engine_key_problems("generation.colocate", colocate, run)
+    yield from sampling_kwargs_problems(run.generation.kwargs)
     if colocate.transfer == "nccl":
         where = "generation.colocate.transfer"
         what = f"{where} = nccl cannot join two processes on one GPU"

@@ -11,6 +11,7 @@ from typing import Literal, cast
 
 from rloo_cli.config.schema import GenerationConfig, Positive, RunConfig, Text, key
 from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
+from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
 from rloo_cli.utils.errors import Problem
 
 IMPLEMENTATION = "rloo_cli.generation.vllm.generator:build_server_generator"
@@ -63,6 +64,7 @@ def rules(run: RunConfig) -> Iterator[Problem]:
     """The settings that this backend refuses."""
     server = cast(Config, run.generation).server
     yield from engine_key_problems("generation.server", server, run)
+    yield from sampling_kwargs_problems(run.generation.kwargs)
     if server.transfer == "ipc":
         yield Problem(
             "generation.server.transfer = ipc would hand pickles to a server",

@@ -20,7 +20,7 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 # Metrics of the machine and not of the run.
 MACHINE_METRICS = re.compile(
-    r"step_time|eps|(time|perf|memory)/.*|reward/.*/time|eval_.*(time|seconds).*"
+    r"step_time|eps|(time|perf|memory|overlap)/.*|reward/.*/time|eval_.*(time|seconds).*"
 )
 # Sections and keys that say where and how a run is written, and not what it computes.
 FREE_KEYS = ("name", "root", "resume", "resume_allow_changes", "logging", "checkpoint", "slurm")

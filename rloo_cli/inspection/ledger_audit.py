@@ -41,6 +41,7 @@ class LedgerAudit:
     first_position: tuple[int, int] = (0, 0)  # steps and prompt offset of the first header
     header_offset: int = 0  # prompt offset of the last header
     updates: int = 0
+    pending: frozenset[int] = frozenset()  # drawn, and taken by no step yet (overlap=carry)
     # epoch -> fate -> prompts, epoch -> example -> times sampled, example -> times trained on
     epochs: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     sampled_examples: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
@@ -53,7 +54,8 @@ class LedgerAudit:
         if is_header and entry["ledger"] != LEDGER_FORMAT:
             return f"format {entry['ledger']!r}: this rloo reads format {LEDGER_FORMAT}"
         required: dict[str, type] = COMMON_FIELDS | (HEADER_FIELDS if is_header else STEP_FIELDS)
-        optional: dict[str, type] = dict.fromkeys(["mixture"] if is_header else PROMPT_FATES, list)
+        names = ["mixture"] if is_header else [*PROMPT_FATES, "pending"]
+        optional: dict[str, type] = dict.fromkeys(names, list)
         if problem := _field_problem(entry, required, optional):
             return problem
         if is_header:
@@ -98,7 +100,10 @@ class LedgerAudit:
             return f"step {step} begins at place {offset}; {before}"
         if count < 1 or len(examples) != count:
             return f"step {step} has {count} draws and {len(examples)} rows"
-        offsets, n = range(offset, offset + count), len(self.example_indices)
+        drawn, waiting = self._drawn_offsets(entry), {*entry.get("pending", [])}
+        if not waiting <= drawn or len(waiting) != len(entry.get("pending", [])):
+            return f"step {step} has pending draws that were not drawn, or that are there twice"
+        offsets, n = sorted(drawn - waiting), len(self.example_indices)
         fates = [(p, fate) for fate in PROMPT_FATES for p in entry.get(fate, [])]
         times = Counter(p for p, _ in fates)
         for p in sorted({*offsets} | {*times}):
@@ -119,17 +124,24 @@ class LedgerAudit:
             return f"step {step} has trained draws, and no update"
         return ""
 
+    def _drawn_offsets(self, entry: JsonObject) -> set[int]:
+        """Prompt offsets that had no fate before a step and were drawn by then."""
+        drawn = entry["place"] + entry["draws"] + len(entry.get("pending", []))
+        return {*self.pending, *range(self.prompt_offset + len(self.pending), drawn)}
+
     def _count_step(self, entry: JsonObject) -> str:
         """Count a step's prompts. Returns which epoch did not have every prompt once, or ""."""
         fate = {p: name for name in PROMPT_FATES for p in entry.get(name, [])}
         n = len(self.example_indices)
-        for p, example in enumerate(entry["rows"], entry["place"]):
+        for p, example in zip(sorted(fate), entry["rows"], strict=True):
             self.epochs[p // n][fate[p]] += 1
             self.sampled_examples[p // n][example] += 1
             self.trained_examples[example] += fate[p] == "trained"
         self.updates += entry["updates"]
         self.steps, self.prompt_offset = position_after(entry)
-        for epoch in [e for e in self.sampled_examples if (e + 1) * n <= self.prompt_offset]:
+        self.pending = frozenset(entry.get("pending", []))
+        whole = min(self.pending, default=self.prompt_offset)  # every draw before it has a fate
+        for epoch in [e for e in self.sampled_examples if (e + 1) * n <= whole]:
             times = self.sampled_examples.pop(epoch)
             odd = sorted(example for example in self.example_indices if times[example] != 1)
             # A mixture's epoch has an example as often as the weight of its source says.
@@ -247,6 +259,7 @@ def ledger_summary(account: LedgerAudit) -> JsonObject:
         "places": [account.first_position[1], account.prompt_offset],
         "updates": account.updates,
         "draws": account.fates.total(),
+        "pending": len(account.pending),
         "fates": {f: account.fates[f] for f in PROMPT_FATES},
         "prompts_trained": sum(trained[example] > 0 for example in account.example_indices),
         "epochs": epochs,

@@ -21,6 +21,7 @@ FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "draw": (int,), "k": (int,), "prompt": (str, list), "completion": (str,), "rewards": (dict,),
     "score": (int, float), "completion_length": (int,), "weight_version": (int,),
     "token_strip": (dict,), "row": (dict,), "turns": (list,), "episode": (dict,),
+    "version_spans": (list,), "images": (list,),
 }  # fmt: skip
 
 

@@ -284,6 +284,9 @@ def _replay_config(
 def _train_recorded_step(run: Run, record: RecordedStep) -> None:
     """Make the updates of a recorded step, with the scores that it was trained with."""
     batch = without_updates(record.batch)
+    for group in batch.groups:  # a record has ids and no pixels: the run's data has them
+        if run.prompts.media:
+            group.media = run.prompts.groups_at(group.prompt_offset, 1)[0].media
     run.step_progress = StepProgress(batch)
     update_policy(run, run.step_progress)
     sync_weights(run)

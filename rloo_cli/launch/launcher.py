@@ -272,8 +272,9 @@ def _rank_processes(
 
         is_saving = nodes.checkpoint_save_probe(folder)
         callbacks = processes.ProcessCallbacks(
-            on_started, is_saving, poll_server, coordinator.poll_failure, on_killed
-        )
+            on_started, is_saving, poll_server, coordinator.poll_failure, on_killed,
+            silence_timeout_s=run.distributed.timeout_s,
+        )  # fmt: skip
         specs = rank_process_specs(topology, host, port, listening)
         yield [plan], callbacks, nodes.add_environment(specs, env)
 

@@ -197,7 +197,10 @@ def run_worker_node(run: RunConfig, topology: ProcessTopology) -> int:
         if "code" in message:  # refused, or nothing to do: rank 0's launcher has said why
             worker.exit_code = message["code"]
         else:
-            worker.exit_code = _run_ranks(root / name, topology, message, worker.poll_failure)
+            limit = run.distributed.timeout_s
+            worker.exit_code = _run_ranks(
+                root / name, topology, message, worker.poll_failure, limit
+            )
     return worker.exit_code
 
 
@@ -206,6 +209,7 @@ def _run_ranks(
     topology: ProcessTopology,
     message: NodeMessage,
     poll_failure: Callable[[], int | None],
+    silence_timeout_s: float,
 ) -> int:
     total, coordinator_host, host = message["total"], message["host"], platform.node()
     if total != topology.world_size:
@@ -219,8 +223,9 @@ def _run_ranks(
     env = message["env"] if coordinator_host == host else {}
     specs = add_environment(rank_process_specs(topology, store_host, port, None), env)
     callbacks = processes.ProcessCallbacks(
-        is_saving=checkpoint_save_probe(folder), poll_remote_failure=poll_failure
-    )
+        is_saving=checkpoint_save_probe(folder), poll_remote_failure=poll_failure,
+        silence_timeout_s=silence_timeout_s,
+    )  # fmt: skip
     return processes.run_processes("train.worker", [message["start"]], callbacks, specs)
 
 

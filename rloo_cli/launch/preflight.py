@@ -14,15 +14,18 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 
 def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) -> None:
-    """Raises MachineError (exit 3) with everything the machine lacks for this run.
+    """Raises MachineError (exit 3) with everything the machine lacks for this run, and ConfigError
+    (exit 2) for what no engine on this machine could do.
 
     `downloads`: check also what has to be downloaded or installed, which a plan does not need.
     `local_ranks`: processes of this machine that take a GPU each, where there are GPUs.
     """
+    if downloads:
+        _refuse_masks(run)
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
         module = registry.registered_module("rewards", entry.type)
@@ -65,15 +68,18 @@ def problems_by_topic(
     }
 
 
-def check_supervised_machine(run: RunConfig, section: str) -> None:
+def check_supervised_machine(run: RunConfig, section: str, local_ranks: int = 1) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
     problems = [*supervised.training_download_problems(run, section), *_packages(run)]
+    problems += [*_devices(local_ranks), *(_engine(run) if local_ranks > 1 else ())]
     if problems := [*problems, *root_problems(run), *_cache(run)]:
         raise MachineError(*problems)
 
 
 def check_server_machine(run: RunConfig) -> None:
-    """Raises MachineError for what a rollout server of this run lacks, which needs no rewards."""
+    """Raises MachineError for what a rollout server of this run lacks, which needs no rewards, and
+    ConfigError for what it could not do here."""
+    _refuse_masks(run, engine_is_local=True)
     needed = ("model.path", "model.tokenizer")
     missing = (p for p in _downloads(run) if p.where in needed)
     if problems := [
@@ -82,6 +88,12 @@ def check_server_machine(run: RunConfig) -> None:
         *root_problems(run),
     ]:
         raise MachineError(*problems)
+
+
+def _refuse_masks(run: RunConfig, engine_is_local: bool = False) -> None:
+    """Raise ConfigError where an engine that is started here cannot send sampling masks."""
+    if problems := [*arguments.mask_problems(run, engine_is_local)]:
+        raise ConfigError(*problems)
 
 
 def root_problems(run: RunConfig) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from rloo_cli.utils.child_process import (
     start_child,
 )
 from rloo_cli.utils.errors import GenerationError, Problem, print_error
+from rloo_cli.utils.heartbeat import HEARTBEAT_VARIABLE, HeartbeatReader
 from rloo_cli.utils.signals import AGAIN_S, SIGNALS
 
 # Threads that spin long while they wait for each other slow a shared machine down many times.
@@ -72,6 +73,7 @@ class ProcessCallbacks:
     poll: Callable[[], None] = lambda: None
     poll_remote_failure: Callable[[], int | None] = lambda: None  # a failed launcher's exit code
     on_killed: Callable[[str], None] = print_killed  # with the reason, once one was killed
+    silence_timeout_s: float = inf  # a process that gives no sign of life for so long is killed
 
 
 def run_processes(
@@ -91,20 +93,26 @@ def run_processes(
     boot = WORKER_BOOT.format(module=module, package=package)
     children: list[subprocess.Popen[bytes]] = []
     run_mark = f"{os.getpid()}.{time.time_ns()}"  # their descendants inherit it
-    with _forward_signals(children, run_mark) as received:
-        for spec in specs:
+    with contextlib.ExitStack() as stack:
+        heartbeats = [HeartbeatReader() for _ in specs]
+        for heartbeat in heartbeats:
+            stack.callback(heartbeat.close)
+        received = stack.enter_context(_forward_signals(children, run_mark))
+        for spec, heartbeat in zip(specs, heartbeats, strict=True):
+            marks = {RUN_MARK_VARIABLE: run_mark, HEARTBEAT_VARIABLE: str(heartbeat.write_end)}
             child = start_child(
                 python_command("-c", boot, *arguments),
-                env=default_environment() | {**spec.env, RUN_MARK_VARIABLE: run_mark},
-                pass_fds=spec.open_files,
+                env=default_environment() | {**spec.env, **marks},
+                pass_fds=(*spec.open_files, heartbeat.write_end),
                 death_signal=signal.SIGKILL,
             )
+            heartbeat.close_write_end()
             children.append(child)
             for number, _ in list(received):  # it came before this process existed
                 _send(child, number)
         callbacks.on_started([child.pid for child in children])
         ranks = [spec.rank for spec in specs]
-        return _ProcessGroup(children, ranks, received, callbacks).wait_for_end()
+        return _ProcessGroup(children, ranks, received, callbacks, heartbeats).wait_for_end()
 
 
 class _ProcessGroup:
@@ -116,8 +124,10 @@ class _ProcessGroup:
         ranks: list[int],
         signals: list[tuple[int, float]],
         callbacks: ProcessCallbacks,
+        heartbeats: list[HeartbeatReader],
     ):
-        self.children, self.ranks = children, ranks
+        self.children, self.ranks, self.heartbeats = children, ranks, heartbeats
+        self.silent: dict[int, float] = {}  # index -> seconds, of those that were killed for it
         self.signals, self.callbacks = signals, callbacks
         self.ended_at: dict[int, float] = {}  # index -> time, in the order in which they ended
         self.remote_failure: tuple[int, float] | None = None  # another launcher's code, and when
@@ -135,6 +145,7 @@ class _ProcessGroup:
                 self.polled_at = time.monotonic()
                 self.callbacks.poll()
                 self._poll_remote_failure()
+                self._kill_silent()
             self._end_remaining()
         self._record_ended()
         code = self._exit_code()
@@ -149,6 +160,14 @@ class _ProcessGroup:
             code = self.callbacks.poll_remote_failure()
             self.remote_failure = None if code is None else (code, time.monotonic())
         return None if self.remote_failure is None else self.remote_failure[0]
+
+    def _kill_silent(self) -> None:
+        """Kill a process that has given no sign of life for too long: nobody else would end it."""
+        for index, heartbeat in enumerate(self.heartbeats):
+            seconds = heartbeat.silent_seconds()
+            if seconds > self.callbacks.silence_timeout_s and self.children[index].poll() is None:
+                self.silent[index] = seconds
+                kill_group(self.children[index].pid)
 
     def _record_ended(self) -> None:
         for index, child in enumerate(self.children):
@@ -211,7 +230,10 @@ class _ProcessGroup:
             guess = " (out of memory?)" if name == "SIGKILL" else ""
             many = len(self.children) > 1 or self.ranks[0]
             who = f"rank {self.ranks[index]}" if many else "the process that does the work"
-            self.callbacks.on_killed(f"{who} was killed by {name}{guess}")
+            why = f"{who} was killed by {name}{guess}"
+            if (silent := self.silent.get(index)) is not None:
+                why = f"{who} gave no sign of life for {silent:.0f} s (stopped?) and was killed"
+            self.callbacks.on_killed(why)
         codes = []
         for index, t in self.ended_at.items():
             code = self._exit_code_of(index)

@@ -268,12 +268,12 @@ STORE_FD_VARIABLE = "RLOO_STORE_FD"
 def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socket | None:
     """The store's listening socket; None where none is needed or others have made the store.
 
-    On one machine it is the loopback's, unless distributed.rdzv says where. Raises MachineError
-    where this machine cannot listen on that address.
+    On one machine it is the loopback's, unless distributed.rdzv says where, or MASTER_ADDR and
+    MASTER_PORT do. Raises MachineError where this machine cannot listen on that address.
     """
     if topology.world_size == 1 or topology.store_address:
         return None
-    address = parse_address(run.distributed.rdzv) if run.distributed.rdzv else None
+    address, key = _given_store_address(run, os.environ)
     if address is None:
         hosts = [LOOPBACK] if topology.num_nodes == 1 else [*_node_addresses(), LOOPBACK]
         for host in hosts:
@@ -287,8 +287,21 @@ def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socke
     except OSError as error:
         what = f"the processes cannot meet at {address[0]}:{address[1]}"
         why = f"rank 0 is on {platform.node()} and cannot listen there: {error}"
-        problem = Problem(what, "distributed.rdzv", why, "distributed.rdzv=null")
-        raise MachineError(problem) from error
+        fix = f"{key}=null" if key == "distributed.rdzv" else "unset MASTER_ADDR MASTER_PORT"
+        raise MachineError(Problem(what, key, why, fix)) from error
+
+
+def _given_store_address(run: RunConfig, env: Environment) -> tuple[tuple[str, int] | None, str]:
+    """Where the config or else the environment lets the ranks meet, and the name of what says it.
+
+    In a process that a launcher of ours started, the variables are those of its own run.
+    """
+    if run.distributed.rdzv:
+        return parse_address(run.distributed.rdzv), "distributed.rdzv"
+    if LAUNCHER_VARIABLE in env or not env.get("MASTER_PORT"):
+        return None, "distributed.rdzv"
+    return (env.get("MASTER_ADDR") or LOOPBACK, environment_number("MASTER_PORT", 0, env)), \
+        "MASTER_PORT"  # fmt: skip
 
 
 def _node_addresses() -> Iterator[str]:

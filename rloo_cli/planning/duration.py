@@ -3,25 +3,29 @@
     step = prefill + decode + passes without gradient + passes with it + reward models
 
 Decoding is bound by what a GPU reads: all weights once for each token of the batch, and keys and
-values of every sequence; on a CPU, reading and computing add up. The rest is bound by matrix
-products, or by the network if weights or gradients are sharded.
+values of every sequence that has not ended; on a CPU, reading and computing add up. The rest is
+bound by matrix products, or by the network if weights or gradients are sharded.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rloo_cli.algorithms.common.base import load_algorithm
 from rloo_cli.config.agent import agent_config, observation_token_limit
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.data.bin_packing import ForwardCost
+from rloo_cli.planning import overlap_times
 from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.overlap_times import StepParts
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import trained_params, value_model_params
 from rloo_cli.planning.vllm_memory import EngineMemory
 
 MIN_DECODE_ITERATION_S = 0.004  # of one decoding iteration, however small: launches, scheduling
 ASSUMED_LENGTH_SHARE = 0.5  # assumed mean length as a share of the limit
+SAMPLING_PHASES = ("prefill", "decoding")
+PLANNED_MAX_LAG = 2  # of overlap=carry
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class StepDuration:
 
     phase_seconds: dict[str, float]
     mean_lengths: MeanLengths
+    # By mode of generation.overlap, where the sampler has GPUs of its own; and `turns`: trainer and
+    # sampler take turns on all of them.
+    overlap_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_seconds(self) -> float:
@@ -119,38 +126,122 @@ def estimate_step_duration(
     busy = parts["reference and old_logp"] + parts["update"]
     parts["waiting for the network"] = max(_network(inputs, micro_batches) - busy, 0.0)
     parts["weights to the sampler"] = _transfer(inputs, sampler)
-    return StepDuration({name: s for name, s in parts.items() if s > 0}, means)
+    step = StepDuration({name: s for name, s in parts.items() if s > 0}, means)
+    if sampler is None or sampler.colocated:
+        return step
+    return replace(step, overlap_seconds=_overlap_seconds(inputs, step, sampler, micro_batches))
+
+
+def _overlap_seconds(
+    inputs: PlanInputs, step: StepDuration, sampler: EngineMemory, micro_batches: int
+) -> dict[str, float]:
+    """Seconds of a step by mode of generation.overlap, and with `turns` on the same GPUs."""
+    seconds, run = step.phase_seconds, inputs.run
+    speed = decode_speed(inputs, step.mean_lengths, sampler)
+    sampled = sum(seconds.get(name, 0.0) for name in SAMPLING_PHASES)
+    sent = seconds.get("weights to the sampler", 0.0)
+    scored = seconds.get("reward models", 0.0)
+
+    def parts_with_copies(copies: int, trained: float) -> StepParts:
+        return StepParts(
+            _copy_lengths(inputs, step.mean_lengths, copies),
+            speed.iteration_s,
+            sampler.sequences,
+            prefill_s=seconds.get("prefill", 0.0) * sampler.copies / copies,
+            train_s=trained * (step.total_seconds - sampled - sent - scored),
+            reward_s=trained * scored,
+            sync_s=sent,
+            micro_batches=micro_batches,
+        )
+
+    max_lag = getattr(run.generation, "max_lag", None) or PLANNED_MAX_LAG
+    times = overlap_times.simulate_overlap(parts_with_copies(sampler.copies, 1.0), max_lag)
+    gpus = inputs.ranks + sampler.extra_gpus
+    turns = parts_with_copies(max(1, gpus // sampler.tensor_parallel_size), inputs.ranks / gpus)
+    return times | {"turns": overlap_times.simulate_overlap(turns, max_lag)["none"]}
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """What one iteration of decoding costs one copy of the model, on its GPUs."""
+
+    token_flops: float
+    flops_per_s: float
+    weight_bytes: float
+    context_bytes: float  # keys and values that a completion has on the mean
+    bytes_per_s: float
+    share: float  # of these speeds, that is reached
+    adds_up: bool  # reading and computing take turns, as on a CPU
+
+    def read_s(self, completions: int) -> float:
+        """Seconds of reading weights, keys and values, at full speed."""
+        return (self.weight_bytes + completions * self.context_bytes) / self.bytes_per_s
+
+    def compute_s(self, completions: int) -> float:
+        """Seconds of matrix products, at full speed."""
+        return completions * self.token_flops / self.flops_per_s
+
+    def iteration_s(self, completions: int) -> float:
+        """Seconds of an iteration that gives this many completions a token."""
+        read, compute = self.read_s(completions), self.compute_s(completions)
+        if self.adds_up:
+            return (read + compute) / self.share
+        return max(max(read, compute) / self.share, MIN_DECODE_ITERATION_S)
+
+
+def decode_speed(
+    inputs: PlanInputs, means: MeanLengths, sampler: EngineMemory | None
+) -> DecodeSpeed:
+    """The cost of decoding. `sampler`: the vLLM engine; None = the transformers backend."""
+    model, device = inputs.model, inputs.device
+    gpus = 1 if sampler is None else sampler.tensor_parallel_size
+    shared = 1 if sampler is not None else inputs.run.algorithm.num_generations
+    body = model.sizes.layers * model.active_params + model.final_params
+    return DecodeSpeed(
+        token_flops=2.0 * (body + model.output_embedding_params),
+        flops_per_s=gpus * device.flops_per_s,
+        weight_bytes=inputs.bytes_per_weight * model.total_params,
+        context_bytes=model.kv_bytes(inputs.bytes_per_weight)
+        * (means.completion / 2 + means.prompt / shared),
+        bytes_per_s=gpus * device.bytes_per_s,
+        share=device.shares.decode,
+        adds_up=device.kind != "cuda",
+    )
+
+
+def _copy_lengths(inputs: PlanInputs, means: MeanLengths, copies: int) -> list[list[int]]:
+    """Sampled lengths of a step's completions at one of so many copies of the model."""
+    run = inputs.run
+    limit = max(inputs.max_sampled_tokens, math.ceil(means.sampled))
+    prompts = max(1, math.ceil(run.train.prompts_per_step / copies))
+    k = run.algorithm.num_generations
+    return overlap_times.spread_lengths(prompts, k, means.sampled, limit)
 
 
 def _generation(
     inputs: PlanInputs, means: MeanLengths, sampler: EngineMemory | None
 ) -> dict[str, float]:
-    run, model, device = inputs.run, inputs.model, inputs.device
-    completions, k = run.episodes_per_step, run.algorithm.num_generations
+    run, device = inputs.run, inputs.device
+    completions = run.episodes_per_step
     copies, gpus, at_once = inputs.ranks, 1, math.ceil(completions / inputs.ranks)
     if sampler is not None:
         copies, gpus, at_once = sampler.copies, sampler.tensor_parallel_size, sampler.sequences
-    layer_params = model.sizes.layers * model.active_params
-    token_flops = 2.0 * (layer_params + model.final_params + model.output_embedding_params)
-    prefill = prefilled_tokens(inputs, means) * token_flops
-    rounds = math.ceil(completions / copies / at_once)
-    token_bytes = model.kv_bytes(inputs.bytes_per_weight)
-    context = means.completion / 2 + (means.prompt if sampler is not None else means.prompt / k)
-    read = inputs.bytes_per_weight * model.total_params + at_once * token_bytes * context
-    compute_s = at_once * token_flops / (gpus * device.flops_per_s)
-    read_s = read / (gpus * device.bytes_per_s)
+    speed = decode_speed(inputs, means, sampler)
+    prefill = prefilled_tokens(inputs, means) * speed.token_flops
     if device.kind == "cuda":
-        iteration = max(read_s, compute_s) / device.shares.decode
-        decoding = means.sampled * max(iteration, MIN_DECODE_ITERATION_S)
+        parts = StepParts(_copy_lengths(inputs, means, copies), speed.iteration_s, at_once)
+        decoding = overlap_times.simulate_overlap(parts)["none"]
     else:
-        # A CPU reads and computes in turn: it reads the weights until the longest completion has
-        # ended, and computes for those that have not.
+        # A CPU reads the weights until the longest completion has ended, and computes for those
+        # that have not.
+        rounds = math.ceil(completions / copies / at_once)
         turns = means.turns * run.generation.max_completion_length
         longest = max(min(turns, inputs.max_sampled_tokens), means.sampled)
-        decoding = (longest * read_s + means.sampled * compute_s) / device.shares.decode
+        computing = means.sampled * speed.compute_s(at_once)
+        decoding = rounds * (longest * speed.read_s(at_once) + computing) / device.shares.decode
     return {
         "prefill": prefill / (device.shares.no_grad * device.flops_per_s * copies * gpus),
-        "decoding": rounds * decoding,
+        "decoding": decoding,
     }
 
 

@@ -86,6 +86,19 @@ def _gpt2(s: ModelSizes) -> list[Linear]:
     ]  # fmt: skip
 
 
+def _plain_tower(s: ModelSizes) -> list[Linear]:
+    return [
+        ("q_proj", s.hidden, s.q_width), ("k_proj", s.hidden, s.kv_width),
+        ("v_proj", s.hidden, s.kv_width), ("o_proj", s.q_width, s.hidden),
+        ("fc1", s.hidden, s.mlp_width), ("fc2", s.mlp_width, s.hidden),
+    ]  # fmt: skip
+
+
+# Layers of vision towers: Qwen2.5-VL's are gated and have RMSNorm, the others' are neither.
+VISION_GATED = ModelFamily(_llama, ("all",))
+VISION_PLAIN = ModelFamily(
+    _plain_tower, ("all",), uses_layer_norm=True, gated=False, activation_tensors=3
+)
 LLAMA = ModelFamily(_llama)
 FAMILIES = {
     "llama": LLAMA,
@@ -94,6 +107,8 @@ FAMILIES = {
     "mixtral": LLAMA,
     "smollm3": ModelFamily(_llama, tied=True),
     "qwen2": ModelFamily(_llama, bias=("q_proj", "k_proj", "v_proj")),
+    "qwen2_vl_text": ModelFamily(_llama, bias=("q_proj", "k_proj", "v_proj")),
+    "qwen2_5_vl_text": ModelFamily(_llama, bias=("q_proj", "k_proj", "v_proj")),
     "qwen2_moe": ModelFamily(_llama, bias=("q_proj", "k_proj", "v_proj")),
     "qwen3": ModelFamily(_llama, qk_norm="head"),
     "qwen3_moe": ModelFamily(_llama, qk_norm="head"),
@@ -226,6 +241,16 @@ def _known_llama(h: int, layers: int, heads: int, mlp: int) -> JsonObject:
     }  # fmt: skip
 
 
+def _qwen2_5_vl(
+    h: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, v: int
+) -> JsonObject:
+    text = _qwen2(h, layers, heads, kv, mlp, tied, v)
+    text |= {"model_type": "qwen2_5_vl_text", "max_position_embeddings": 128000}
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+             "patch_size": 14}  # fmt: skip
+    return {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": tower}
+
+
 SMALL, LARGE = 151936, 152064
 HALF = _qwen2(896, 24, 14, 2, 4864, True, SMALL)
 ONE_AND_HALF = _qwen2(1536, 28, 12, 2, 8960, True, SMALL)
@@ -242,6 +267,7 @@ KNOWN_CONFIGS: dict[str, JsonObject] = {
     "Qwen/Qwen2.5-72B": SEVENTY_TWO, "Qwen/Qwen2.5-72B-Instruct": SEVENTY_TWO,
     "EleutherAI/pythia-1b": PYTHIA_1B, "EleutherAI/pythia-1b-deduped": PYTHIA_1B,
     "EleutherAI/pythia-6.9b": PYTHIA_7B, "EleutherAI/pythia-6.9b-deduped": PYTHIA_7B,
+    "Qwen/Qwen2.5-VL-3B-Instruct": _qwen2_5_vl(2048, 36, 16, 2, 11008, True, SMALL),
     "meta-llama/Llama-3.1-8B": _known_llama(4096, 32, 32, 14336),
     "meta-llama/Llama-3.1-8B-Instruct": _known_llama(4096, 32, 32, 14336),
     "meta-llama/Llama-3.1-70B": _known_llama(8192, 80, 64, 28672),
@@ -271,9 +297,22 @@ SMOLLM2: JsonObject = {
     "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
     "tie_word_embeddings": True, "max_position_embeddings": 8192,
 }  # fmt: skip
+VISION: JsonObject = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {
+        "model_type": "qwen2_5_vl_text", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "vocab_size": 13, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
+    },
+}  # fmt: skip
 SYNTHETIC_CONFIGS: dict[str, JsonObject] = {
-    "smollm2": SMOLLM2,
-    "addition": _qwen3_config(128, 3, 4, 2, 384, 14, 64, True), "tiny": TINY, "tiny_reward": TINY,
+    "smollm2": SMOLLM2, "smollm2_shallow": SMOLLM2 | {"num_hidden_layers": 24},
+    "addition": _qwen3_config(128, 3, 4, 2, 384, 14, 64, True),
+    "addition_shallow": _qwen3_config(128, 2, 4, 2, 384, 14, 64, True),
+    "tiny": TINY, "tiny_reward": TINY, "vision": VISION,
     "products": _qwen3_config(64, 2, 2, 1, 192, 20, 256, True),
     "game": _qwen3_config(64, 2, 2, 1, 192, 29, 256, True),
     "tldr_base": TLDR, "tldr_sft": TLDR, "tldr_reward": TLDR,

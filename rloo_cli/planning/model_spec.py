@@ -19,6 +19,7 @@ from rloo_cli.planning.model_families import (
     ModelFamily,
     ModelSizes,
 )
+from rloo_cli.planning.vision_tower import TowerSpec, parse_tower_spec
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -37,6 +38,7 @@ class ModelSpec:
     active_params: int  # those of a layer that one token uses
     final_params: int  # after the layers
     context_length: int | None
+    tower: TowerSpec | None = None  # of a vision-language model
     guessed: bool = False  # its family is not known, and it is counted as a Llama
 
     @property
@@ -46,8 +48,9 @@ class ModelSpec:
 
     @property
     def total_params(self) -> int:
-        """All parameters."""
-        return self.embedding_params + self.head_params + self.body_params
+        """All parameters, a vision tower's too."""
+        tower = 0 if self.tower is None else self.tower.total_params
+        return self.embedding_params + self.head_params + self.body_params + tower
 
     @property
     def output_embedding_params(self) -> int:
@@ -111,10 +114,11 @@ def parse_model_spec(
         active_params=active,
         final_params=s.hidden * (2 if chosen.uses_layer_norm else 1),
         context_length=hf_cache.read_context_length(values),
+        tower=parse_tower_spec(values, s.hidden),
         guessed=family is None,
     )
     if family is None and folder is not None and (count := _count_parameters(folder)):
-        outside = spec.embedding_params + spec.head_params + spec.final_params
+        outside = spec.total_params - spec.sizes.layers * spec.layer_params
         per_layer = max(count - outside, 0) // s.layers
         return replace(spec, layer_params=per_layer, active_params=per_layer)
     return spec
@@ -126,6 +130,8 @@ def model_config_values(path: str, revision: str | None = None) -> JsonObject:
 
 
 def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]:
+    if (base := hf_cache.adapter_base_path(path)) is not None:  # it is merged into its base
+        path, revision = base, None
     if path.startswith(synthetic.MAKE_PREFIX):  # no synthetic model is made for a plan
         return SYNTHETIC_CONFIGS[path.removeprefix(synthetic.MAKE_PREFIX)], "made here"
     try:

@@ -177,6 +177,20 @@ def _head(inputs: PlanInputs, tokens: int, completion_tokens: int) -> float:
     )
 
 
+def tower_bytes(inputs: PlanInputs, tokens: int) -> float:
+    """Bytes that a vision tower keeps for its backward pass, where all prompts are images.
+
+    A forward over `tokens` tokens has the images of its prompts once. A frozen tower keeps nothing.
+    """
+    tower, run = inputs.model.tower, inputs.run
+    if tower is None or "vision" in run.model.freeze or run.model.lora is not None:
+        return 0.0
+    prompts = max(1, tokens // inputs.group_tokens)
+    size, recompute = inputs.bytes_per_weight, run.model.gradient_checkpointing is True
+    each = tower.saved_bytes(size) / (tower.sizes.layers if recompute else 1)
+    return prompts * inputs.max_prompt_tokens * each
+
+
 def _update_memory(inputs: PlanInputs, static: StaticMemory, forward: ForwardMemory) -> NamedBytes:
     """Forward and backward of the fullest micro-batch.
 
@@ -195,6 +209,7 @@ def _update_memory(inputs: PlanInputs, static: StaticMemory, forward: ForwardMem
         "gradients": early,
         "gathered": static.gathered,
         "activations": forward.layer_bytes + forward.single_layer_bytes,
+        "vision tower": tower_bytes(inputs, forward.tokens),
         "kept logits": forward.kept_logits_bytes,
         "head": forward.head_bytes + table,
         "in pieces": fragmented * (forward.layer_bytes + forward.kept_logits_bytes),

@@ -99,7 +99,8 @@ def recorded_step_bytes(inputs: PlanInputs, means: MeanLengths) -> float:
     is there once, with its columns, which are taken to be as long as the prompt.
     """
     run = inputs.run
-    columns = 2 + bool(run.algorithm.needs_reference) + 3 * bool(run.algorithm.by_token)
+    compared = run.algorithm.needs_reference or run.algorithm.teacher_server is not None
+    columns = 2 + bool(compared) + 3 * bool(run.algorithm.by_token)
     completion = RECORDED_FIELDS_BYTES + means.completion * (RECORDED_TOKEN_BYTES + 4 * columns)
     prompt = RECORDED_FIELDS_BYTES + 3 * RECORDED_TOKEN_BYTES * means.prompt / 2
     each = prompt + run.algorithm.num_generations * completion

@@ -51,11 +51,20 @@ def trained_params(inputs: PlanInputs) -> tuple[int, int]:
     """How many parameters are trained: the model's own, and adapters'."""
     lora, model = inputs.run.model.lora, inputs.model
     if lora is None:
-        return model.total_params, 0
+        return model.total_params - frozen_params(inputs), 0
     targets = adapter_targets(inputs)
     per_layer = sum(lora.r * (i + o) + (o if lora.use_dora else 0) for _, i, o in targets)
     tables = {"embed_tokens", "embed_in", "wte", "lm_head", "embed_out"} & {*lora.modules_to_save}
     return 0, per_layer * model.sizes.layers + len(tables) * model.output_embedding_params
+
+
+def frozen_params(inputs: PlanInputs) -> int:
+    """Parameters of a vision-language model that `model.freeze` keeps as they are."""
+    tower, parts = inputs.model.tower, inputs.run.model.freeze
+    if tower is None:
+        return 0
+    sizes = {"vision": tower.tower_params, "projector": tower.projector_params}
+    return sum(sizes[part] for part in parts)
 
 
 def value_model_params(inputs: PlanInputs) -> int:
@@ -100,9 +109,7 @@ def estimate_static_memory(inputs: PlanInputs) -> StaticMemory:
     optimizer_shards = n if engine in ("zero1", "zero2", *SHARDED_ENGINES) else 1
     gradient_shards = n if engine in ("zero2", *SHARDED_ENGINES) else 1
     masters = MASTER if size < 4 and run.distributed.master_weights == "float32" else 0
-    every = count + value_model_params(
-        inputs
-    )  # a value model's whole state is on every rank, as ddp has it
+    every = count + value_model_params(inputs)  # a value model is spread as the policy is
     optimizer = (masters + MOMENTS.get(run.train.optimizer, 8)) * every / optimizer_shards
     weights = (base + 4 * adapter) / inputs.weight_shards
     ref_params = 0 if inputs.reference_model is None else inputs.reference_model.total_params
@@ -118,7 +125,7 @@ def estimate_static_memory(inputs: PlanInputs) -> StaticMemory:
         gradients=accumulate * every / gradient_shards,
         optimizer=0.0 if offload != "none" else optimizer,
         reference=0.0 if run.model.ref_offload else reference,
-        value_model=inputs.bytes_per_weight * value_model_params(inputs),
+        value_model=inputs.bytes_per_weight * value_model_params(inputs) / inputs.weight_shards,
         reward_models=rewards,
         buffers=buffers,
         gathered=gathered,

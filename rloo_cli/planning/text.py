@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from rloo_cli.config.agent import agent_config, observation_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import plan as planning
 from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.overlap_times import MODES, advised_mode
 from rloo_cli.planning.plan import UTILIZATION_STEPS, RunPlan
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import MOMENTS, trained_params, value_model_params
@@ -47,7 +49,9 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     if (fewest := planning.smallest_gpu_count(plan)) is not None and case.device.kind == "cuda":
         yield f"smallest   {_gpus(fewest)} of this kind for training"
     yield from _engine(plan)
+    yield from teacher_line(run)
     yield f"step       {plan.tokens_per_step:,.0f} tokens, {_time(plan.duration.total_seconds)}"
+    yield from _overlap(plan)
     yield f"run        {_run(plan)}"
     count, size = run.checkpoint.keep_last + 1, format_gib(plan.checkpoint_bytes)
     records = ""
@@ -55,6 +59,14 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
         kept = "?" if plan.rollouts_kept is None else f"{plan.rollouts_kept:,}"
         records = f", {kept} records of rollouts of {format_gib(plan.rollouts_bytes)}"
     yield f"disk       {format_gib(plan.disk_bytes)}: {count} checkpoints of {size}{records}"
+
+
+def teacher_line(run: RunConfig) -> Iterator[str]:
+    """Which server has the teacher of a distillation; nothing where it is loaded here."""
+    keys = run.algorithm.teacher_server
+    if keys is not None:
+        name = "" if keys.model is None else f"{keys.model} "
+        yield f"teacher    {name}at {keys.base_url}: nothing of it is loaded here"
 
 
 def _gpus(count: int) -> str:
@@ -95,6 +107,28 @@ def _engine(plan: RunPlan) -> Iterator[str]:
     cache = format_gib(engine.wanted_kv_bytes)
     yield f"           recommended: {key}={share:g} ({asked}, {cache} of KV cache);"
     yield f"           if vLLM does not start with it, +0.05 or +0.1: {more}"
+
+
+def _overlap(plan: RunPlan) -> Iterator[str]:
+    """Seconds of a step by generation.overlap, and which is worth it; nothing without a server."""
+    seconds = plan.duration.overlap_seconds
+    if not seconds:
+        return
+    gpus = plan.inputs.ranks + (plan.sampler.extra_gpus if plan.sampler else 0)
+    none = seconds["none"]
+    shown = [f"{m} {_time(seconds[m])} ({none / seconds[m]:.2f}x)" for m in MODES]
+    yield f"overlap    {', '.join(shown)};"
+    turns = f"{_time(seconds['turns'])} ({none / seconds['turns']:.2f}x)"
+    yield f"           taking turns on the same {_gpus(gpus)} (generation=vllm_colocate): {turns}"
+    mode = advised_mode(seconds)
+    advice = {
+        "turns": "generation=vllm_colocate on all of them, which is as exact",
+        "none": "generation.overlap=none: the others gain less than a tenth",
+        "stream": "generation.overlap=stream, which trains on the same bits as none",
+    }.get(
+        mode, f"generation.overlap={mode}, with updates that are off-policy; compare it with none"
+    )
+    yield f"           advice: {advice}"
 
 
 def _time(seconds: float) -> str:
@@ -163,6 +197,7 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         parts = f", in {case.ranks} parts" if sharded else ""
         size = format_count(case.reference_model.total_params)
         yield f"  a reference of {size} parameters {where}{parts}"
+    yield from _tower_assumptions(case)
     if case.value_model is not None:
         size = f"{format_count(value_model_params(case))} numbers ({case.value_model.name})"
         yield f"  a value model of {size}, trained too"
@@ -177,10 +212,30 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     yield f"  time: {speed}, of which decoding reaches {shares.decode:.0%},"
     lengths = f"mean prompt {means.prompt:.0f}, completion {means.completion:.0f} tokens"
     yield f"  passes without gradient {shares.no_grad:.0%}, with it {shares.grad:.0%}; {lengths}"
+    if device.kind == "cuda" or plan.duration.overlap_seconds:
+        yield "  lengths of completions are spread exponentially, up to their limit"
     if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
         yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
     if run.train.optimizer not in MOMENTS:
         yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
+
+
+def _tower_assumptions(case: PlanInputs) -> Iterator[str]:
+    """What a vision tower is, and what images cost; nothing for a model of text."""
+    tower = case.model.tower
+    if tower is None:
+        return
+    frozen = ", frozen" if "vision" in case.run.model.freeze else ""
+    yield (
+        f"  a vision tower of {format_count(tower.tower_params)} parameters{frozen}, and"
+        f" {format_count(tower.projector_params)} between it and the language model; it sees each"
+        " prompt's images once"
+    )
+    pixels, most = case.run.data.max_pixels, case.max_prompt_tokens
+    each = f"{tower.pixels_per_token} pixels are a token"
+    if pixels is not None:
+        each += f", {-(-pixels // tower.pixels_per_token)} of an image of data.max_pixels"
+    yield f"  images: {each}; a prompt has at most {most} tokens, all of them images"
 
 
 def _episode_assumptions(plan: RunPlan) -> Iterator[str]:
@@ -205,6 +260,7 @@ def _episode_assumptions(plan: RunPlan) -> Iterator[str]:
 def plan_values(plan: RunPlan) -> JsonObject:
     """The plan as plain values for tools: bytes, seconds, counts."""
     case, engine = plan.inputs, plan.sampler
+    teacher = case.run.algorithm.teacher_server
     return {
         "fits": plan.fits,
         "need_bytes": plan.needed_bytes,
@@ -216,6 +272,7 @@ def plan_values(plan: RunPlan) -> JsonObject:
         "trained": sum(trained_params(case)) + value_model_params(case),
         "ranks": case.ranks,
         "engine": case.parallel_strategy,
+        "teacher": None if teacher is None else teacher.base_url,
         "smallest_gpus": planning.smallest_gpu_count(plan),
         "phases_bytes": plan.memory.phases,
         "cpu_bytes": plan.memory.host_bytes,
@@ -233,6 +290,7 @@ def plan_values(plan: RunPlan) -> JsonObject:
         "tokens_per_step": plan.tokens_per_step,
         "step_seconds": plan.duration.total_seconds,
         "step_parts_seconds": plan.duration.phase_seconds,
+        "overlap_seconds": plan.duration.overlap_seconds,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "disk_bytes": plan.disk_bytes,
         "rollouts_bytes": plan.rollouts_bytes,

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rloo_cli.policy.vision import family_of_model, language_modules
+
 FULL_ATTENTION_TYPES = {"full_attention", "attention"}  # the second is the older name
 SLIDING_WINDOW_TYPE = "sliding_attention"
 SETTINGS_SUBCONFIGS = {"attn_config", "ffn_config"}  # of the text model, not of a second model
@@ -28,11 +30,15 @@ def why_not_shared(
     sequence; a window that holds them all has no effect. If it is None, every window counts.
     `training`: False in eval mode, where dropout is off.
     """
-    config = model.config
+    config, family = model.config, family_of_model(model)
+    if family is not None:
+        if family.two_way_images:
+            return "the tokens of an image attend to each other both ways"
+        config = config.get_text_config()
     return (
         _interface_reason(model)
         or _adapter_reason(model)
-        or _input_reason(config)
+        or _input_reason(config, several_axes=family is not None)
         or _layer_reason(model, config)
         or _window_reason(model, config, max_length)
         or _score_reason(model, config)
@@ -65,7 +71,8 @@ def _adapter_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _input_reason(config: PretrainedConfig) -> str | None:
+def _input_reason(config: PretrainedConfig, several_axes: bool = False) -> str | None:
+    """Why its inputs rule it out. `several_axes`: rows come with positions on all of its axes."""
     if any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention")):
         return "an encoder"
     names = sorted(set(getattr(config, "sub_configs", {})) - SETTINGS_SUBCONFIGS)
@@ -73,7 +80,7 @@ def _input_reason(config: PretrainedConfig) -> str | None:
     if parts:
         return f"parts beside a text model ({', '.join(parts)})"
     ropes = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
-    if any("mrope" in str(rope) for rope in ropes):
+    if not several_axes and any("mrope" in str(rope) for rope in ropes):
         return "positions with several axes (mrope)"
     return None
 
@@ -135,4 +142,4 @@ def _dropout_reason(model: PreTrainedModel, config: PretrainedConfig) -> str | N
 
 def _attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Modules that know their layer: attentions, and in some models the layers themselves."""
-    return (module for module in model.modules() if "layer_idx" in vars(module))
+    return (module for module in language_modules(model) if "layer_idx" in vars(module))

@@ -9,7 +9,7 @@ is wrong; opt is right shared and wrong packed.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from rloo_cli.data.packing import LAYOUTS, MicroBatch, pack_micro_batch, whole_g
 from rloo_cli.policy import shared_attention
 from rloo_cli.policy.layout_support import why_not_shared
 from rloo_cli.policy.load import HALF_DTYPES
-from rloo_cli.policy.model import Policy, in_eval_mode, weight_shape
+from rloo_cli.policy.model import PlainSequence, Policy, in_eval_mode, weight_shape
 from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
 
 FLOAT32_PROBE_TOLERANCE = 1e-3  # nats per completion, in float32
@@ -51,6 +51,10 @@ class LayoutChoice:
 
     def __str__(self) -> str:
         return f"{self.layout}, head {self.head}" + (f" ({self.why})" if self.why else "")
+
+    def with_model_head(self, why: str) -> "LayoutChoice":
+        """The same layout with the model's own head, for one more reason."""
+        return replace(self, head="model", why=f"{self.why}; {why}".lstrip("; "))
 
 
 def choose_policy_layout(policy: Policy, requested: str, max_length: int | None) -> LayoutChoice:
@@ -98,6 +102,26 @@ def copy_layout(policy: Policy, source: Policy) -> None:
     policy.logprob_module.logit_scale = source.logprob_module.logit_scale
 
 
+def share_layout(
+    policy: Policy, teacher: Policy, choice: LayoutChoice, max_length: int | None
+) -> LayoutChoice:
+    """Give a policy and the teacher of its whole distributions one layout, and their own heads.
+
+    Both compute the same micro-batches then. `choice` is the policy's so far. Every model can be
+    computed padded, which is what they get where each would have another layout.
+    """
+    why = "whole logits for the teacher's divergence"
+    if policy.layout != teacher.layout:
+        for model in (policy, teacher):
+            shared_attention.uninstall_shared_attention(model.model)
+            set_best_layout(model, LAYOUTS[-1], max_length, LayoutProbe(model))
+        why = f"as its teacher is; {why}"
+        choice = replace(choice, layout=LAYOUTS[-1])
+    for model in (policy, teacher):
+        model.logprob_module.use_fused_head = False
+    return choice.with_model_head(why)
+
+
 class LayoutProbe:
     """Two groups of random ids, and the log-probability of each completion alone. (S,)"""
 
@@ -107,6 +131,7 @@ class LayoutProbe:
         self.groups = probe_groups(policy)
         self.policy = policy
         self.expected = self.values_alone()
+        check_images_matter(policy, self.groups)
         check_finite_probe(policy.model, self.expected)
         dtype = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
         self.is_float32 = dtype is torch.float32
@@ -122,9 +147,11 @@ class LayoutProbe:
     def layout_values(self, layout: str) -> Tensor:
         """Log-probability of each completion in this layout. -> (S,)"""
         parts = whole_group_slices(self.groups, range(len(self.groups)))
-        batch = pack_micro_batch(self.groups, parts, device=self.policy.device, layout=layout)
+        batch = pack_micro_batch(
+            self.groups, parts, device=self.policy.device, layout=layout, with_images=True
+        )
         with torch.no_grad(), in_eval_mode(self.policy.model):
-            (logp,), _ = self.policy.call(batch, [self.policy.temperature], False)
+            (logp,), *_ = self.policy.call(batch, [self.policy.temperature], False)
         check_attention_calls(self.policy.model, batch)
         return segments.segment_sum(logp.double(), batch.sequence_ids, batch.num_sequences)
 
@@ -169,6 +196,26 @@ def check_finite_probe(model: PreTrainedModel, values: Tensor) -> None:
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     what = f"{name} computes NaN before any training"
     raise NumbersError(Problem(what, "model.path", why, "other weights, or model.dtype=float32"))
+
+
+def check_images_matter(policy: Any, groups: list[Group]) -> None:
+    """Raise NumbersError if other pixels leave the log-probabilities of completions as they are.
+
+    A model whose tower got no weights, or is not called, would be trained as one of text.
+    """
+    shown = [replace(g, rollouts=g.rollouts[:1]) for g in groups if g.media is not None][:1]
+    if not shown:
+        return
+    before = _logprobs_alone(policy, shown)
+    media = shown[0].media
+    assert media is not None
+    other = media.copy_unread()
+    other.tensors = media.tensors | {"pixel_values": -media.tensors["pixel_values"]}
+    after = _logprobs_alone(policy, [replace(shown[0], media=other)])
+    if torch.equal(before, after):
+        what = f"{type(policy.model).__name__} does not see its images"
+        why = "with all pixels negated, log-probabilities stay what they were, bit for bit"
+        raise NumbersError(Problem(what, "model.path", why, "a checkpoint with its vision tower"))
 
 
 def check_attention_calls(model: PreTrainedModel, micro_batch: MicroBatch) -> None:
@@ -229,14 +276,23 @@ def probe_groups(policy: HasLayout) -> list[Group]:
     vocab_size = weight_shape(policy.model.get_input_embeddings().weight)[0]
     generator = torch.Generator().manual_seed(0)
 
+    special = {getattr(policy.model.config, n, None) for n in ("image_token_id", "video_token_id")}
+
     def ids(count: int) -> list[int]:
-        return torch.randint(vocab_size, (count,), generator=generator).tolist()
+        drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
+        return [0 if i in special else i for i in drawn]  # an image's token wants an image
 
     probe_lengths = zip(PROBE_PROMPT_LENGTHS, PROBE_COMPLETION_LENGTHS, strict=True)
-    return [
+    groups = [
         Group(i, {}, "", ids(p), [Rollout(ids(c), "", "length", False, 0, 0) for c in lengths])
         for i, (p, lengths) in enumerate(probe_lengths)
     ]
+    for example, lengths in zip(
+        getattr(policy, "image_examples", ()), PROBE_COMPLETION_LENGTHS, strict=False
+    ):
+        rollouts = [Rollout(ids(c), "", "length", False, 0, 0) for c in lengths]
+        groups.append(replace(example, rollouts=rollouts))
+    return groups
 
 
 @contextmanager
@@ -271,7 +327,8 @@ def _logprobs_alone(policy: Policy, groups: list[Group], attention: str | None =
             for rollout in group.rollouts:
                 sequence = group.prompt_ids + rollout.completion_ids
                 ids = torch.tensor([sequence], device=policy.device)
-                logits = policy.call(ids, (), False)[0, len(group.prompt_ids) - 1 : -1]
+                whole = ids if group.media is None else PlainSequence(ids, group.media)
+                logits = policy.call(whole, (), False)[0, len(group.prompt_ids) - 1 : -1]
                 target = ids[0, len(group.prompt_ids) :]
                 logp = segments.target_logprobs(logits, target, policy.temperature)
                 sums.append(logp.double().sum())

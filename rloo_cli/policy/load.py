@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -19,9 +20,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rloo_cli.config import hf_cache, rules_model, rules_paths, synthetic
 from rloo_cli.config.schema import ModelConfig
+from rloo_cli.config.vision_models import unknown_vision_reason, vision_family
 from rloo_cli.policy import quantization
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.utils.files import JsonObject
@@ -66,7 +69,9 @@ def read_vocab_size(config: ModelConfig) -> int | None:
 
 def _load_text_config(config: ModelConfig) -> PretrainedConfig:
     path = synthetic.resolve_model_path(config.path)
-    loaded = _load_pretrained(AutoConfig.from_pretrained, config.path, path, config)
+    loaded = _load_pretrained(
+        AutoConfig.from_pretrained, config.path, path, config, **config.init_kwargs
+    )
     return loaded.get_text_config()
 
 
@@ -93,7 +98,7 @@ def load_causal_lm(
     """
     options = _quantized_load_options(config, device)
     loaded, missing = _load_weights(
-        AutoModelForCausalLM, config, path, compute_device or device, **options
+        _language_class(config, path), config, path, compute_device or device, **options
     )
     if missing:
         what = f"{path} lacks {len(missing)} of the model's tensors"
@@ -104,6 +109,16 @@ def load_causal_lm(
         quantization.disable_avx512_kernel(loaded)
         return loaded  # a quantised model cannot be moved
     return loaded.to(device)
+
+
+def _language_class(config: ModelConfig, path: str) -> Any:
+    """The Auto class of the language model in `path`; one of its own with a vision tower."""
+    try:
+        revision = config.revision if path == config.path else None
+        values = hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
+    except ValueError:  # `_refuse_bad_config` says what is wrong
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if vision_family(values) else AutoModelForCausalLM
 
 
 def apply_model_settings(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -126,15 +141,36 @@ def build_meta_model(
     `real_configs`: config and generation config of the loaded model. `device`: where this one will
     compute.
     """
+    has_tower = vision_family(real_configs[0].to_dict()) is not None
+    auto_class = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+    empty = _build_on_meta(auto_class, config, real_configs[0], device)
+    empty.generation_config = real_configs[1]
+    apply_model_settings(empty, config)
+    return empty
+
+
+def build_meta_classifier(
+    config: ModelConfig, real_config: PretrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """Build a sequence classifier without weights, as `build_meta_model` does a language model."""
+    empty = _build_on_meta(AutoModelForSequenceClassification, config, real_config, device)
+    if config.disable_dropout:
+        zero_dropout(empty)
+    if config.gradient_checkpointing is True:
+        enable_gradient_checkpointing(empty)
+    return empty
+
+
+def _build_on_meta(
+    auto_class: Any, config: ModelConfig, real_config: PretrainedConfig, device: torch.device
+) -> PreTrainedModel:
     options: JsonObject = {"dtype": resolve_dtype(config.dtype, device)}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
-            real_configs[0], trust_remote_code=config.trust_remote_code, **options
+        empty: PreTrainedModel = auto_class.from_config(
+            real_config, trust_remote_code=config.trust_remote_code, **options
         )
-    empty.generation_config = real_configs[1]
-    apply_model_settings(empty, config)
     return empty
 
 
@@ -156,11 +192,16 @@ def load_sequence_classifier(
 
 
 def load_classifier_with_head(
-    config: ModelConfig, path: str, device: torch.device
+    config: ModelConfig, path: str, device: torch.device, compute_device: torch.device | None = None
 ) -> tuple[PreTrainedModel, bool]:
-    """Load a model as `load_sequence_classifier` does. -> the model, whether its head is new"""
+    """Load a model as `load_sequence_classifier` does. -> the model, whether its head is new
+
+    `compute_device`: the device that decides what dtype=auto is, if it is another one.
+    """
     auto_class = AutoModelForSequenceClassification
-    loaded, lacking = _load_weights(auto_class, config, path, device, num_labels=1)
+    loaded, lacking = _load_weights(
+        auto_class, config, path, compute_device or device, num_labels=1
+    )
     missing = [name for name in lacking if name != "score.weight"]
     if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
@@ -191,7 +232,7 @@ def _load_weights(
     """Load a model of this Auto class. -> it, and the names of its tensors that no file has"""
     _refuse_bad_config(path, config, auto_class)
     options: JsonObject = {"dtype": resolve_dtype(config.dtype, device), "use_safetensors": True}
-    options |= {"output_loading_info": True} | load_options
+    options |= {"output_loading_info": True} | load_options | config.init_kwargs
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     folder = synthetic.resolve_model_path(path)
@@ -270,8 +311,10 @@ def _refuse_bad_config(path: str, config: ModelConfig, auto_class: object) -> No
     try:
         values = hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
         why = hf_cache.model_config_problem(values)
-        if auto_class is AutoModelForCausalLM:
+        if auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
             why = why or rules_model.wrong_head_reason(values)
+            if values.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                why = why or unknown_vision_reason(values)
     except ValueError as error:
         why = str(error)
     if why:

@@ -13,7 +13,7 @@ import copy
 import importlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rloo_cli.config.schema import LoraConfig, ModelConfig
-from rloo_cli.policy import load, quantization
+from rloo_cli.policy import load, quantization, vision
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -43,21 +43,30 @@ class AdapterLayer(Protocol):
 
 
 def load_trained_model(
-    config: ModelConfig, checkpoint: Path | None, device: torch.device, seed: int
+    config: ModelConfig,
+    checkpoint: Path | None,
+    device: torch.device,
+    seed: int,
+    compute_device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load the model that learns, in full or by an adapter. `checkpoint`: where training resumes.
 
-    If it is an adapter's checkpoint, only the adapter is read: the base is model.path's. Raises
-    ConfigError for an adapter that does not fit, MachineError for a package that is not installed.
+    If it is an adapter's checkpoint, only the adapter is read: the base is model.path's.
+    `compute_device`: where it will compute, if it is loaded elsewhere. Raises ConfigError for an
+    adapter that does not fit, MachineError for a package that is not installed.
     """
     if config.lora is None:
-        return load.load_causal_lm(config, str(checkpoint or config.path), device)
-    loaded = load.load_causal_lm(config, config.path, device)
+        path = str(checkpoint or config.path)
+        model = load.load_causal_lm(config, path, device, compute_device)
+        vision.freeze_parts(model, config.freeze)
+        return model
+    loaded = load.load_causal_lm(config, config.path, device, compute_device)
     attach_adapter(loaded, config.lora, seed)
     check_mergeable(loaded)
     folder = checkpoint or config.lora.path
     if folder is not None:
         read_adapter_weights(loaded, Path(folder))
+    vision.freeze_parts(loaded, config.freeze)  # adapters within a frozen tower, too
     if config.disable_dropout:
         load.zero_dropout(loaded)
     return loaded
@@ -137,29 +146,37 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def adapter_tensors(model: PreTrainedModel, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
-    """An adapter's live tensors, without gradient, by the names that peft's files have.
+def adapter_parameters(
+    model: PreTrainedModel, name: str = TRAINED_ADAPTER
+) -> dict[str, nn.Parameter]:
+    """An adapter's parameters by the names that peft's files have; this rank's shares of them
+    where an engine has sharded them.
 
     Whole layers that are trained (`modules_to_save`) are among them.
     """
     read = importlib.import_module("peft.utils").get_peft_model_state_dict
-    tensors = read(model, adapter_name=name, save_embedding_layers=False)
-    return {PEFT_NAME_PREFIX + part: tensor for part, tensor in tensors.items()}
+    given = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
+    parameters = read(model, adapter_name=name, **given)
+    return {PEFT_NAME_PREFIX + part: parameter for part, parameter in parameters.items()}
 
 
-def adapter_state(
-    model: PreTrainedModel,
-    name: str = TRAINED_ADAPTER,
-    gather: Callable[[Tensor], Tensor] = Tensor.contiguous,
-) -> dict[str, Tensor]:
-    """`adapter_tensors`, each made whole by `gather`, which every rank calls at once."""
-    return {part: gather(tensor) for part, tensor in adapter_tensors(model, name).items()}
+def adapter_tensors(model: PreTrainedModel, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
+    """The live tensors of `adapter_parameters`, without gradient."""
+    return {part: tensor.detach() for part, tensor in adapter_parameters(model, name).items()}
+
+
+def adapter_state(model: PreTrainedModel, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
+    """The tensors of an adapter that this process has whole, as a file takes them."""
+    return {part: tensor.contiguous() for part, tensor in adapter_tensors(model, name).items()}
 
 
 def save_adapter(
-    model: PreTrainedModel, folder: Path, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
+    model: PreTrainedModel, folder: Path, gathered: dict[str, Tensor] | None = None
 ) -> None:
-    """Write the trained adapter as peft does: its config, which names the base, and its tensors."""
+    """Write the trained adapter as peft does: its config, which names the base, and its tensors.
+
+    `gathered`: the tensors, where the model has only shares of them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[TRAINED_ADAPTER])
     config.inference_mode = True  # as peft saves it: the next user may not want to train it
@@ -167,7 +184,8 @@ def save_adapter(
         if isinstance(getattr(config, part), set | list):  # a set has another order each time
             setattr(config, part, sorted(getattr(config, part)))
     config.save_pretrained(str(folder))
-    tensors = {n: t.detach().cpu() for n, t in adapter_state(model, gather=gather).items()}
+    tensors = adapter_state(model) if gathered is None else gathered
+    tensors = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
     save_file(tensors, folder / PEFT_WEIGHTS_FILE, metadata={"format": "pt"})
 
 
@@ -208,7 +226,8 @@ def copy_into_adapter(
 
 def tensors_to_save(model: PreTrainedModel) -> list[Tensor]:
     """The tensors that a checkpoint holds: the trained adapter's, or else every parameter."""
-    return list(adapter_tensors(model).values()) if has_adapter(model) else list(model.parameters())
+    parameters = adapter_parameters(model).values() if has_adapter(model) else model.parameters()
+    return list(parameters)
 
 
 def adapter_layers(model: PreTrainedModel) -> list[AdapterLayer]:

@@ -182,7 +182,7 @@ def _free_bytes(
     half = max(p.element_size() for p in weights) < 4 or each < 4
     held = every + count * (4 + 8 + (4 if half else 0)) + (every if has_reference_model else 0)
     if value_model is not None:
-        learned = sum(p.numel() for p in value_model.model.parameters())
+        learned = value_model.num_parameters
         held += learned * (value_model.dtype.itemsize + 4 + 8 + (4 if half else 0))
     held *= held_share[0]
     total, generation = _device_memory_bytes(policy.device), config.generation
@@ -193,7 +193,8 @@ def _free_bytes(
             _check_engine_fits(generation, held, total)
             engine = generation.colocate  # type: ignore[attr-defined]
             total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
-        total = total * (1 - CUDA_CONTEXT_SHARE) - environment.offloaded_trials_bytes()
+        contexts = 2 if generation.backend == "vllm_colocate" else 1  # of a trial that waits
+        total = total * (1 - CUDA_CONTEXT_SHARE) - contexts * environment.offloaded_trials_bytes()
     return max(total - held, 0.0)
 
 

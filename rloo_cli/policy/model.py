@@ -1,9 +1,11 @@
 """Log-probabilities of completion tokens under a causal language model.
 
 The head runs on the positions that predict a completion token and on no others. The fused head
-never makes their logits whole (`fused_head`). With the model's own head, a hook picks these
-positions out of the hidden states as they enter the output embedding, so whatever a model does to
-its logits afterwards (soft-capping) still happens. `layouts` decides which head and which layout.
+never makes their logits whole (`fused_head`); of tokens that were sampled from a part of the
+vocabulary it computes the logits of that part alone (`kept_head`). With the model's own head, a
+hook picks these positions out of the hidden states as they enter the output embedding, so whatever
+a model does to its logits afterwards (soft-capping) still happens. `layouts` decides which head and
+which layout.
 """
 
 import inspect
@@ -17,11 +19,18 @@ from transformers import PreTrainedModel
 
 from rloo_cli.data import packing, segments
 from rloo_cli.data.batch import Group
-from rloo_cli.data.packing import GroupSlice, MicroBatch
+from rloo_cli.data.media import Media
+from rloo_cli.data.packing import GroupSlice, KeptIds, MicroBatch
+from rloo_cli.policy import vision
+from rloo_cli.policy.divergence import blockwise_jsd
 from rloo_cli.policy.fused_head import token_logp
+from rloo_cli.policy.kept_head import KeptLogits, kept_logprobs
 from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
+
+# Of tokens that stand for images: their probability is 0 in every dtype, and 0 times it, too.
+NEVER_SAMPLED_LOGIT = -1e4
 
 
 class LogProbs(NamedTuple):
@@ -30,6 +39,36 @@ class LogProbs(NamedTuple):
     logp: Tensor  # (N,) at the sampling temperature
     kl_logp: Tensor | None  # (N,) at the KL's own temperature; None = the same
     entropy: Tensor | None  # (N,) in nats, without gradient
+    divergence: Tensor | None = None  # (N,) from the teacher, with gradient; None = no teacher
+
+
+class TeacherLogits(NamedTuple):
+    """What a teacher says of every completion token of a micro-batch."""
+
+    logits: Tensor  # (N, V)
+    beta: float  # its share of the mixture (`divergence.generalized_jsd`)
+
+
+class PlainSequence(NamedTuple):
+    """One prompt with its images and a completion, as the model takes them by itself."""
+
+    input_ids: Tensor  # (1, T)
+    media: Media
+
+
+def own_inputs(sequence: Tensor | PlainSequence) -> JsonObject:
+    """The arguments of the model's forward, which runs the tower and finds positions itself."""
+    if isinstance(sequence, Tensor):
+        return {"use_cache": False, "input_ids": sequence}
+    ids, media = sequence
+    inputs: JsonObject = {n: t.to(ids.device) for n, t in media.tensors.items()}
+    inputs |= {"use_cache": False, "input_ids": ids}
+    types = (ids == media.vision.image_token_id).int()
+    if media.vision.family.axes > 1:
+        inputs["mm_token_type_ids"] = types
+    if media.vision.family.two_way_images:
+        inputs["token_type_ids"] = types
+    return inputs
 
 
 class LogprobModule(nn.Module):
@@ -46,53 +85,115 @@ class LogprobModule(nn.Module):
         self.float32_head = False  # `model.lm_head_fp32`
         self.entropy_grad = False  # the loss has an entropy bonus: never with a fused head
         self.head: nn.Module = model.get_output_embeddings()
+        self.never_sampled = sorted(vision.image_token_ids(model.config))
         self.names_position_ids, self.takes_position_ids = position_ids_support(model)
 
     def forward(
-        self, micro_batch: MicroBatch | Tensor, temperatures: Sequence[float], want_entropy: bool
-    ) -> Tensor | tuple[list[Tensor], Tensor | None]:
+        self,
+        micro_batch: MicroBatch | Tensor | PlainSequence,
+        temperatures: Sequence[float],
+        want_entropy: bool,
+        teacher: TeacherLogits | None = None,
+    ) -> Tensor | tuple[list[Tensor], Tensor | None, Tensor | None]:
         """log p of the completion tokens at each temperature; entropy at the first. (N,) each
 
-        Given ids (1, T) instead of a micro-batch, return the model's own logits (1, T, V). A
-        sharded model must always be called through this module, which gathers its weights.
+        Of tokens with a sampling mask both are of the distribution over its ids alone.
+
+        With a teacher also the divergence from it, at the last temperature, with gradient. It needs
+        whole logits, so that the head must not be fused.
+
+        Given ids (1, T) instead of a micro-batch, or with images a `PlainSequence`, return the
+        model's own logits (1, T, V). A sharded model must always be called through this module,
+        which gathers its weights.
         """
-        if isinstance(micro_batch, Tensor):
-            return self.model(input_ids=micro_batch, use_cache=False).logits
-        if not self.use_fused_head:
-            logits = self.logits(micro_batch)
-            logp = [segments.target_logprobs(logits, micro_batch.target, t) for t in temperatures]
-            if self.entropy_grad and torch.is_grad_enabled():
-                return logp, segments.token_entropy(logits, temperatures[0])
-            if not want_entropy:
-                return logp, None
-            with torch.no_grad():
-                return logp, segments.token_entropy(logits.detach(), temperatures[0])
+        if not isinstance(micro_batch, MicroBatch):
+            return self._sampled_logits(self.model(**own_inputs(micro_batch)).logits)
+        if self.use_fused_head:
+            assert teacher is None, "a divergence needs whole logits"
+            return *self._fused_results(micro_batch, temperatures, want_entropy), None
+        logits = self.logits(micro_batch)
+        divergence = None
+        if teacher is not None:
+            divergence = blockwise_jsd(logits, teacher.logits, temperatures[-1], teacher.beta)
+        if (kept := micro_batch.kept) is not None:
+            chosen = logits[kept.token, kept.ids].float()
+            return *self._kept_results(chosen, kept, temperatures, want_entropy), divergence
+        logp = [segments.target_logprobs(logits, micro_batch.target, t) for t in temperatures]
+        if self.entropy_grad and torch.is_grad_enabled():
+            return logp, segments.token_entropy(logits, temperatures[0]), divergence
+        if not want_entropy:
+            return logp, None, divergence
+        with torch.no_grad():
+            entropy = segments.token_entropy(logits.detach(), temperatures[0])
+        return logp, entropy, divergence
+
+    def _fused_results(
+        self, micro_batch: MicroBatch, temperatures: Sequence[float], want_entropy: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """log p at each temperature, entropy at the first, without whole logits. (N,) each"""
         states = self.model.base_model(**self._forward_inputs(micro_batch))[0]
         states = states.reshape(-1, states.shape[-1]).index_select(0, micro_batch.logit_index)
-        head = cast(nn.Linear, self.head)
+        head, kept = cast(nn.Linear, self.head), micro_batch.kept
+        bias = self._head_bias(head)
 
         def tiles(hidden: Tensor) -> list[tuple[Tensor, Tensor | None]]:
             return [
                 token_logp(
-                    hidden, head.weight, micro_batch.target, bias=head.bias, scale=self.logit_scale,
+                    hidden, head.weight, micro_batch.target, bias=bias, scale=self.logit_scale,
                     temperature=t, want_entropy=want_entropy and not i, float32=self.float32_head,
                     keep_bytes=self.keep_logits_bytes // len(temperatures),
                 )
                 for i, t in enumerate(temperatures)
             ]  # fmt: skip
 
-        with replaced_forward(head, tiles):
+        def kept_rows(hidden: Tensor) -> Tensor:
+            assert kept is not None
+            chosen: Tensor = KeptLogits.apply(hidden, head.weight, head.bias, kept.token, kept.ids)
+            return chosen * self.logit_scale
+
+        with replaced_forward(head, tiles if kept is None else kept_rows):
             results = head(states)
+        if kept is not None:
+            return self._kept_results(results, kept, temperatures, want_entropy)
         return [result[0] for result in results], results[0][1]
+
+    def _kept_results(
+        self, chosen: Tensor, kept: KeptIds, temperatures: Sequence[float], want_entropy: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The same over the kept ids alone, from their logits `chosen` (M,). (N,) each"""
+        found = [kept_logprobs(chosen / temperature, kept) for temperature in temperatures]
+        entropy = found[0][1]
+        if not (self.entropy_grad and torch.is_grad_enabled()):
+            entropy = entropy.detach()
+        needed = want_entropy or entropy.requires_grad
+        return [logp for logp, _ in found], entropy if needed else None
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """Logits that predict a completion token, by the model's own head. -> (N, V)"""
         with head_on_positions(self.head, micro_batch.logit_index):
             logits: Tensor = self.model(**self._forward_inputs(micro_batch)).logits
-        return logits.squeeze(0)
+        return self._sampled_logits(logits.squeeze(0))
+
+    def _sampled_logits(self, logits: Tensor) -> Tensor:
+        """Logits of a distribution without tokens that stand for images. (..., V) -> (..., V)"""
+        if not self.never_sampled:
+            return logits
+        index = torch.tensor(self.never_sampled, device=logits.device)
+        return logits.index_fill(-1, index, NEVER_SAMPLED_LOGIT)
+
+    def _head_bias(self, head: nn.Linear) -> Tensor | None:
+        """The head's bias; with tokens that are never sampled, what takes these out, too. (V,)"""
+        if not self.never_sampled:
+            return cast(Tensor | None, head.bias)
+        size, weight = weight_shape(head.weight)[0], head.weight
+        without = self._sampled_logits(torch.zeros(size, dtype=weight.dtype, device=weight.device))
+        return without if head.bias is None else head.bias + without
 
     def _forward_inputs(self, micro_batch: MicroBatch) -> JsonObject:
-        return forward_inputs(micro_batch, self.takes_position_ids)
+        inputs = forward_inputs(micro_batch, self.takes_position_ids)
+        if micro_batch.media is not None:
+            inputs |= vision.media_arguments(self.model, micro_batch.media)
+        return inputs
 
 
 def position_ids_support(model: PreTrainedModel) -> tuple[bool, bool]:
@@ -170,6 +271,9 @@ class Policy:
         self.temperature = temperature
         self.kl_temperature = temperature if kl_temperature is None else kl_temperature
         self.layout = "padded"  # until `layouts` finds a better one
+        # Whose whole distributions are learned, and its share of the mixture; None = nobody's.
+        self.teacher: tuple[Policy, float] | None = None
+        self.image_examples: list[Group] = []  # prompts with images, for the check of layouts
 
     @property
     def device(self) -> torch.device:
@@ -192,20 +296,33 @@ class Policy:
         masked: Tensor | None = None,
     ) -> MicroBatch:
         """Pack these completions in the layout of this model, on its device."""
-        return packing.pack_micro_batch(groups, group_slices, masked, self.device, self.layout)
+        return packing.pack_micro_batch(
+            groups, group_slices, masked, self.device, self.layout, with_images=True
+        )
 
     def logp(self, micro_batch: MicroBatch, want_entropy: bool = False) -> LogProbs:
         """Log-probabilities of the completion tokens, with gradient; entropy if wanted."""
         apart = self.kl_temperature != self.temperature
         temperatures = [self.temperature, *([self.kl_temperature] if apart else [])]
-        logp, entropy = self.call(micro_batch, temperatures, want_entropy)
-        return LogProbs(poison_tensor("logp", logp[0]), logp[1] if apart else None, entropy)
+        arguments = [micro_batch, temperatures, want_entropy]
+        if self.teacher is not None and torch.is_grad_enabled():
+            teacher, beta = self.teacher
+            arguments.append(TeacherLogits(teacher.frozen_logits(micro_batch), beta))
+        logp, entropy, divergence = self.call(*arguments)
+        kl_logp = logp[1] if apart else None
+        return LogProbs(poison_tensor("logp", logp[0]), kl_logp, entropy, divergence)
 
     @torch.no_grad()
     def frozen_logp(self, micro_batch: MicroBatch) -> LogProbs:
         """As `logp`, in eval mode and without gradient: for old_logp and the reference."""
         with in_eval_mode(self.model):
             return self.logp(micro_batch)
+
+    @torch.no_grad()
+    def frozen_logits(self, micro_batch: MicroBatch) -> Tensor:
+        """Logits of a micro-batch's completion tokens, in its layout and eval mode. -> (N, V)"""
+        with in_eval_mode(self.model):
+            return self.logprob_module.logits(micro_batch)
 
 
 @contextmanager

@@ -124,25 +124,17 @@ class AdapterReference(Reference):
     """The policy's own model with its adapter off, or with the adapter `reference` instead."""
 
     def __init__(self, policy: Policy, temperature: float, keys: ModelConfig, seed: int):
-        Policy.__init__(self, policy.model, temperature)
+        Policy.__init__(self, policy.model, temperature, device=policy.device)
         self.logprob_module = policy.logprob_module  # shared: a parallel engine may wrap it
         self._set_up(keys.ref_sync, policy)
         self.offload_device, self.on_device_depth, self.cpu_weights = None, 0, {}
         assert keys.lora is not None
         self.adapter_name: str | None = None
-        if self.follows_policy or keys.lora.path is not None:
+        if needs_reference_adapter(keys):
             self.adapter_name = lora.REFERENCE_ADAPTER
-            self._attach_reference_adapter(keys, seed)
+            if lora.REFERENCE_ADAPTER not in self.model.peft_config:
+                attach_reference_adapter(self.model, keys, seed)
         self.adapter_layers = lora.adapter_layers(policy.model)
-
-    def _attach_reference_adapter(self, keys: ModelConfig, seed: int) -> None:
-        """Attach the adapter as it was before any update, even if the policy resumes."""
-        assert keys.lora is not None
-        lora.attach_adapter(self.model, keys.lora, seed, lora.REFERENCE_ADAPTER)
-        if keys.lora.path is not None:
-            lora.read_adapter_weights(self.model, Path(keys.lora.path), lora.REFERENCE_ADAPTER)
-        if keys.disable_dropout:
-            load.zero_dropout(self.model)
 
     @property
     def call(self) -> nn.Module:
@@ -174,6 +166,23 @@ class AdapterReference(Reference):
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         lora.copy_into_adapter(self.model, tensors, lora.REFERENCE_ADAPTER, "the checkpoint")
+
+
+def needs_reference_adapter(keys: ModelConfig) -> bool:
+    """Whether a reference on the policy's own base is a second adapter, and not the bare base."""
+    if keys.lora is None or keys.ref_path is not None:
+        return False
+    return keys.ref_sync.every > 0 or keys.lora.path is not None
+
+
+def attach_reference_adapter(model: PreTrainedModel, keys: ModelConfig, seed: int) -> None:
+    """Attach the adapter as it was before any update, even if the policy resumes."""
+    assert keys.lora is not None
+    lora.attach_adapter(model, keys.lora, seed, lora.REFERENCE_ADAPTER)
+    if keys.lora.path is not None and model.device.type != "meta":
+        lora.read_adapter_weights(model, Path(keys.lora.path), lora.REFERENCE_ADAPTER)
+    if keys.disable_dropout:
+        load.zero_dropout(model)
 
 
 def build_reference(

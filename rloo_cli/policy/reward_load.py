@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.policy import load
+from rloo_cli.policy import load, reward_adapter
 from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.utils.errors import MachineError, Problem, RunError
 from rloo_cli.utils.files import JsonObject
@@ -71,9 +71,17 @@ def load_reward_model(
         "output_loading_info": True,
         **config.model_kwargs,
     }
-    call = AutoModelForSequenceClassification.from_pretrained
-    model, info = _load_pretrained_reward(call, config.path, f"{key}.path", key, config, **options)
-    _check_reward_weights(key, config.path, model, info)
+    where = f"{key}.path"
+    if (adapter := reward_adapter.find_adapter_folder(config.path)) is not None:
+
+        def merge(path: str, **given: object) -> PreTrainedModel:
+            return reward_adapter.load_merged_classifier(adapter, key, given)
+
+        model = _load_pretrained_reward(merge, config.path, where, key, config, **options)
+    else:
+        call = AutoModelForSequenceClassification.from_pretrained
+        model, info = _load_pretrained_reward(call, config.path, where, key, config, **options)
+        _check_reward_weights(key, config.path, model, info)
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     model.config.get_text_config().pad_token_id = pad
     model.config.pad_token_id = pad

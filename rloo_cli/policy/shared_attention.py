@@ -29,6 +29,7 @@ from rloo_cli.policy.flash_kernels import (
     select_flash_kernels,
     self_attention_pass,
 )
+from rloo_cli.policy.vision import language_modules
 
 SHARED_ATTENTION_NAME = "rloo_shared"
 SHARED_LAYOUT_ARGUMENT = "rloo_plan"  # the argument of a model's forward
@@ -150,5 +151,6 @@ def _set_attention_names(names: list[tuple[PretrainedConfig, str]]) -> None:
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
     """The configs that the model's layers read, each once."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    modules = language_modules(model)  # a vision tower keeps its own attention
+    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
     return [c for c in configs.values() if hasattr(c, "_attn_implementation")]

@@ -10,6 +10,7 @@ log             metrics.jsonl, samples, terminal
 metric_names    every metric with its unit and meaning
 panel           the panel, for a terminal or as SVG
 prompt_ledger   the fate of every prompt, line by line
+staleness_metrics  how old the weights were that sampled
 token_strip     the tokens of a few samples, with their log-probabilities
 trackers/       tensorboard, wandb, trackio, mlflow, swanlab, in a process of their own
 step_metrics    a step's metrics: rewards, advantages, speed, memory

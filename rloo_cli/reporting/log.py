@@ -268,6 +268,10 @@ def sample_record(group: Group, k: int) -> JsonObject:
         "seed": rollout.seed,
         "weight_version": rollout.weight_version,
     }
+    if group.media is not None:
+        record["images"] = group.media.thumbnails
+    if rollout.version_spans is not None:
+        record["version_spans"] = [list(span) for span in rollout.version_spans]
     if rollout.turns is not None:
         record["turns"] = [
             {"told": t.observation, "said": t.text, "calls": t.calls} for t in rollout.turns

@@ -75,12 +75,21 @@ COMPLETION_METRICS: list[MetricMeaning] = [
     ("val/num_eos_tokens", "count", "completions that ended by themselves"),
     ("data/dropped_long", "count", "prompts left out as too long, since the start"),
     ("data/truncated", "count", "prompts cut as too long, since the start"),
-    ("staleness/mean", "updates", "updates between the weights that sampled and those trained"),
+    ("staleness/mean", "updates", "updates between the weights that sampled a token and those that"
+     " are trained, mean over the tokens"),
     ("staleness/max", "updates", "its largest value"),
+    ("staleness/span_max", "count", "most versions of the weights in one completion"
+     " (generation.overlap=carry)"),
+    ("staleness/frac_lag<k>", "share", "tokens of weights that are k updates old"
+     " (generation.overlap=carry)"),
     ("overlap/exposed_s", "s", "seconds that the training waited for the sampler"
      " (generation.overlap)"),
+    ("overlap/paced_s", "s", "seconds of these in which enough groups had finished, and older ones"
+     " were waited for (generation.max_lag)"),
     ("overlap/hidden_s", "s", "seconds of sampling and scoring beside the training"),
     ("overlap/idle_s", "s", "seconds of the step in which nothing was sampled"),
+    ("overlap/begun_anew", "", "1 where an update of overlap=stream began anew on the whole batch:"
+     " a group above train.micro_batch_tokens, or a lost sampler"),
 ]  # fmt: skip
 
 TRAINING_METRICS: list[MetricMeaning] = [
@@ -122,6 +131,8 @@ SAMPLER_METRICS: list[MetricMeaning] = [
     ("sampling/logp_diff_lag0", "nats", "root mean square where sampler and trainer had the same"
      " weights: numerics alone"),
     ("sampling/logp_diff_lag1", "nats", "the same where the sampler's were an update older"),
+    ("sampling/logp_diff_lag<k>", "nats", "the same where they were k updates older"
+     " (generation.overlap=carry)"),
     ("sampling/missing_frac", "share", "tokens for which the sampler gave no log-probability"),
     ("sampling/kl", "nats", "KL of the sampler to the trainer, per completion"),
     ("sampling/importance_sampling_ratio/mean", "", "mean weight of the sampler's correction"),
@@ -130,6 +141,11 @@ SAMPLER_METRICS: list[MetricMeaning] = [
     ("sampling/ess", "share", "effective sample size of the weights before any cap"),
     ("sampling/capped_frac", "share", "weights that were capped"),
     ("sampling/masked_frac", "share", "weights that were set to 0"),
+    ("sampling/mask_ids/mean", "count", "ids that a token was chosen from"
+     " (generation.return_sampling_mask)"),
+    ("sampling/mask_ids/max", "count", "most of them"),
+    ("sampling/mask_bytes", "bytes", "bytes of a token's sampling mask, in memory, in records and"
+     " checkpoints"),
     ("vllm/restarts", "count", "engines that were lost and started again"),
     ("vllm/weight_version", "updates", "update whose weights the engine has"),
     ("vllm/synced_bytes", "bytes", "bytes of the last weight update"),

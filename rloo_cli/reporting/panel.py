@@ -19,9 +19,10 @@ from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from rloo_cli.config.template import content_text
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import headline_metrics, is_evaluation, split_by_set
 from rloo_cli.utils.console import show_control_characters
@@ -35,6 +36,7 @@ SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
 PHASE_COLOURS = {"generation": "cyan", "reward": "yellow"}
 PHASE_COLOURS |= {"reference": "magenta", "update": "green"}
 MERGED_PHASES = {"reference": "old_logp", "update": "optimizer"}  # phases counted with another one
+MERGED_PHASES |= {"generation": "exposed"}  # the part of it that the training waits for
 PANEL_METRICS = {  # label: metric; a % marks a share
     "KL": "kl",
     "entropy": "entropy",
@@ -51,6 +53,11 @@ EPISODE_FIGURES = {  # of runs with an agent
     "bad calls": "agent/bad_calls",
     "no score %": "agent/failures",
     "seconds a call": "agent/tool_s",
+}
+OVERLAP_FIGURES = {  # of runs that sample while they train
+    "hidden s": "overlap/hidden_s",
+    "exposed s": "overlap/exposed_s",
+    "idle s": "overlap/idle_s",
 }
 EPISODE_LIMITS = ("turns", "tokens", "context")  # the one that ended most is shown
 LINE_LABELS = ("KL", "entropy", "length", "truncated %")
@@ -100,7 +107,7 @@ def last_message(prompt: object) -> str:
     if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt) or not prompt:
         return str(prompt)
     asked = [m for m in prompt if m.get("role") == "user"] or prompt
-    return str(asked[-1].get("content", ""))
+    return content_text(asked[-1].get("content"))
 
 
 def wrap_text(text: object, width: int, max_lines: int, from_end: bool = False) -> list[str]:
@@ -183,7 +190,8 @@ def metric_figures(metrics_lines: Sequence[JsonObject], width: int) -> list[Text
     trained = [metrics for metrics in metrics_lines if "reward" in metrics]
     rewards = [*reward_mean_names(trained).items()][:MAX_REWARDS_SHOWN]
     parts = {f"· {clean_line(reward)[:13]}": name for reward, name in rewards}
-    for label, name in (PANEL_METRICS | episode_figures(metrics_lines) | parts).items():
+    shown = PANEL_METRICS | episode_figures(metrics_lines) | overlap_figures(metrics_lines) | parts
+    for label, name in shown.items():
         values = metric_history(metrics_lines, name)
         value = format_number(values[-1], label) if values else "–"
         head = (f"{label.removesuffix(' %'):<{19 - len(value)}}", "bright_black")
@@ -201,6 +209,12 @@ def episode_figures(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
     shares = {label: sum(metric_history(steps[-1:], limits[label])) for label in limits}
     most = max(shares, key=lambda label: shares[label])
     return EPISODE_FIGURES | {most: limits[most]}
+
+
+def overlap_figures(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
+    """Label -> metric of how a run with `generation.overlap` spends its seconds; {} without it."""
+    overlaps = any(metric_history([m], "overlap/idle_s") for m in metrics_lines)
+    return OVERLAP_FIGURES if overlaps else {}
 
 
 def render_conversation(sample: JsonObject, width: int) -> list[Text]:
@@ -310,7 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def evaluation_table(metrics: JsonObject, names: Sequence[str]) -> Table:
     """The metrics of one evaluation, with a column for each set."""
-    shown = Table("held out", *names, box=box.SIMPLE_HEAD)
+    sets = [Text(clean_line(name)) for name in names]
+    shown = Table("held out", *map(Column, sets), box=box.SIMPLE_HEAD)
     columns = split_by_set(metrics, names)
     for key in dict.fromkeys(key for column in columns.values() for key in column):
         cells = [format_number(c[key]) if key in c else "–" for c in columns.values()]

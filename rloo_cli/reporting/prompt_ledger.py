@@ -20,10 +20,13 @@ the prompts depends on and where it begins. `rows` are numbers of examples, coun
 data.split after data.filter and max_samples, and in a mixture through all sources one after the
 other (`mixture` describes them). A step's line says how many prompts it took (`draws`) from the
 position `place` of the order on, in which `epochs`, which `rows` they are in that order, and the
-positions that met each fate. `check` is a hash of the line and of the line before it. Nothing
-depends on time, process or restarts, so a resumed run's ledger is an undisturbed run's, byte for
-byte. Where a resumed run was allowed another order (other data, other seed), a second header says
-so.
+positions that met each fate. With generation.overlap=carry a step takes prompts that were drawn in
+earlier ones: `draws` and `place` count those that were taken, the fates name their positions, and
+`pending` those that were drawn when the step's batch was put together and wait for a later step. So
+place + draws + the number of the pending ones is always the number that was drawn. `check` is a
+hash of the line and of the line before it. Nothing depends on time, process or restarts (but with
+carry), so a resumed run's ledger is an undisturbed run's, byte for byte. Where a resumed run was
+allowed another order (other data, other seed), a second header says so.
 
 Imports no torch: `rloo ledger` reads this file too.
 """
@@ -32,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +126,7 @@ class PromptLedger:
         if (batch.step, prompt_offset) != (self.num_steps, self.prompt_offset):
             done = f"the ledger is at step {self.num_steps}, place {self.prompt_offset}"
             raise RuntimeError(f"step {batch.step} at place {prompt_offset}: {done}")
-        step, offsets = batch.step + 1, range(prompt_offset, prompt_offset + batch.draws)
+        step, offsets = batch.step + 1, _step_offsets(batch, prompt_offset)
         indices = {offset: self.prompts.index_at(offset) for offset in offsets}
         for group in batch.groups:
             index = indices.get(group.prompt_offset)
@@ -131,6 +134,8 @@ class PromptLedger:
                 raise RuntimeError(f"step {step}: draw {group.prompt_offset} is another prompt")
         if len({g.prompt_offset for g in batch.groups}) != len(batch.groups):
             raise RuntimeError(f"step {step}: a draw is there twice")
+        if len(indices) != batch.draws:
+            raise RuntimeError(f"step {step}: {len(indices)} draws, and {batch.draws} were taken")
         fates = self._prompt_fates(batch, num_updates, updated_groups)
         fates |= {offset: "resampled" for offset in offsets if offset not in fates}
         entry: JsonObject = {
@@ -144,6 +149,8 @@ class PromptLedger:
         for fate in PROMPT_FATES:
             if met := [offset for offset in offsets if fates[offset] == fate]:
                 entry[fate] = met
+        if batch.pending is not None:
+            entry["pending"] = batch.pending
         self._append_entry(entry)
         self.num_steps, self.prompt_offset = step, prompt_offset + batch.draws
 
@@ -175,6 +182,13 @@ class PromptLedger:
         check_folder_present(self.path)
         with self.path.open("ab") as file:
             file.write((json.dumps(entry | {"check": self.last_check}) + "\n").encode("ascii"))
+
+
+def _step_offsets(batch: Batch, prompt_offset: int) -> Sequence[int]:
+    """The prompt offsets that met their fate in a step, in order."""
+    if batch.pending is None:
+        return range(prompt_offset, prompt_offset + batch.draws)
+    return sorted([*(group.prompt_offset for group in batch.groups), *batch.left_out])
 
 
 def entry_check(entry: JsonObject, previous_check: str) -> str:

@@ -61,6 +61,8 @@ def token_record(
         "text": [decode_token(token) for token in rollout.completion_ids],
         "lag": num_updates - rollout.weight_version,
     }
+    if rollout.version_spans is not None:  # `lag` is that of the first tokens
+        record["lags"] = [num_updates - version for version in rollout.token_versions]
     record |= {name: _rounded(values) for name, values in columns.items() if values is not None}
     if rollout.mask is not None:
         record["mask"] = list(rollout.mask)

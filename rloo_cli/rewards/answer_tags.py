@@ -16,7 +16,12 @@ class Config(RewardConfig):
 
 
 def score(completions: list[Completion], config: Config) -> list[float]:
-    """(B,) of 1.0 or 0.0."""
+    """(B,) of 1.0 or 0.0.
+
+    >>> config = Config.model_construct(white_space=True)
+    >>> score(["<think>why</think> <answer>4</answer>", "<answer>4</answer>"], config)
+    [1.0, 0.0]
+    """
     gap = r"\s*" if config.white_space else ""
     pattern = rf"^{gap}<think>.*?</think>{gap}<answer>.*?</answer>{gap}$"
     return [1.0 if re.match(pattern, text, re.DOTALL) else 0.0 for text in texts(completions)]

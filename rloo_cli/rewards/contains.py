@@ -21,7 +21,12 @@ def needs(config: Config) -> list[str]:
 
 
 def score(completions: list[Completion], columns: Columns, config: Config) -> list[float | None]:
-    """(B,) shares, or None."""
+    """(B,) shares, or None.
+
+    >>> config = Config.model_construct(column="words", ignore_case=True)
+    >>> score(["The cat", "A dog"], {"words": [["cat", "mat"], None]}, config)
+    [0.5, None]
+    """
     pairs = zip(texts(completions), columns[config.column], strict=True)
     return [_contained_share(text, wanted, config.ignore_case) for text, wanted in pairs]
 

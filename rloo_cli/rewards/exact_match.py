@@ -36,7 +36,14 @@ def needs(config: Config) -> list[str]:
 
 
 def score(completions: list[Completion], columns: Columns, config: Config) -> list[float | None]:
-    """(B,) of 1.0, 0.0 or None."""
+    """(B,) of 1.0, 0.0 or None.
+
+    >>> config = Config.model_construct(
+    ...     column="answer", extract="last_number", gold_extract="text", ignore_case=False
+    ... )
+    >>> score(["so 1,234", "so 5", "none"], {"answer": ["1234", "6", None]}, config)
+    [1.0, 0.0, None]
+    """
     answers = [extract_answer(text, config.extract) for text in texts(completions)]
     pairs = zip(answers, columns[config.column], strict=True)
     return [_matches_gold(answer, gold, config) for answer, gold in pairs]

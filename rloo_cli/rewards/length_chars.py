@@ -11,5 +11,9 @@ class Config(RewardConfig):
 
 
 def score(completions: list[Completion]) -> list[float]:
-    """(B,) characters."""
+    """(B,) characters.
+
+    >>> score(["four", [{"role": "assistant", "content": "ab"}]])
+    [4.0, 2.0]
+    """
     return [float(len(text)) for text in texts(completions)]

@@ -12,7 +12,12 @@ class Config(RewardConfig):
 
 
 def score(completions: list[Completion], config: Config) -> list[float]:
-    """(B,), each in [0, 2]."""
+    """(B,), each in [0, 2].
+
+    >>> config = Config.model_construct(full_length=4)
+    >>> score(["a b c d", "a a", ""], config)
+    [2.0, 1.0, 0.0]
+    """
     return [_diversity_score(text.split(), config.full_length) for text in texts(completions)]
 
 

@@ -10,5 +10,9 @@ class Config(RewardConfig):
 
 
 def score(sampled_ids: list[list[int]]) -> list[float]:
-    """(B,) tokens."""
+    """(B,) tokens.
+
+    >>> score([[5, 6, 7], []])
+    [3.0, 0.0]
+    """
     return [float(len(ids)) for ids in sampled_ids]

@@ -70,6 +70,10 @@ def preflight(config: Config) -> None:
     if given:
         why = "rloo gives it by a key of its own, or must not: pickled and random weights"
         raise ConfigError(Problem(f"model_kwargs may not hold {given[0]}", "model_kwargs", why))
+    adapter = hf_cache.adapter_base_path(config.path)
+    if adapter is not None and find_spec("peft") is None:
+        what, fix = f"{config.path} is an adapter, which needs peft", "pip install 'rloo-cli[peft]'"
+        raise MachineError(Problem(what, "", "peft is not installed", fix))
     try:
         values = hf_cache.read_model_config(config.path, config.revision)
         why = (

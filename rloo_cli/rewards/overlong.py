@@ -24,7 +24,12 @@ class Config(RewardConfig):
 
 
 def score(sampled_ids: list[list[int]], config: Config) -> list[float]:
-    """(B,), each in [-1, 0]."""
+    """(B,), each in [-1, 0].
+
+    >>> config = Config.model_construct(max_length=10, soft_cache=4)
+    >>> score([[1] * 6, [1] * 8, [1] * 12], config)
+    [0.0, -0.5, -1.0]
+    """
     return [
         _overlong_penalty(len(ids), config.max_length, config.soft_cache) for ids in sampled_ids
     ]

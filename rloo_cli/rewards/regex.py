@@ -27,7 +27,14 @@ class Config(RewardConfig):
 
 
 def score(completions: list[Completion], config: Config) -> list[float]:
-    """(B,) of 1.0 or 0.0."""
+    """(B,) of 1.0 or 0.0.
+
+    >>> keys = {"pattern": "[0-9]+", "dotall": False, "ignore_case": False}
+    >>> score(["it is 42", "it is"], Config.model_construct(where="anywhere", **keys))
+    [1.0, 0.0]
+    >>> score(["it is 42", "42"], Config.model_construct(where="whole", **keys))
+    [0.0, 1.0]
+    """
     flags = (re.DOTALL if config.dotall else 0) | (re.IGNORECASE if config.ignore_case else 0)
     pattern = re.compile(config.pattern, flags)
     methods = {"anywhere": pattern.search, "start": pattern.match, "whole": pattern.fullmatch}

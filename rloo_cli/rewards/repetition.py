@@ -16,7 +16,12 @@ class Config(RewardConfig):
 
 
 def score(sampled_ids: list[list[int]], config: Config) -> list[float]:
-    """(B,), each in [max_penalty, 0]."""
+    """(B,), each in [max_penalty, 0].
+
+    >>> config = Config.model_construct(ngram=1, max_penalty=-1.0)
+    >>> score([[5, 6, 7, 8], [5, 5, 5, 5]], config)
+    [0.0, -0.75]
+    """
     return [_repetition_penalty(ids, config.ngram, config.max_penalty) for ids in sampled_ids]
 
 

@@ -14,5 +14,9 @@ class Config(RewardConfig):
 
 
 def score(completions: list[Completion]) -> list[float]:
-    """(B,) of 1.0 or 0.0."""
+    """(B,) of 1.0 or 0.0.
+
+    >>> score(["<think>why</think>so", "so"])
+    [1.0, 0.0]
+    """
     return [1.0 if PATTERN.match(text) else 0.0 for text in texts(completions)]

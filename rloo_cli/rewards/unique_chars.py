@@ -11,5 +11,9 @@ class Config(RewardConfig):
 
 
 def score(completions: list[Completion]) -> list[float]:
-    """(B,) characters."""
+    """(B,) characters.
+
+    >>> score(["abba", ""])
+    [2.0, 0.0]
+    """
     return [float(len(set(text))) for text in texts(completions)]

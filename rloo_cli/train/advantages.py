@@ -14,12 +14,13 @@ from torch import Tensor
 from rloo_cli.algorithms.common import kl as common_kl
 from rloo_cli.algorithms.common.advantage import AdvantageInputs
 from rloo_cli.algorithms.common.importance_weights import sampler_logprobs
+from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice, MicroBatch, store_column
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import token_advantages
-from rloo_cli.train.minibatches import cut_micro_batches
+from rloo_cli.train.minibatches import cut_micro_batches, forwarded_completions
 
 
 @dataclass
@@ -33,10 +34,14 @@ class ForwardPass:
 @torch.no_grad()
 def prepare_advantages(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     """Compute what does not depend on the policy's first pass over the batch."""
-    if run.forward_plan.by_scores:
+    if run.forward_plan.by_scores and not run.forward_plan.summed:
         finish_advantages(run, batch, [])
     if run.reference is not None and run.reference.offloaded:
         prefetch_reference(run, batch, updates)
+    if run.teacher is not None:
+        forwarded = forwarded_completions(run, batch)
+        with run.clock.phase("reference"):
+            run.teacher.fill_reference(batch, forwarded, run.world.run_on_rank0)
 
 
 @torch.no_grad()
@@ -95,7 +100,8 @@ def add_reference_logprobs(
 def measure_kl(run: Run, micro_batch: MicroBatch, updates: UpdateMetrics) -> Tensor | None:
     """KL of each completion to the reference, in float64. -> (S,) or None"""
     kl, ref, old = None, micro_batch.ref_logp, micro_batch.kl_old_logp
-    if run.config.generation.overlap != "none":  # the KL of the policy that sampled
+    lags = run.config.generation.overlap not in SAME_WEIGHTS_OVERLAP
+    if lags:  # the KL of the policy that sampled
         old = sampler_logprobs(old, micro_batch)
     if ref is not None:
         kl = common_kl.sequence_kl(old, ref, micro_batch, run.algorithm.config)

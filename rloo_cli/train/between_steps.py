@@ -9,6 +9,7 @@ from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.policy import offload
 from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.reporting import step_metrics
+from rloo_cli.reporting.staleness_metrics import staleness_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
 from rloo_cli.train import guards
@@ -79,14 +80,15 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics: JsonObject = {"step": state.step} | step_metrics.rollout_metrics(batch, by_batch)
     metrics |= step_metrics.advantage_metrics(batch, beta or 0.0) | updates.to_metrics()
     metrics |= run.clock.lap()
-    if run.ahead is not None:
-        metrics |= run.ahead.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
+    beside = run.ahead or run.stream
+    if beside is not None:
+        metrics |= beside.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
     metrics |= step_metrics.speed_metrics(
         batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )
-    metrics |= _staleness_metrics(batch, state.updates - updates.num_updates)
+    metrics |= staleness_metrics(batch, state.updates - updates.num_updates)
     gap, lag = metrics.get("sampling/logp_diff_rms"), metrics["staleness/max"]
-    if run.ahead is not None and gap is not None:  # all of a batch has one lag
+    if run.ahead is not None and batch.pending is None and gap is not None:  # all have one lag
         metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
     metrics |= {
         "num_tokens": state.tokens,
@@ -99,8 +101,3 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     }
     counts = step_metrics.mean_counts(batch, updates) | {"step_time": metrics["step_time"]}
     run.log.step(metrics, counts, batch, run.num_steps)
-
-
-def _staleness_metrics(batch: Batch, num_updates: int) -> dict[str, float]:
-    ages = [num_updates - r.weight_version for g in batch.groups for r in g.rollouts]
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}

@@ -1,13 +1,13 @@
 """Builds a `Run` from a config: every part once, in the order in which mistakes are cheapest.
 
-The phases, each a method of `RunBuilder`: data, rewards, tokenizer, model, engine, generator,
-layouts. Data and rewards are checked before any weights load.
+The phases, each a method of `RunBuilder`: data, rewards, tokenizer, a teacher's server, model,
+engine, generator, layouts. Data and rewards are checked before any weights load.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from rloo_cli.agents.common import build as agent_build
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.checkpoint.restore import check_same_data, check_same_tools, start_attempt
+from rloo_cli.checkpoint.restore import (
+    check_same_data,
+    check_same_teacher,
+    check_same_tools,
+    start_attempt,
+)
 from rloo_cli.checkpoint.resume import ResumePlan
+from rloo_cli.checkpoint.save import VALUE_FILE
 from rloo_cli.config import (
     check,
     hf_cache,
@@ -36,23 +42,26 @@ from rloo_cli.config.value_model import choose_value_init, needs_value_model
 from rloo_cli.data import splits, vocabulary
 from rloo_cli.data.bin_packing import ForwardLimits, forward_tokens
 from rloo_cli.data.dataset import OpenedSplit
+from rloo_cli.data.image_rules import check_image_run, image_examples
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic.cache import listen_to_progress
-from rloo_cli.distributed import gather
-from rloo_cli.distributed.engine import DDPEngine, ParallelEngine
-from rloo_cli.distributed.fsdp import FSDPEngine
+from rloo_cli.distributed import gather, meta_load
+from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World, join_world
-from rloo_cli.distributed.zero import DeepSpeedEngine
+from rloo_cli.distributed.zero import build_engine
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judge
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.ahead import AheadSampler
+from rloo_cli.generation.common.carry import CARRY_NOTE, CarrySampler
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.stop_rule import stop_ids
+from rloo_cli.generation.common.stream import StreamSampler
 from rloo_cli.generation.hf.replica import ReplicaGenerator
 from rloo_cli.generation.vllm import arguments
+from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.policy import layouts, load, lora, memory, reference, reward_load, value
 from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
@@ -66,6 +75,7 @@ from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import Run
+from rloo_cli.train.streaming import StreamedPlan
 from rloo_cli.utils import paths
 from rloo_cli.utils.device_waits import wait_for_device
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
@@ -74,14 +84,6 @@ from rloo_cli.utils.files import JsonObject, read_json
 from rloo_cli.utils.timers import StepTimer
 
 RewardFunctions = Mapping[str, Callable[..., object]]  # rewards given as callables, by name
-ENGINE_CLASSES: dict[str, type[ParallelEngine]] = {
-    "single": ParallelEngine,
-    "ddp": DDPEngine,
-    "fsdp2": FSDPEngine,
-    "zero1": DeepSpeedEngine,
-    "zero2": DeepSpeedEngine,
-    "zero3": DeepSpeedEngine,
-}
 
 
 def build_run(
@@ -97,14 +99,19 @@ def build_run(
     """
     resume_plan = resume_plan or ResumePlan(folder)
     builder = RunBuilder(check.resolve_config(config), resume_plan)
-    builder.load_data(functions or {})
-    builder.load_tokenizer()
-    builder.prepare_rewards()
-    builder.load_model()
-    builder.start_engine()
-    builder.start_generator()
-    builder.choose_layouts()
-    run = builder.assemble_run()
+    try:
+        builder.load_data(functions or {})
+        builder.load_tokenizer()
+        builder.prepare_rewards()
+        builder.connect_teacher()
+        builder.load_model()
+        builder.start_engine()
+        builder.start_generator()
+        builder.choose_layouts()
+        run = builder.assemble_run()
+    except torch.OutOfMemoryError as error:
+        error.add_note(builder.log.current_phase)  # the error names it
+        raise
     start_attempt(run, resume_plan)
     return run
 
@@ -123,6 +130,8 @@ class RunBuilder:
     num_steps: int
     # set by prepare_rewards
     judge: Judge | None
+    # set by connect_teacher
+    teacher: TeacherServer | None  # that is asked over HTTP
     # set by load_model
     policy: Policy
     reference: Reference | None
@@ -175,10 +184,13 @@ class RunBuilder:
         log.phase("loading the tokenizer")
         self.tokenizer = load.load_policy_tokenizer(config.model)
         self.context_length = load.read_max_positions(config.model)
+        if problems := [*rules_model.expert_problems(config)]:  # a hub model's files are here now
+            raise ConfigError(*problems)
         self.prompts_by_set = splits.tokenize_splits(
             config, self.opened_splits, self.tokenizer, self.context_length,
             None if self.tools is None else self.tools.schemas_of,
         )  # fmt: skip
+        check_image_run(config, self.prompts_by_set)
         notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
@@ -203,11 +215,23 @@ class RunBuilder:
             self.world.device, self.log.note, reward_load,
         )  # fmt: skip
 
+    def connect_teacher(self) -> None:
+        """Wait for a teacher that a server has, and check that it fits the student."""
+        keys, self.teacher = self.algorithm.config.teacher_server, None
+        if keys is None:
+            return
+        teacher = self.teacher = TeacherServer(keys, self.log.note)
+        self.log.phase(f"waiting for the teacher at {teacher.url} to answer")
+        longest = self.prompts.max_length + self._completion_limit
+        teacher.model = self.world.run_on_rank0(lambda: teacher.connect(self.tokenizer, longest))
+        check_same_teacher(self.resume_plan, teacher.model, self.config)
+        self.log.note(f"the teacher is {teacher.model} at {teacher.url}")
+
     def load_model(self) -> None:
         """Load policy, reference and value model, as the parallel engine needs them."""
         self.log.phase("loading the model")
         trigger_fault("load")
-        self.engine = ENGINE_CLASSES[self.config.distributed.engine](self.world, self.config)
+        self.engine = build_engine(self.world, self.config)
         self.reward_bytes = memory.allocated_bytes(self.world.device)
         self.policy = self._load_policy()
         self.reference = self._load_reference() if self.algorithm.config.needs_reference else None
@@ -217,8 +241,9 @@ class RunBuilder:
         config, device = self.config, self.world.device
         checkpoint, meta_weights = self.resume_plan.checkpoint, None
         if self.engine.sharded:
-            path = str(checkpoint or config.model.path)
-            model, meta_weights = _load_for_sharding(config, self.engine, path)
+            model, meta_weights = meta_load.load_policy_shell(
+                config, self.world, checkpoint, self.algorithm.config.needs_reference
+            )
         else:
             model = lora.load_trained_model(config.model, checkpoint, device, config.seed)
         model.train()
@@ -234,9 +259,10 @@ class RunBuilder:
     def _load_reference(self) -> Reference:
         """Load the frozen model that the KL is measured to."""
         config, device = self.config, self.world.device
-        if self.engine.sharded:
+        on_policy_base = config.model.lora is not None and config.model.ref_path is None
+        if self.engine.sharded and not on_policy_base:
             path = config.model.ref_path or config.model.path
-            model, meta_weights = _load_for_sharding(config, self.engine, path)
+            model, meta_weights = meta_load.load_frozen_shell(config, self.world, path)
             frozen = Reference(model, self._kl_temperature, device=device)
             frozen.meta_weights = meta_weights
         else:
@@ -256,17 +282,27 @@ class RunBuilder:
         alike = all(vocabulary.same_token_ids(self.tokenizer, r.tokenizer) for r in readers)
         init = choose_value_init(self.config, read, alike)
         vocab_size, device = self.policy.vocab_size, self.world.device
-        value_model = value.build_value_model(self.config.model, init, vocab_size, device)
+        checkpoint, meta_weights = self.resume_plan.checkpoint, None
+        saved = None if checkpoint is None else checkpoint / "trainer" / f"{VALUE_FILE}.safetensors"
+        if self.engine.sharded:
+            model, new_head, meta_weights = meta_load.load_value_shell(
+                self.config, self.world, init, saved
+            )
+        else:
+            keys = self.config.model
+            model, new_head = value.load_value_weights(keys, init, device, saved=saved)
+        value_model = value.build_value_model(model, new_head, init, vocab_size, device)
+        value_model.meta_weights = meta_weights
         head = "a head of zeros" if value_model.new_head else "its head"
         self.log.note(f"the value model begins as {init.path} ({init.why}), with {head}")
-        self.engine.value_module = value_model.model
+        self.engine.value_model = value_model
         return value_model
 
     def start_engine(self) -> None:
         """Distribute the models over the ranks, and build the optimizer."""
         num_updates = self.num_steps * self.config.updates_per_step
         self.optimizer = self.engine.distribute_policy(self.policy, num_updates)
-        if self.reference is not None:
+        if self.reference is not None and self.reference.is_second_model:
             self.engine.distribute_frozen(self.reference)
 
     def start_generator(self) -> None:
@@ -281,14 +317,16 @@ class RunBuilder:
             self.log.phase(f"waiting for the sampler ({name}) to answer")
 
         def weights() -> Iterator[dict[str, Tensor]]:
+            if lora.has_adapter(policy.model):
+                return gather.iter_gathered_adapter(engine, policy.model)
             dtype = _sampler_dtype(config, policy)
             return gather.iter_gathered_weights(engine, policy.model, dtype)
 
         if name == "vllm_server" and (world.size > 1 or engine.sharded):
             self.generator = Rank0Proxy(world, policy, weights, self._build_backend)
         elif name == "transformers" and (engine.sharded or config.generation.overlap != "none"):
-            path = config.model.path  # its weights are replaced before it samples
-            copy = load.load_causal_lm(config.model, path, world.device)
+            # Its weights, or its adapter's, are replaced before it samples.
+            copy = lora.load_trained_model(config.model, None, world.device, config.seed)
             generator = self._build_backend(copy.eval().requires_grad_(False))
             self.generator = ReplicaGenerator(generator, copy, weights)
         else:
@@ -317,17 +355,21 @@ class RunBuilder:
         max_length = self.prompts.max_length + self._completion_limit
         for model in (policy, frozen) if frozen is not None else (policy,):
             model.logprob_module.float32_head = self.config.model.lm_head_fp32
+            model.image_examples = image_examples(self.prompts)
         choice = layouts.choose_policy_layout(policy, wanted, max_length)
         # The fused head's entropy has no gradient.
         if self.algorithm.config.entropy_coef > 0:
             policy.logprob_module.use_fused_head, policy.logprob_module.entropy_grad = False, True
-            why = f"{choice.why}; entropy bonus".lstrip("; ")
-            choice = replace(choice, head="model", why=why)
+            choice = choice.with_model_head("entropy bonus")
         if frozen is not None and self.config.model.ref_path is None:
             layouts.copy_layout(frozen, policy)
         elif frozen is not None:
             with frozen.on_device():
                 layouts.choose_policy_layout(frozen, wanted, max_length)
+        beta = self.algorithm.config.teacher_jsd_beta
+        if beta is not None and frozen is not None:
+            choice = layouts.share_layout(policy, frozen, choice, max_length)
+            policy.teacher = (frozen, beta)
         if value_model is not None and (reason := value_model.choose_layout(wanted, max_length)):
             self.log.note(f"the value model's rows are {value_model.layout} ({reason})")
         if self.config.train.compile:
@@ -350,7 +392,8 @@ class RunBuilder:
         if value_model is not None:
             tokens = forward_tokens(prompt_length, completions, value_model.layout)
             value_model.tokens_per_policy_token = tokens / group
-        least = max_length if frozen is None else group  # a group with a KL should not be cut
+        alone = frozen is None and self.teacher is None
+        least = max_length if alone else group  # a group with a KL should not be cut
         rank_limits = memory.measure_forward_limits(
             policy, self.config, group, second, _weights_share(self.engine), value_model, least,
             self.reward_bytes,
@@ -379,6 +422,7 @@ class RunBuilder:
             eval_sets={name: p for name, p in self.prompts_by_set.items() if name is not None},
             policy=self.policy,
             reference=self.reference,
+            teacher=self.teacher,
             value_model=self.value_model,
             generator=self.generator,
             rewards=self.rewards,
@@ -398,6 +442,12 @@ class RunBuilder:
         )
         if config.generation.overlap == "ahead":
             run.ahead = AheadSampler(run.rollouts)
+        if config.generation.overlap == "stream":
+            run.stream = StreamSampler(run.rollouts, clock, StreamedPlan)
+        if config.generation.overlap == "carry" and config.generation.backend != "replay":
+            sampler: Any = getattr(self.generator, "inner", self.generator)
+            run.ahead = CarrySampler(run.rollouts, sampler, self.num_steps)
+            self.log.note(CARRY_NOTE)
         return run
 
 
@@ -452,21 +502,6 @@ def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
     if why and config.generation.backend in ("transformers", "replay"):
         what = f"{type(model).__name__} cannot be sampled by generation=transformers"
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
-
-
-def _load_for_sharding(
-    config: RunConfig, engine: ParallelEngine, path: str
-) -> tuple[PreTrainedModel, gather.MetaWeights]:
-    """Build a model on the meta device. -> it, and its weights, which rank 0 has in CPU memory"""
-    world = engine.world
-    loaded: list[PreTrainedModel] = []
-
-    def read() -> tuple[object, object]:
-        loaded.append(load.load_causal_lm(config.model, path, gather.CPU, world.device))
-        return loaded[0].config, loaded[0].generation_config
-
-    meta_model = load.build_meta_model(config.model, world.run_on_rank0(read), world.device)
-    return meta_model, gather.MetaWeights(meta_model, loaded[0] if loaded else None)
 
 
 def _sampler_dtype(config: RunConfig, policy: Policy) -> torch.dtype:

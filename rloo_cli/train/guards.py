@@ -3,6 +3,7 @@ refuses (`guards.NAME=fail`)."""
 
 import math
 
+from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
 from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
 from rloo_cli.reporting.advice import guard_problem
@@ -46,12 +47,12 @@ def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> 
     Completions of older weights (generation.overlap) were checked before those changed. Raises
     GenerationError (exit 6), with nothing updated.
     """
-    overlaps = run.config.generation.overlap != "none"
+    overlaps = run.config.generation.overlap not in SAME_WEIGHTS_OVERLAP
     compared = [
-        TokenLogprobs(group.prompt_offset, k, old, rollout)
+        TokenLogprobs(group.prompt_offset, k, old[len(old) - count :], rollout)
         for group in (batch.groups[i] for i in group_indices)
         for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
-        if not overlaps or rollout.weight_version == run.state.updates
+        if (count := rollout.count_tokens(run.state.updates) if overlaps else rollout.length)
     ]
     check_same_weights(batch.step, compared, run.config.generation, run.generator.tolerance)
 

@@ -24,7 +24,7 @@ def run_training_loop(run: Run) -> None:
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            source, seen = run.ahead or run.rollouts, state.seen_by_rewards(run)
+            source, seen = run.ahead or run.stream or run.rollouts, state.seen_by_rewards(run)
             run.step_progress = StepProgress(source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates
         start_ahead(run, batch)
@@ -51,4 +51,6 @@ def start_ahead(run: Run, batch: Batch) -> None:
 def sync_weights(run: Run) -> None:
     """Send the policy's weights to the sampler, with the number of updates as their version."""
     with run.clock.phase("sync"):
+        if run.ahead is not None:  # a step that was resumed behind its updates had no other wait
+            run.ahead.wait()
         run.generator.load(run.policy, run.state.updates)

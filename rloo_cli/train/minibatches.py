@@ -1,6 +1,6 @@
 """Which groups share an update, which completions share a forward pass, and which need none."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +11,15 @@ from rloo_cli.algorithms.common.advantage import usable_completions
 from rloo_cli.algorithms.common.aggregate import update_denominator
 from rloo_cli.algorithms.common.forward_plan import needed_completions
 from rloo_cli.config.agent import sampled_token_limit
-from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice
+from rloo_cli.data.virtual_time import order_groups
 from rloo_cli.run import Run
 
 RankMicroBatches = list[list[list[GroupSlice]]]  # by rank, then by micro-batch
 
 
-@dataclass(frozen=True)
+@dataclass
 class UpdatePlan:
     """One optimizer update: its micro-batches, and what its loss is divided by."""
 
@@ -29,19 +29,27 @@ class UpdatePlan:
     num_tokens: int  # unmasked tokens of completions with an advantage; 0 = nothing to learn from
     num_all_tokens: int  # unmasked tokens of every completion, at least 1
     denominator: float  # what the summed loss is divided by (docs/OBJECTIVES.md, Loss types)
+    summed: bool  # micro-batches' losses are not divided: the gradient is, once
 
     @property
     def micro_batches(self) -> list[list[GroupSlice]]:
         """This rank's micro-batches; an empty one where only other ranks have one."""
         return self.micro_batches_by_rank[self.rank]
 
+    def iter_micro_batches(self) -> Iterator[tuple[list[GroupSlice], bool]]:
+        """This rank's micro-batches (empty if only others have one); whether each is the last."""
+        count = len(self.micro_batches)
+        yield from ((slices, n == count) for n, slices in enumerate(self.micro_batches, 1))
+
 
 def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
     """Cut a step's groups into num_minibatches updates, permuted anew in each iteration.
 
     Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
-    completions that need no forward.
+    completions that need no forward. A batch that is being sampled has a plan that grows.
     """
+    if run.stream is not None and run.stream.is_open:
+        return [run.stream.make_plan(run, batch)]
     settings = run.algorithm.config
     order = np.arange(len(batch.groups))
     if settings.num_minibatches > 1:
@@ -64,8 +72,8 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
         )  # fmt: skip
         tokens = int((lengths * valid)[trained].sum())
         all_tokens = max(int(lengths[trained].sum()), 1)
-        plan = UpdatePlan(by_rank, run.world.rank, trained, tokens, all_tokens, denominator)
-        plans.append(plan)
+        counts = tokens, all_tokens, denominator, run.forward_plan.summed
+        plans.append(UpdatePlan(by_rank, run.world.rank, trained, *counts))
     return plans
 
 
@@ -89,29 +97,16 @@ def cut_micro_batches(
     """Cut the completions that are forwarded into micro-batches, equally many for each rank.
 
     They hold `train.micro_batch_size` completions, in order. Without that key they are balanced and
-    hold at most `train.micro_batch_tokens` tokens. `grad` False: for a pass without gradient.
+    hold at most `train.micro_batch_tokens` tokens. With `train.micro_batch_order=virtual_time` both
+    are filled in that order. `grad` False: for a pass without gradient.
     """
-    forwarded, limits = forwarded_completions(run, batch), run.forward_limits
-    slices: list[GroupSlice] = [
-        (i, tuple(forwarded[i].nonzero().flatten().tolist())) for i in group_indices
-    ]
-    slices = [(i, completions) for i, completions in slices if completions]
-    size = limits.completions if grad else limits.no_grad_completions
-    if size is not None:
-        num_groups = max(1, size // run.config.algorithm.num_generations)
-        chunks = bin_packing.split_chunks(slices, num_groups)
-        by_rank = bin_packing.deal_micro_batches(chunks, run.world.size)
-    else:
-        budget = limits.tokens if grad else limits.no_grad_tokens
-        items, layout = [], run.policy.layout
-        for index, completions in slices:
-            prompt = len(batch.groups[index].prompt_ids)
-            rollouts = batch.groups[index].rollouts
-            lengths = {k: len(rollouts[k].completion_ids) for k in completions}
-            items += bin_packing.packing_items(index, prompt, lengths, budget, layout, limits.cost)
-        padded = layout == "padded"
-        pack = bin_packing.pack_padded_micro_batches if padded else bin_packing.pack_micro_batches
-        by_rank = pack(items, budget, run.world.size)
+    forwarded, k = forwarded_completions(run, batch), run.config.algorithm.num_generations
+    filler = run.forward_limits.make_filler(run.policy.layout, k, grad)
+    in_order = run.config.train.micro_batch_order == "virtual_time"
+    order = order_groups(batch.groups, group_indices) if in_order else group_indices
+    chosen = [(i, forwarded[i].nonzero().flatten().tolist()) for i in order]
+    items = [item for i, ks in chosen for item in filler.group_items(batch.groups, i, ks)]
+    by_rank = filler.pack_items(items, in_order, run.world.size)
     # Ranks that meet in every backward pass have at least one micro-batch, be it empty.
     return [[[]] for _ in by_rank] if run.engine.lockstep and not by_rank[0] else by_rank
 

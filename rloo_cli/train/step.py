@@ -14,7 +14,8 @@ from torch import Tensor
 from rloo_cli.algorithms.common.kl import charge_tokens
 from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.packing import TOKEN_COLUMNS, GroupSlice, MicroBatch
+from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
+from rloo_cli.generation.common.stream import StreamCut
 from rloo_cli.policy.model import LogProbs
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import advantages, guards, token_advantages
@@ -26,9 +27,15 @@ from rloo_cli.utils.files import JsonObject
 
 def update_policy(run: Run, step_progress: StepProgress) -> None:
     """Take all optimizer steps of one batch; a resumed run goes on in the middle of them."""
-    if is_single_pass(run, step_progress):
-        update_on_policy(run, step_progress)
-    update_with_old_logprobs(run, step_progress)
+    try:
+        if is_single_pass(run, step_progress):
+            update_on_policy(run, step_progress)
+        update_with_old_logprobs(run, step_progress)
+    except StreamCut:  # what was added up is void, and the batch is whole now
+        run.optimizer.zero_grad()
+        step_progress.updates.clear()
+        step_progress.mark_position()
+        update_policy(run, step_progress)
 
 
 def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
@@ -52,7 +59,7 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     (plan,) = plan_updates(run, batch, 0)
     loss, passes = _zero_scalar(run), []
     by_scores = batch.advantage is not None
-    for group_slices, is_last in _micro_batches(plan):
+    for group_slices, is_last in plan.iter_micro_batches():
         run.world.check_stop(frequent=True)
         if not group_slices:
             dummy_pass(run, batch, is_last, with_reference=True)
@@ -94,14 +101,16 @@ def update_with_old_logprobs(run: Run, step_progress: StepProgress) -> None:
     while step_progress.iteration < run.config.algorithm.num_iterations:
         for plan in plan_updates(run, batch, step_progress.iteration)[step_progress.done :]:
             loss = _zero_scalar(run)
-            for group_slices, is_last in _micro_batches(plan):
+            for group_slices, is_last in plan.iter_micro_batches():
                 run.world.check_stop(frequent=True)
                 if not group_slices:
                     dummy_pass(run, batch, is_last)
                     continue
                 with run.clock.phase("update"):
                     micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
-                    loss += token_advantages.fit_value_model(run, step_progress, micro_batch, plan)
+                    loss += token_advantages.fit_value_model(
+                        run, step_progress, micro_batch, plan, is_last
+                    )
                     forward_pass = ForwardPass(micro_batch, None)
                     logprobs = _policy_logprobs(run, micro_batch)
                     loss += backward_micro_batch(
@@ -127,8 +136,9 @@ def backward_micro_batch(
     a, usable = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
     a = charge_tokens(a, usable, batch.kl_old_logp, batch.ref_logp, batch, config)
     inputs = LossInputs(
-        logprobs.logp, batch.old_logp, batch.ref_logp, batch, a, plan.denominator, logprobs.kl_logp,
-        logprobs.entropy, plan.num_all_tokens,
+        logprobs.logp, batch.old_logp, batch.ref_logp, batch, a,
+        1.0 if plan.summed else plan.denominator, logprobs.kl_logp, logprobs.entropy,
+        plan.num_all_tokens, logprobs.divergence,
     )  # fmt: skip
     loss = run.algorithm.loss(inputs)
     run.engine.backward(poison_tensor("loss", loss.total), is_last)
@@ -149,6 +159,7 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
+    factor = factor / plan.denominator if plan.summed else factor
     if run.ahead is not None:  # it samples with the weights that change here
         with run.clock.phase("exposed"):
             run.ahead.wait()
@@ -160,7 +171,7 @@ def take_optimizer_step(
     guards.check_sampler_logprobs(run, batch, plan.groups)
     with run.clock.phase("optimizer"):
         trigger_fault("step")
-        step_progress.updates.scale_policy_loss(factor)
+        step_progress.updates.scale_losses(factor)
         norm = run.optimizer.grad_norm(factor)
         scaled_loss = float(loss) * factor
         if guards.check_finite_update(run, batch, scaled_loss, float(norm)):
@@ -188,8 +199,9 @@ def dummy_pass(
         return
     group, rollout = batch.groups[0], batch.groups[0].rollouts[0]
     ids = rollout.completion_ids[:1]
-    rollout = replace(rollout, completion_ids=ids, mask=None, behaviour_logp=None)
-    blank: JsonObject = dict.fromkeys(TOKEN_COLUMNS)
+    unknown: JsonObject = dict.fromkeys(("mask", "behaviour_logp", "sampling_mask"))
+    rollout = replace(rollout, completion_ids=ids, **unknown)
+    blank: JsonObject = dict.fromkeys((*TOKEN_COLUMNS, "media"))
     dummy = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], **blank)]
     micro_batch = run.policy.pack(dummy, [(0, (0,))])
     with torch.no_grad():  # in the order of a real pass, as all ranks gather the same weights
@@ -197,6 +209,10 @@ def dummy_pass(
             run.policy.frozen_logp(micro_batch)
         if run.reference is not None and (with_reference or is_last is None):
             run.reference.frozen_logp(run.reference.pack(dummy, [(0, (0,))]))
+    if run.value_model is not None:
+        unused = run.value_model.dummy_loss(dummy, is_last is not None)
+        if is_last is not None:
+            run.engine.backward_value(unused, is_last)
     if is_last is not None:
         run.engine.backward(zero_loss(run, _policy_logprobs(run, micro_batch)), is_last)
 
@@ -218,11 +234,6 @@ def _policy_logprobs(run: Run, micro_batch: MicroBatch) -> LogProbs:
     """Forward the policy with gradient; with the entropy if this step is logged."""
     want_entropy = run.log.is_due(run.state.step + 1, run.num_steps)
     return run.policy.logp(micro_batch, want_entropy)
-
-
-def _micro_batches(plan: UpdatePlan) -> list[tuple[list[GroupSlice], bool]]:
-    """This rank's micro-batches (empty if only others have one), and whether each is the last."""
-    return [(parts, n == len(plan.micro_batches)) for n, parts in enumerate(plan.micro_batches, 1)]
 
 
 def _zero_scalar(run: Run) -> Tensor:

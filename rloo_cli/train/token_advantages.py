@@ -54,13 +54,13 @@ def add_values(run: Run, batch: Batch, micro_batch: MicroBatch, updates: UpdateM
     if run.value_model is None:
         return
     with run.clock.phase("value"):
-        packed = _value_micro_batch(run, batch, micro_batch)
+        packed = run.value_model.repack(batch, micro_batch, run.policy.layout)
         micro_batch.value = run.value_model.frozen_values(packed)
         updates.count_forward(packed, run.value_model.cost)
 
 
 def fit_value_model(
-    run: Run, step_progress: StepProgress, micro_batch: MicroBatch, plan: UpdatePlan
+    run: Run, step_progress: StepProgress, micro_batch: MicroBatch, plan: UpdatePlan, is_last: bool
 ) -> Tensor | float:
     """Forward and backward the value model on one micro-batch. -> its share of the loss, ()
 
@@ -68,18 +68,10 @@ def fit_value_model(
     """
     if run.value_model is None:
         return 0.0
-    packed = _value_micro_batch(run, step_progress.batch, micro_batch)
+    packed = run.value_model.repack(step_progress.batch, micro_batch, run.policy.layout)
     values = run.value_model.values(packed)
     loss = run.algorithm.value_loss(values, micro_batch, max(plan.num_tokens, 1))
-    run.engine.backward(poison_tensor("value_loss", loss.total), False)
+    run.engine.backward_value(poison_tensor("value_loss", loss.total), is_last)
     add_value_loss(step_progress.updates, loss, micro_batch)
     step_progress.updates.count_forward(packed, run.value_model.cost, 3)
     return loss.total.detach().double()
-
-
-def _value_micro_batch(run: Run, batch: Batch, micro_batch: MicroBatch) -> MicroBatch:
-    """The micro-batch in the value model's layout."""
-    assert run.value_model is not None
-    if run.value_model.layout == run.policy.layout:
-        return micro_batch
-    return run.value_model.pack(batch.groups, micro_batch.group_slices, batch.masked)

@@ -26,16 +26,19 @@ from rloo_cli.distributed.world import (
     is_shared_error,
     rank_lost_error,
 )
+from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
 from rloo_cli.train import summary as train_summary
 from rloo_cli.train.build import RewardFunctions, build_run
 from rloo_cli.train.loop import run_training_loop
+from rloo_cli.train.memory_errors import out_of_memory_error
 from rloo_cli.utils import (
     console,
     fault_injection,
     files,
+    heartbeat,
     paths,
     process_exit,
     redact,
@@ -49,8 +52,6 @@ from rloo_cli.utils.errors import (
     GenerationError,
     GuardError,
     NumbersError,
-    OutOfMemory,
-    Problem,
     RewardError,
     RunError,
     Stopped,
@@ -115,7 +116,9 @@ def _build_with_memory(
     try:
         run = build_run(settings, resume_plan.folder, functions, resume_plan)
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory_error(error, "while the run was built", settings) from error
+        phase = getattr(error, "__notes__", ["the start"])[0]
+        when = f"while the run was built, {phase}"
+        raise out_of_memory_error(error, when, phase, settings) from error
     signals.defer_signals()
     return run, bytes_before
 
@@ -136,8 +139,9 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
     except OSError as error:  # metrics, samples: what the checkpoints hold is safe
         raise disk_write_error(error) from error
     except torch.OutOfMemoryError as error:
-        when = f"in step {run.state.step + 1}, {run.log.current_phase}"
-        raise _out_of_memory_error(error, when, settings) from error
+        phase = run.clock.failed_phase or run.log.current_phase
+        when = f"in step {run.state.step + 1}, {phase}"
+        raise out_of_memory_error(error, when, phase, settings, run) from error
     except RuntimeError as error:
         if run.world.size == 1 or not any(word in str(error) for word in COLLECTIVE_ERRORS):
             raise
@@ -145,22 +149,15 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
         raise rank_lost_error(where, str(error).strip().partition("\n")[0]) from error
     finally:
         with contextlib.suppress(OSError):
+            if isinstance(run.ahead, CarrySampler):
+                run.ahead.abandon()  # it would sample on until the process ends
             if run.world.is_main:
                 _write_progress(run)
                 run.log.close()
                 run.log.draw_curves()
         run.generator.close()
-
-
-def _out_of_memory_error(error: Exception, when: str, settings: RunConfig) -> OutOfMemory:
-    """The error of a GPU that is full, with the keys that this run's backend reads."""
-    smaller = "lower train.micro_batch_tokens or generation.max_completion_length"
-    if settings.generation.backend == "vllm_colocate":
-        smaller += ", or generation.colocate.gpu_memory_utilization"
-    elif settings.generation.backend == "transformers":
-        smaller += ", or set generation.transformers.batch_tokens"
-    why = str(error).splitlines()[0]
-    return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, smaller))
+        if run.teacher is not None:
+            run.teacher.close()
 
 
 def _write_progress(run: Run) -> None:
@@ -173,8 +170,11 @@ def _write_progress(run: Run) -> None:
 def _save_what_is_done(run: Run, error: RunError) -> None:
     """Save a checkpoint. Raises StorageError if a run that was asked to stop cannot be saved."""
     run.log.phase("saving")
-    if run.ahead is not None and run.step_progress is not None:
-        run.step_progress.rng = run.ahead.abandon() or run.step_progress.rng
+    step = run.step_progress
+    if run.ahead is not None and step is not None and not step.iteration:  # no update was made
+        step.rng = run.ahead.abandon() or step.rng
+    if run.stream is not None:
+        run.step_progress = run.stream.abandon(step)
     run.optimizer.zero_grad()
     asked = signals.stop_requested_at()
     try:
@@ -256,6 +256,7 @@ def main() -> None:
         errors="backslashreplace",
     )  # fmt: skip
     console.open_descriptors()
+    heartbeat.start_heartbeat()
     redact.redact_console()
     signals.install_signal_handlers(at_once=True)
     code, state = 1, "failed"

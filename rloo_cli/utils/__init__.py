@@ -8,6 +8,7 @@ errors           Problem, RunError and its kinds, exit codes
 exit_guard       user code cannot end the process
 fault_injection  fault injection for tests
 files            write whole files or none; wait for a pipe or socket
+heartbeat        signs of life of a process for the one that started it
 http             one JSON request with a deadline; an event loop on a thread
 message_socket   messages between a parent and its own child
 paths            the folders of conf, recipes and cache

@@ -9,11 +9,17 @@ import errno
 import fcntl
 import locale
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TextIO
 
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
+# Colours, moves within the lines that are drawn, a hidden cursor: all that rich, progress bars and
+# coloured logs need. Any other sequence can set a title, fill the clipboard or make the terminal
+# type something.
+DRAWING_SEQUENCE = r"\x1b\[[0-9;]*[mABCDGK]|\x1b\[\?25[lh]"
+COMMAND = re.compile(rf"({DRAWING_SEQUENCE})|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 MIN_SPARE_DESCRIPTOR = 64  # copies of descriptors 1 and 2 get at least this number
 _spare_descriptors: dict[int, int] = {}  # 1 and 2 -> their copies that `open_descriptors` made
 _saved_streams: dict[str, object] = {}  # "stdout" and "stderr" -> those that `keep_streams` found
@@ -30,6 +36,11 @@ def show_control_characters(text: str) -> str:
 def _visible_line(line: str) -> str:
     shown = line.translate(SIGNS)
     return shown if shown.isprintable() else "".join(c if c.isprintable() else "�" for c in shown)
+
+
+def disarm_commands(text: str) -> str:
+    """The same text, with a visible sign for what commands a terminal beyond drawing lines."""
+    return COMMAND.sub(lambda found: found[1] or _visible_line(found[0]), text)
 
 
 class SafeStream:

@@ -8,13 +8,18 @@ import torch
 import transformers
 
 from rloo_cli.utils import console, redact, signals
-from rloo_cli.utils.errors import OutOfMemory, Problem, StorageError, print_exit
+from rloo_cli.utils.errors import OutOfMemory, Problem, RunError, StorageError, print_exit
 
 
-def run_and_exit(work: Callable[[], object], memory_fix: str) -> NoReturn:
+def run_and_exit(
+    work: Callable[[], object],
+    memory_fix: str,
+    is_printed_elsewhere: Callable[[BaseException], bool] = lambda error: False,
+) -> NoReturn:
     """Do `work`, and end this process with exit code 0 or that of the error that stopped it.
 
-    `memory_fix`: the fix that is shown where memory runs out. A signal ends the work at once.
+    `memory_fix`: the fix that is shown where memory runs out. `is_printed_elsewhere`: whether
+    another rank prints an error. A signal ends the work at once.
     """
     console.open_descriptors()
     redact.redact_console()
@@ -29,7 +34,10 @@ def run_and_exit(work: Callable[[], object], memory_fix: str) -> NoReturn:
         why = str(error).splitlines()[0]
         code = print_exit(OutOfMemory(Problem("out of memory", why=why, fix=memory_fix)))
     except Exception as error:
-        code = print_exit(error)
+        if isinstance(error, RunError) and is_printed_elsewhere(error):
+            code = error.code
+        else:
+            code = print_exit(error)
     console.end_process(code)
 
 

@@ -75,13 +75,17 @@ class RedactingFormatter(logging.Formatter):
 
 
 class RedactingStream:
-    """A text stream that masks the secrets in what is written to it."""
+    """A text stream that masks the secrets in what is written to it, and disarms its sequences.
+
+    What shows a text of a model or a data set cleans it by itself, more thoroughly; this is for
+    what other code prints.
+    """
 
     def __init__(self, inner: TextIO | console.SafeStream):
         self.inner = inner
 
     def write(self, text: str) -> int:
-        self.inner.write(redact_text(text))
+        self.inner.write(console.disarm_commands(redact_text(text)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

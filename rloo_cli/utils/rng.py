@@ -82,7 +82,8 @@ def sampling_seed(seed: int, phase: str, step: int, prompt: int, k: int, turn: i
     """The seed of completion `k` of the step's prompt number `prompt`.
 
     First 8 bytes, big-endian, of SHA-256 of `{seed}/{phase}/{step}/{prompt}/{k}/{turn}`, shifted
-    right by one so that it fits a signed 64-bit integer. `phase` is train or eval.
+    right by one so that it fits a signed 64-bit integer. `phase` is train or eval; of
+    overlap=carry it is carry, the step 0, and the prompt its offset in the order of all.
     """
     text = f"{seed}/{phase}/{step}/{prompt}/{k}/{turn}"
     return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:8], "big") >> 1

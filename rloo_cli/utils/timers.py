@@ -20,6 +20,7 @@ class StepTimer:
     ):
         self.seconds: dict[str, float] = defaultdict(float)
         self.on_phase, self.wait = on_phase, wait
+        self.failed_phase = ""  # the innermost that an exception left in this step
         self.started_at = self.step_started_at = time.perf_counter()
 
     @contextmanager
@@ -29,6 +30,9 @@ class StepTimer:
         start, inside = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
+        except BaseException:
+            self.failed_phase = self.failed_phase or name
+            raise
         finally:
             self.wait()
             spent = time.perf_counter() - start
@@ -41,6 +45,7 @@ class StepTimer:
         times = {f"time/{name}": spent for name, spent in self.seconds.items()}
         times["time/idle"] = max(0.0, total - sum(self.seconds.values()))
         self.seconds.clear()
+        self.failed_phase = ""
         return {"step_time": total, **times}
 
     def leave_out(self, seconds: float) -> None:

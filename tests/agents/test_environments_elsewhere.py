@@ -66,9 +66,9 @@ def test_a_session_is_of_one_episode_and_gets_its_row_and_its_seed(odd):
 
 # (path, what the server does there) -> the failure of the row
 GONE = {
-    ("/reset", "never_answers"): "no answer within 4 s",
-    ("/step", "never_answers"): "no answer within 4 s",
-    ("/step", "trickles"): "no answer within 4 s",
+    ("/reset", "never_answers"): "no answer within 2 s",
+    ("/step", "never_answers"): "no answer within 2 s",
+    ("/step", "trickles"): "no answer within 2 s",
     ("/step", "garbage"): "is not a JSON object",
     ("/step", "list"): "is not a JSON object",
     ("/step", "deep"): "is not a JSON object",
@@ -88,7 +88,7 @@ GONE = {
 def test_a_server_that_misbehaves_leaves_the_row_out_and_its_neighbours_alone(odd, path, fault):
     server = odd({path: fault})
     began = time.monotonic()
-    limits = AGENT | ({"max_tool_s": 4.0} if "no answer" in GONE[path, fault] else {})
+    limits = AGENT | ({"max_tool_s": 2.0} if "no answer" in GONE[path, fault] else {})
     generator = episode_generator(remote_agent("http", server.url, **limits), once)
     bad, good = play(generator, {"bad": True}, {"bad": False})
     assert time.monotonic() - began < 28  # a deadline, not the server, ended it

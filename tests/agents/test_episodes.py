@@ -212,7 +212,7 @@ def nap(seconds: float) -> str:
     config = tools_agent([f"{write_file(tmp_path, text)}:nap"], workers=1, max_turns=4)
 
     def script(text, seed):
-        return call_text("nap", seconds=3.0 if seed == 0 and "awake" not in text else 0.0)
+        return call_text("nap", seconds=2.0 if seed == 0 and "awake" not in text else 0.0)
 
     generator = episode_generator(config, script)
     groups, done = asked_groups(generator, {}, {}), []
@@ -220,7 +220,7 @@ def nap(seconds: float) -> str:
     generator.generate(groups, [[0], [1]], arrived=lambda i: done.append((i, time.monotonic())))
     generator.close()
     assert [i for i, _ in done] == [1, 0]
-    assert done[0][1] - began < 3.0  # the quick one had all its turns meanwhile
+    assert done[0][1] - began < 2.0  # the quick one had all its turns meanwhile
     assert [len(g.rollouts[0].turns) for g in groups] == [4, 4]
 
 

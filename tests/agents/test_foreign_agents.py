@@ -235,14 +235,29 @@ def _runs(pid):
         return False
 
 
+LATE = (
+    "played(1); time.sleep(60)",
+    "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",  # and never asks
+    "played(1)\nwhile True: print('x' * 10000)",
+)
+
+
+def test_agents_that_do_not_end_harm_their_own_episodes_alone(tmp_path):
+    parts = [f"if ROW['n'] == {n}:\n    " + t.replace("\n", "\n    ") for n, t in enumerate(LATE)]
+    text = "\n".join([*parts, f"if ROW['n'] == {len(LATE)}: played(2)"])
+    generator = proxy_generator(agent_command(tmp_path, text), counted, max_seconds=6.0)
+    generator.launch = replace(generator.launch, environment={"TEST_FOLDER": str(tmp_path)})
+    rows = [{"n": n} for n in range(len(LATE) + 1)]
+    *late, good = (g.rollouts[0] for g in play_agents(generator, *rows))
+    assert all("took more than 6 s" in row.failed for row in late)
+    assert good.failed is None and [t.text for t in good.turns] == ["answer 1", "answer 2"]
+    assert not [p for p in psutil.process_iter() if _is_of_test(p, tmp_path)]
+
+
 # Misbehaving agents: what they do -> (the reason of a row without a score, or None; refusals).
 MISBEHAVING = {
-    "never_answers": ("played(1); time.sleep(60)", "took more than 6 s", 0),
-    "never_asks": ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
-                   "took more than 6 s", 0),
     "floods": ("played(1)\nwhile True: post('/chat/completions', {'model': 'no'})",
                "more than 64 of its requests", 65),
-    "floods_its_output": ("played(1)\nwhile True: print('x' * 10000)", "took more than 6 s", 0),
     "wrong_key": ("played(1); assert post('/chat/completions', {}, 'rloo-no')[0] == 401", None, 0),
     "other_key": ("k = os.environ['OTHER']\nplayed(1)\n"
                   "assert post('/chat/completions', {'model': 'policy'}, k)[0] == 403", None, 0),
@@ -283,12 +298,13 @@ def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
     text = "if ROW['bad']:\n    " + text.replace("\n", "\n    ") + "\nelse: played(2)"
 
     def script(text, seed):
-        if name in ("cuts_the_stream", "calls_itself"):
-            time.sleep(0.4 if name == "cuts_the_stream" else 1.5)
+        if name == "cuts_the_stream":
+            time.sleep(0.4)
+        if name == "calls_itself" and "brief" not in text:  # its own turn
+            time.sleep(1.5)
         return counted(text, seed)
 
-    limit = 6.0 if why is not None and "took more than" in why else 60.0
-    generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=limit)
+    generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=60.0)
     environment = {"TEST_FOLDER": str(tmp_path)}
     if name == "other_key":  # the key of an episode that is on its way, and not this one's
         other = generator.desk.open_conversation(row_groups(generator, {})[0], 0, 0)
@@ -334,6 +350,39 @@ def test_the_proxy_listens_on_the_address_of_the_config_alone():
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", int(port)), 5)
     generator.close()
+
+
+def test_no_route_of_the_proxy_answers_without_a_key():
+    generator = proxy_generator(None, counted, token="the token of this run")
+    routes = {(r.method, r.resource.canonical) for r in generator.server.runner.app.router.routes()}
+    assert len(routes) >= 8
+    heard = []
+
+    def agent():
+        _, told = _posted(f"{generator.server.url}/rloo/next", {}, "the token of this run")
+        base = told["base_url"].removesuffix("/v1").rpartition("/")
+        slug = base[2]
+        for method, path in routes:
+            url = generator.server.url + path.replace("{slug}", slug)
+            for key in ("", "another", told["api_key"] + "x", "the token of this run"):
+                if key == "the token of this run" and path == "/rloo/next":
+                    continue
+                request = urllib.request.Request(url, method=method, data=None)
+                request.add_header("Authorization", f"Bearer {key}")
+                try:
+                    with urllib.request.urlopen(request, timeout=5) as answer:
+                        heard.append((method, path, key, answer.status))
+                except urllib.error.HTTPError as error:
+                    if error.code not in (401, 403, 404):
+                        heard.append((method, path, key, error.code))
+        _posted(f"{told['base_url']}/rloo/reward", {"reward": 1.0}, told["api_key"])
+        _posted(f"{told['base_url']}/rloo/done", {"error": "nothing was asked"}, told["api_key"])
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    play_agents(generator, {"n": 1})
+    thread.join()
+    assert heard == []
 
 
 def test_an_agent_that_comes_by_itself_gets_an_episode_for_the_runs_token():

@@ -283,6 +283,12 @@ def test_rules_of_another_model_or_of_none_are_refused_by_name() -> None:
         with pytest.raises(ConfigError) as raised:
             build_renderer(asking(asked), tokenizer, {tokenizer.eos_token_id})
         assert told in str(raised.value), asked
+    # The right rules by name, for a model that was taught another template.
+    own = str(tokenizer.chat_template)
+    tokenizer.chat_template = own.replace("<tool_response>", "<tool_response> It says:")
+    assert tokenizer.chat_template != own
+    with pytest.raises(ConfigError, match=r"before the next turn, the chat template .*It says:"):
+        build_renderer(asking("renderers:qwen3"), tokenizer, {tokenizer.eos_token_id})
 
 
 def test_rules_are_refused_before_anything_starts_where_the_package_is_missing() -> None:

@@ -186,6 +186,33 @@ def test_of_several_each_row_has_the_one_that_its_column_names(tmp_path):
         assert f'"{own}"' in shown and f'"{other}"' not in shown
 
 
+def test_a_reset_may_return_parts_and_be_all_of_the_first_turn(tmp_path):
+    """As TRL has it for rows without a prompt: a user's message without a word is what it opens."""
+    opening = """
+class Opens:
+    def reset(self, **row):
+        self.row = sorted(row)
+        if row["n"] == 2:
+            return [{"type": "image", "image": "?"}]
+        return [{"type": "text", "text": "Your "}, {"type": "text", "text": f"task {row['n']}"}]
+
+    def look(self) -> list:
+        \"\"\"Looks around.\"\"\"
+        return [{"type": "text", "text": "a "}, {"type": "text", "text": "door"}]
+"""
+    path = write_file(tmp_path, opening)
+    script = saying(("", call_text("look")), ("a door\n</tool", "a door"))
+    generator = episode_generator(class_agent({"opens": f"{path}:Opens"}), script)
+    groups = play(generator, *({"prompt": "", "n": n} for n in (1, 2)), {"prompt": "go", "n": 3})
+    first, image, third = (group.rollouts[0] for group in groups)
+    decode = generator.rules.renderer.tokenizer.decode
+    assert "<|im_start|>user\nYour task 1<|im_end|>" in decode(groups[0].prompt_ids)
+    assert first.environment["row"] == ["n"] and third.environment["row"] == ["n", "prompt"]
+    assert "user\ngoYour task 3<|im_end|>" in decode(groups[2].prompt_ids)
+    assert told(first) == ["a door"] and first.failed is None
+    assert "a part that is an image" in image.failed
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_example_of_a_tool_multiplies(tmp_path, workers):
     path = write_file(tmp_path, TOOL)

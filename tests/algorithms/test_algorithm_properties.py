@@ -1,7 +1,9 @@
 """What holds for every score, ratio and split: the algorithms' arithmetic on generated cases."""
 
+import math
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -467,3 +469,25 @@ def test_a_micro_batch_has_what_the_loss_looks_at() -> None:
 def test_the_registry_reads_the_schema_without_torch() -> None:
     code = "import sys, rloo_cli.algorithms.rloo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@quick
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=5), st.floats(0.01, 0.9), seeds)
+def test_the_clip_range_grows_with_the_root_of_the_length(
+    lengths: list[int], epsilon: float, seed: int
+) -> None:
+    index = torch.repeat_interleave(torch.arange(len(lengths)), tensor(lengths))
+    batch = SimpleNamespace(
+        mask=torch.ones(len(index)).double(), sequence_ids=index, num_sequences=len(lengths)
+    )
+    plain = config(epsilon=epsilon, epsilon_high=None, epsilon_tokens=None)
+    wide = plain.model_copy(update={"epsilon_tokens": 100})
+    power = tensor([max(1.0, n / 100) ** 0.5 for n in lengths], dtype=torch.float64)
+    low, high = policy_loss.clip_range(wide, batch)
+    close(low.log() / power, torch.full_like(power, math.log(1 - epsilon)))
+    close(high.log() / power, torch.full_like(power, math.log(1 + epsilon)))
+    assert policy_loss.clip_range(plain, batch) == (1 - epsilon, 1 + epsilon)
+    ratio = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed)).double() * 3
+    a = torch.ones_like(ratio)
+    close(policy_loss.clipped_term(ratio, a, wide, (low, high)), -ratio.minimum(high))
+    close(policy_loss.clipped_term(ratio, -a, wide, (low, high)), ratio.maximum(low))

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from algorithm_cases import YAML
+from algorithm_cases import YAML, micro
 from hook_calls import rloo
 from pydantic import ValidationError
 
 from rloo_cli.algorithms import rloo as rloo_algorithm
-from rloo_cli.algorithms.common import rules
+from rloo_cli.algorithms.common import policy_loss, rules
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.config.registry import registry_names
@@ -20,7 +21,8 @@ from rloo_cli.utils.errors import ConfigError
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
 GENERATION |= {"min_p": None, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False}
-GENERATION |= {"stop_token_ids": [], "overlap": "none", "allow_uncorrected": False}
+GENERATION |= {"kwargs": {}, "stop_token_ids": [], "overlap": "none", "allow_uncorrected": False}
+GENERATION |= {"return_sampling_mask": False}
 CORRECTION = {"mode": "auto", "level": "sequence", "cap": 3.0, "floor": 0.0}
 CORRECTION |= {"geometric_range": None}
 
@@ -40,7 +42,9 @@ def a_run(
     return SimpleNamespace(
         algorithm=rloo.Config(**values),
         generation=SimpleNamespace(**generation),
-        train=SimpleNamespace(prompts_per_step=prompts, old_logp="auto"),
+        train=SimpleNamespace(
+            prompts_per_step=prompts, old_logp="auto", micro_batch_order="balanced"
+        ),
         model=SimpleNamespace(disable_dropout=dropout),
         rewards={name: SimpleNamespace(weight=weight) for name, weight in (rewards or {}).items()},
     )
@@ -273,6 +277,32 @@ def test_the_share_clipped_by_noise_is_the_specification_s() -> None:
     c = a_run().algorithm
     shares = [round(100 * rules.clipped_by_noise(c, t), 1) for t in (53, 512, 2048)]
     assert shares[0] == 0.7 and [round(s) for s in shares[1:]] == [37, 65]
+
+
+def test_the_share_that_is_predicted_is_the_share_that_noise_takes_out() -> None:
+    tokens, completions = 512, 3000
+    algorithm = a_run().algorithm
+    noise = torch.randn(completions, tokens, generator=torch.Generator().manual_seed(0))
+    logp = (rules.TOKEN_NOISE * noise).double().flatten()
+    batch = micro([tokens] * completions)
+    ratio = policy_loss.policy_ratios(logp, torch.zeros_like(logp), batch, algorithm)
+    outside = (ratio < 1 - algorithm.epsilon) | (ratio > algorithm.upper)
+    predicted = rules.clipped_by_noise(algorithm, tokens)
+    assert float(outside.double().mean()) == pytest.approx(predicted, abs=0.03)
+
+
+def test_epsilon_tokens_keep_the_share_that_noise_clips_as_it_is_at_that_length() -> None:
+    plain, wide = (a_run(epsilon_tokens=n).algorithm for n in (None, 53))
+    at_53 = rules.clipped_by_noise(plain, 53)
+    assert [rules.clipped_by_noise(wide, n) for n in (53, 512, 2048)] == pytest.approx([at_53] * 3)
+    assert rules.clipped_by_noise(wide, 10) == rules.clipped_by_noise(plain, 10)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"ratio_level": "token"}, {"policy_loss": "reinforce"}, {"delta": 3.0}], ids=str
+)
+def test_epsilon_tokens_are_refused_where_no_ratio_is_of_a_completion(keys: dict[str, Any]) -> None:
+    assert "algorithm.epsilon_tokens" in [p.where for p in found(epsilon_tokens=100, **keys)]
 
 
 def test_old_logp_is_free_for_one_minibatch_without_dropout() -> None:

@@ -162,6 +162,16 @@ def test_sapo_losses_and_gradients() -> None:
         near(logp.grad, slope)
 
 
+@pytest.mark.parametrize(("a", "temperature"), [(1.0, 2.0), (-1.0, 3.0)])
+def test_sapo_takes_the_temperature_of_the_advantages_sign(a: float, temperature: float) -> None:
+    own, c = built("sapo", None, '{"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}')
+    logp = tensor([1.5], dtype=torch.float64).log()
+    one = tensor([a], dtype=torch.float64)
+    out = own.loss(logp, torch.zeros(1).double(), None, micro([1]), one, c, 1.0)
+    gate = tensor(temperature * 0.5, dtype=torch.float64).sigmoid() * 4 / temperature
+    near(out.total, float(-gate * a))
+
+
 @pytest.mark.parametrize("scale", ["group", "batch"])
 def test_norm_of_grpo_by_the_std_of_a_group_or_of_the_step(scale: str) -> None:
     v = VECTORS["NORM"]

@@ -224,6 +224,7 @@ def dialects(b: Batch) -> dict[str, tuple[Any, Loss, Loss | None]]:
     batch = [r - sum(b.reward) / len(b.reward) for r in b.reward]
     greedy = [r - 0.25 for r in b.reward]
     plain, minus = cut(whitened(flat, 1e-8), b.old), cut(whitened(centred, 1e-8), b.old)
+    taught = {discount: distilled(b, raw, discount) for discount in (0.0, 0.5)}
     return {
         "paper": (a0, b.logs(a0, sequence_sum), None),
         "trl, default": (a0, b.rows(a0, clip, mean=False), None),
@@ -241,7 +242,22 @@ def dialects(b: Batch) -> dict[str, tuple[Any, Loss, Loss | None]]:
         "reinforce_pp, minus_group_mean": (
             minus, b.by_token(minus, clip, token_mean), b.penalty(k2, token_mean),
         ),
+        "opd": (raw, b.by_token(taught[0.0], clip, token_mean), None),
+        "opd, kl_discount 0.5": (raw, b.by_token(taught[0.5], clip, token_mean), None),
     }  # fmt: skip
+
+
+def distilled(b: Batch, a: Sequence[float], discount: float) -> Rows:
+    """A completion's advantage minus BETA times each token's log-ratio to the teacher, and what of
+    the later tokens' a discount leaves.
+    """
+    rows = []
+    for own, d in zip(a, each(lambda x, y: x - y, b.old, b.ref), strict=True):
+        charges = [
+            sum(discount ** (u - t) * x for u, x in enumerate(d) if u >= t) for t in range(len(d))
+        ]
+        rows.append([own - BETA * charge for charge in charges])
+    return rows
 
 
 def loss_types(b: Batch, a: list[float]) -> dict[str, tuple[Loss, Loss | None]]:
@@ -296,6 +312,31 @@ def generalized(v: dict[str, Any]) -> None:
 
     published(v, "value_loss", real(loss([v["new_value"]], [v["new_value"]])))
     v["value_gradient"] = rounded(gradient(loss, [v["new_value"]]))
+
+
+def divergence(v: dict[str, Any]) -> None:
+    """GKD's generalised JSD (arXiv 2306.13649, eq. 1) of one token, with the student's gradient."""
+
+    def shares(logits: Sequence[Any]) -> list[Any]:
+        powers = [cmath.exp(x) for x in logits]
+        return [x / sum(powers) for x in powers]
+
+    def kl(p: list[Any], q: list[Any]) -> Any:
+        return sum(x * (cmath.log(x) - cmath.log(y)) for x, y in zip(p, q, strict=True))
+
+    teacher = shares(v["teacher"])
+    for case in v["cases"]:
+        b = case["beta"]
+
+        def loss(moving: Rows, still: Rows, b: float = b) -> Any:
+            student = shares(moving[0])
+            mixture = [b * y + (1 - b) * x for x, y in zip(student, teacher, strict=True)]
+            if b in (0, 1):
+                return kl(student, teacher) if b else kl(teacher, student)
+            return b * kl(teacher, mixture) + (1 - b) * kl(student, mixture)
+
+        published(case, "divergence", real(loss([v["student"]], [v["student"]])))
+        case["gradient"] = rounded(gradient(loss, [v["student"]]))
 
 
 def normalized(norm: dict[str, Any], pulled: dict[str, Any]) -> None:
@@ -380,6 +421,7 @@ def main() -> None:
     for name, (policy, kl) in loss_types(b, grpo["advantage"]).items():
         fill(grpo[name], b, policy, kl, total=True)
     generalized(vectors["GAE"])
+    divergence(vectors["JSD"])
     normalized(vectors["NORM"], vectors["NORM-KL"])
     after = laid_out(vectors) + "\n"
     if "--check" not in sys.argv:

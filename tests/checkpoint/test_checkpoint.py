@@ -195,8 +195,14 @@ def test_a_run_that_should_have_done_steps_and_did_none_is_a_bug(tmp_path: Path)
 
 
 def test_only_what_is_provably_ours_is_removed(tmp_path: Path) -> None:
-    ours = [".tmp-checkpoint-3-a1", ".trash-checkpoint-1-a2", ".tmp-final-a1", ".run.json.77.tmp"]
+    ours = [
+        ".tmp-checkpoint-3-a1",
+        ".trash-checkpoint-1-a2",
+        ".tmp-final-a1",
+        ".run.json.9999977.tmp",
+    ]
     others = [".tmp-checkpoint-3-a9", ".tmp-mine", ".git", ".notes.tmp", "checkpoint-x"]
+    others.append(f".run.json.{os.getppid()}.tmp")  # the launcher is about to write it
     for name in [*ours, *others]:
         (tmp_path / name).mkdir() if "json" not in name else (tmp_path / name).write_text("")
     rollback.roll_back_folder(ResumePlan(tmp_path, attempt=2))

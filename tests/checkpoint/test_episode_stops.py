@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from episode_runs import left_but_times, world_words
 from fork_cases import Forked
 from resume_cases import differing
@@ -15,7 +16,12 @@ def words(folder: Path, *more: str) -> tuple[str, ...]:
     return (*common, "train.lr_scheduler=constant", *world_words(folder), *more)
 
 
-def test_a_run_that_is_stopped_between_two_turns_ends_as_one_left_alone(forked: Forked) -> None:
+@pytest.mark.parametrize(
+    ("action", "code"), [("kill9", 6), pytest.param("term", 75, marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_stopped_between_two_turns_ends_as_one_left_alone(
+    forked: Forked, action: str, code: int
+) -> None:
     asked = words(forked.folder)
     assert forked(*asked, "root=whole") == 0, forked.said()
     whole = left_but_times(forked.folder / "whole" / "smoke")
@@ -23,12 +29,11 @@ def test_a_run_that_is_stopped_between_two_turns_ends_as_one_left_alone(forked: 
     assert max(line["agent/turns"] for line in lines) > 1
     assert any(line["agent/failures"] > 0 for line in lines)  # by a kill -9 of its own process
     assert all(line["agent/failures"] < 1 for line in lines)
-    for action, code in (("kill9", 6), ("term", 75)):
-        assert forked(*asked, f"root={action}", faults=f"{TURN}={action}") == code, forked.said()
-        run = forked.folder / action / "smoke"
-        assert not (run / "final").exists()
-        assert forked(*asked, f"root={action}", "resume=auto") == 0, forked.said()
-        assert not differing(whole, left_but_times(run)), action
+    assert forked(*asked, f"root={action}", faults=f"{TURN}={action}") == code, forked.said()
+    run = forked.folder / action / "smoke"
+    assert not (run / "final").exists()
+    assert forked(*asked, f"root={action}", "resume=auto") == 0, forked.said()
+    assert not differing(whole, left_but_times(run))
 
 
 def test_a_changed_tool_file_is_named_and_refused_on_resume(forked: Forked) -> None:

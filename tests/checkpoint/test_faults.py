@@ -52,11 +52,18 @@ def whole(forked: Forked) -> dict[str, object]:
     return left(forked.folder / "whole" / "smoke")
 
 
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(("ckpt.rename", "ckpt.latest"), id="two"),
+        pytest.param(POINTS, marks=pytest.mark.slow, id="all"),
+    ],
+)
 def test_kill_9_at_every_point_of_a_save_loses_nothing(
-    forked: Forked, whole: dict[str, object]
+    points: tuple[str, ...], forked: Forked, whole: dict[str, object]
 ) -> None:
     runs = in_the_third_save(forked)
-    for point in POINTS:
+    for point in points:
         passed = 0
         while True:
             run = again(forked, runs)

@@ -37,7 +37,16 @@ def moody(completion_ids: Any, log_extra: Any, **_: Any) -> list[float | None]:
     return [None if ids[0] % 7 == 0 else drawn + len(set(ids)) % 5 for ids in completion_ids]
 
 
-@pytest.mark.parametrize("words", SHAPES.values(), ids=SHAPES)
+QUICK = ("two iterations, three mini-batches", "no KL, resampling, sparse logging")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, words in SHAPES.items()
+    ],
+)
 def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_metrics_that_do_not_fit_on_the_disk_end_the_run_with_8(forked: Forked) 
 # A sweep.
 
 
+@pytest.mark.slow
 def test_a_half_killed_sweep_goes_on_and_a_failed_job_does_not_stop_the_rest(
     forked: Forked,
 ) -> None:

@@ -38,6 +38,7 @@ def jobs(monkeypatch):
     return names
 
 
+@pytest.mark.slow
 def test_the_plain_command_makes_25_runs_with_names_of_their_own(jobs):
     wanted = [f"compare-{name}-seed-{seed}" for name in ALGORITHMS for seed in range(1, 6)]
     assert jobs("+recipe=compare") == wanted

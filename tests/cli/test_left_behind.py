@@ -3,12 +3,14 @@
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from rank_cases import gone
 
+from rloo_cli.cli import multirun
 from rloo_cli.config import rules
 from rloo_cli.launch import processes
 from rloo_cli.utils import signals
@@ -65,3 +67,13 @@ def test_a_rewards_file_is_read_in_the_coding_that_python_reads_it_in(tmp_path: 
     (tmp_path / "wrong.py").write_bytes(b"name = '\xe9'\ndef f(completions): ...\n")
     wrong = [*rules.code_problems("reward.x.path", f"{tmp_path}/wrong.py:f")]
     assert "is not valid Python" in wrong[0].what
+
+
+def test_a_run_that_is_no_sweep_makes_no_folder_that_it_could_leave_where_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for is_sweep in (False, True):
+        with multirun.sweep_output_dir(["seed=1"], is_sweep) as (folder, keys):
+            assert [p == folder for p in tmp_path.iterdir()] == [True] * is_sweep
+            assert str(folder) in keys[-1]

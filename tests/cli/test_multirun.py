@@ -12,7 +12,7 @@ from rloo_cli.cli import multirun as cli_multirun
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import launcher
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import ConfigError, DataError, MachineError, Problem
 
 # As Hydra itself has loaded it: not what an import of its module would give.
 Sweeper = Plugins.instance().class_name_to_class[
@@ -118,3 +118,31 @@ def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="it has no lines"):
         cli_multirun.objective_value(named)
+
+
+def test_a_search_by_optuna_returns_what_its_jobs_scored_and_names_the_best(jobs, capsys) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="no extra optuna")
+    words = ("-m", "+recipe=smoke", "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize")
+    code, names, _ = jobs(*words, "hydra.sweeper.n_trials=4", "algorithm.beta=interval(0.01,0.4)")
+    said = capsys.readouterr().out
+    assert code == 0 and len({*names}) == 4
+    betas = [float(re.sub(r".*beta-([0-9.]+?)(-[0-9a-f]{6})?$", r"\1", name)) for name in names]
+    best = float(re.search(r"best by optuna: ([0-9.]+) with", said)[1])
+    assert best == pytest.approx(max(betas), rel=1e-4)
+
+
+def test_optunas_sweeper_that_is_not_installed_is_said_with_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(cli_multirun, "OPTUNA_MODULE", "hydra_plugins.nothing_here")
+    with pytest.raises(MachineError, match="not installed") as error:
+        cli_multirun.check_sweeper(["+recipe=smoke", "hydra/sweeper=optuna"])
+    assert "rloo-cli[optuna]" in error.value.problems[0].fix
+    cli_multirun.check_sweeper(["+recipe=smoke", "hydra/sweeper=basic"])
+
+
+def test_the_best_job_is_read_from_what_the_sweeper_wrote(tmp_path: Path) -> None:
+    assert cli_multirun.best_job(tmp_path) == ""
+    path = tmp_path / "optimization_results.yaml"
+    path.write_text("name: optuna\nbest_params: {algorithm.beta: 0.03}\nbest_value: 9.781\n")
+    assert cli_multirun.best_job(tmp_path) == "best by optuna: 9.781 with algorithm.beta=0.03"
+    path.write_text("name: optuna\nsolutions:\n- {params: {seed: 1}, values: [1.0, 2.0]}\n")
+    assert cli_multirun.best_job(tmp_path) == "best by optuna: 1, 2 with seed=1"

@@ -5,8 +5,10 @@ import json
 import pytest
 from cli_cases import Rloo
 from ledger_cases import six
+from PIL import Image
 
-from rloo_cli.cli import main
+from rloo_cli.cli import main, samples
+from rloo_cli.data.images import encode_thumbnail
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError
 
@@ -321,3 +323,23 @@ def test_the_command_needs_no_torch_and_colours_nothing_that_is_no_terminal(
         assert shown.code == 0 and "completion " in shown.out, shown.said
     wrong = rloo_without_torch("samples", "mine", "--step", "7")
     assert wrong.code == 2 and wrong.err.startswith("error: step 7 has no samples")
+
+
+def test_images_of_a_prompt_are_drawn_and_words_stand_for_them_in_the_text():
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    half = Image.new("RGB", (32, 32), (250, 0, 0))
+    half.paste((0, 0, 250), (0, 16, 32, 32))
+    record = row(0, 1.0, prompt=prompt, images=[encode_thumbnail(half)])
+    lines = samples.sample_lines(record, 80)
+    text = "\n".join(line.plain for line in lines)
+    assert "user: [image]what?" in text and "data:" not in text
+    drawn = [line for line in lines if "▀" in line.plain]
+    assert len(drawn) == 10 and all(line.plain.count("▀") == 20 for line in drawn)
+    red, blue = (line.spans[-1].style.color.triplet for line in (drawn[0], drawn[-1]))
+    assert red.red > 200 > 60 > red.blue and blue.blue > 200 > 60 > blue.red
+
+
+def test_a_damaged_image_is_named_and_the_sample_is_shown_all_the_same():
+    record = row(0, 1.0, images=["data:image/jpeg;base64,AAAA"])
+    text = "\n".join(line.plain for line in samples.sample_lines(record, 80))
+    assert "1, not shown" in text and "answer 0" in text

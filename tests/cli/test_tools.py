@@ -118,8 +118,13 @@ def test_explain_says_value_and_where_it_is_from(ask, tmp_path: Path) -> None:
     assert "meaning  Weight of KL" in text and "type     float >= 0\n" in text
     assert "value    0.05\n" in text
     assert re.search(r"from     \S*conf/algorithm/rloo.yaml:\d+\n", text) and "idle" not in text
+    assert re.search(r"\n  default  0.05 \(\S*conf/algorithm/rloo.yaml:\d+\)", text)
     text = ask("config", "explain", "algorithm.beta", "+recipe=tldr_1b")
     assert re.search(r"value    0.03\n  from     \S*recipes/tldr_1b.yaml:\d+\n", text)
+    assert re.search(r"\n  default  0.05 \(\S*conf/algorithm/rloo.yaml:\d+\)", text)
+    text = ask("config", "explain", "generation.stop", "generation.stop=[a]")
+    assert 'value    ["a"]\n' in text and re.search(r"\n  default  \[\] \(\S*yaml:\d+\)", text)
+    assert "\n  default  null (" in ask("config", "explain", "max_steps")
     (tmp_path / "my.yaml").write_text("# Mine.\nalgorithm:\n  beta: 0.5\n")
     text = ask("config", "explain", "algorithm.beta", "+recipe=my.yaml")
     assert "value    0.5\n  from     my.yaml:3\n" in text

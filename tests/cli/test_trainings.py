@@ -50,7 +50,7 @@ def place(
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verbs' process is this one."""
 
-    def run(module: str, words: list[str]) -> int:
+    def run(module: str, words: list[str], *watched: object) -> int:
         assert module == "train.supervised.worker"
         worker.run_supervised_training(Path(words[0]), words[1])
         return 0

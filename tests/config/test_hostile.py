@@ -161,6 +161,27 @@ for name, text, said in (
         "--config-dir=own", files={"own/model/mine.yaml": text}, says=[said]
     )
 
+# Names of folders and files: none leads elsewhere, is a flag, or commands a terminal or a shell.
+
+NAMES = ["-x", "../x", "a/b", ".x", "..", "/etc/x", "x" * 151, "a b", "a;b", "$(x)", "a|b", "~"]
+for name in NAMES:
+    CASES[f"the name {name[:20]}"] = train(f"name='{name}'", says=["name = ", "is not valid"])
+for key, line in (
+    ("name", 'name: "a\\nb"'),
+    ("name", 'name: "a\\e]0;b"'),
+    ("root", 'root: "a\\nb"'),
+    ("data.path", 'data: {path: "a\\nb"}'),
+    ("model.path", 'model: {path: "a\\eb"}'),
+):
+    CASES[f"a recipe with {line}"] = recipe(MINE + f"{line}\n", key, "is not valid")
+for name in ("../x", "a/b", "a b", "-x", "a\\nb"):
+    for key, text in (
+        ("eval.sets", f'eval: {{sets: {{"{name}": {{split: test}}}}}}'),
+        ("reward", f'reward: {{"{name}": {{type: unique_chars}}}}'),
+        ("data.mixture", f'data: {{path: null, mixture: {{"{name}": {{path: make:tiny}}}}}}'),
+    ):
+        CASES[f"{key} named {name}"] = recipe(MINE + f"{text}\n", key)
+
 # What interpolation can reach.
 
 CASES |= {

@@ -56,6 +56,7 @@ def test_what_cannot_be_is_refused_with_what_to_change(words: tuple[str, ...], s
     ("lora=dora", "model.ref_sync.every=5"), ("model.ref_sync.every=5", "model.ref_offload=true"),
     ("lora=default", "model.lora.dropout=0.1", "model.disable_dropout=false"),
     ("quantization=4bit", "lora=default"), ("lora=default", "+debug=cpu"),
+    ("lora=default", "distributed=fsdp2"), ("lora=dora", "distributed=zero3"),
 ])  # fmt: skip
 def test_what_can_be_is_taken(words: tuple[str, ...]) -> None:
     check.check_config(compose_config([*SMOKE, *words]))

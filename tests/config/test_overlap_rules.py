@@ -6,7 +6,8 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
-AHEAD = "generation.overlap=ahead"
+AHEAD, CARRY = "generation.overlap=ahead", "generation.overlap=carry"
+UNCORRECTED = ("algorithm.correction.mode=none", "generation.allow_uncorrected=true")
 # words -> the key that is named, and what is told
 REFUSED = {
     "colocated": (["generation=vllm_colocate"], "generation.overlap", "generation=vllm_server"),
@@ -34,16 +35,38 @@ REFUSED = {
 }  # fmt: skip
 
 
+# Of carry alone, which refuses all of these, too.
+REFUSED_CARRIED = REFUSED | {
+    "min_tokens": (["generation.min_tokens=2", *UNCORRECTED], "generation.min_tokens", "goes on"),
+    "a penalty": (
+        ["generation.repetition_penalty=1.1", *UNCORRECTED], "generation.repetition_penalty",
+        "generation.repetition_penalty=1.0",
+    ),
+    "greedy answers": (["algorithm=remax"], "generation.overlap", "greedy"),
+    "a record": (["generation=replay"], "generation.overlap", "needs a sampler of its own"),
+}  # fmt: skip
+
+
 def refusals(*words: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        check.check_config(compose_config(["+recipe=smoke", AHEAD, *words]))
+        check.check_config(compose_config(["+recipe=smoke", *words]))
     return "\n".join(str(problem) for problem in raised.value.problems)
 
 
 @pytest.mark.parametrize(("words", "key", "told"), REFUSED.values(), ids=REFUSED)
 def test_what_ahead_does_not_go_with_is_refused(words: list[str], key: str, told: str) -> None:
-    said = refusals(*words)
+    said = refusals(AHEAD, *words)
     assert key in said and told in said
+
+
+@pytest.mark.parametrize(("words", "key", "told"), REFUSED_CARRIED.values(), ids=REFUSED_CARRIED)
+def test_what_carry_does_not_go_with_is_refused(words: list[str], key: str, told: str) -> None:
+    said = refusals(CARRY, *words)
+    assert key in said and told in said
+
+
+def test_a_bound_below_one_update_is_refused() -> None:
+    assert "generation.max_lag" in refusals(CARRY, "generation.max_lag=0")
 
 
 @pytest.mark.parametrize(
@@ -60,8 +83,24 @@ def test_what_goes_with_it_is_let_through(words: tuple[str, ...]) -> None:
     assert check.check_config(compose_config(["+recipe=smoke", AHEAD, *words]))
 
 
-def test_auto_stands_for_token_weights_and_a_trust_region() -> None:
-    run = check.check_config(compose_config(["+recipe=smoke", AHEAD]))
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generation=vllm_server", "generation.max_lag=3"),
+        ("generation=vllm_server", "lora=default"),
+        UNCORRECTED,
+        ("algorithm.correction.mode=bypass",),
+        ("algorithm.zero_std_groups=resample",),
+        ("algorithm=grpo",),
+    ],
+)
+def test_what_goes_with_carry_is_let_through(words: tuple[str, ...]) -> None:
+    assert check.check_config(compose_config(["+recipe=smoke", CARRY, *words]))
+
+
+@pytest.mark.parametrize("overlap", [AHEAD, CARRY])
+def test_auto_stands_for_token_weights_and_a_trust_region(overlap: str) -> None:
+    run = check.check_config(compose_config(["+recipe=smoke", overlap]))
     rule = check.resolve_config(run).algorithm.correction  # type: ignore[attr-defined]
     assert (rule.mode, rule.level, rule.cap) == ("truncate", "token", 2.0)
     assert rule.geometric_range == [0.8, 1.25]

@@ -7,7 +7,7 @@ from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, trai
 from transformers import SchedulerType
 
 from rloo_cli.config import rules, synthetic
-from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model
+from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, vision_model
 from rloo_cli.planning import model_families
 
 IMPORTANCE = "algorithm.correction.mode=truncate"
@@ -28,7 +28,7 @@ SCORECARD: dict[str, Case] = {
     ),
     "BC-3 a recipe with a slip": Case(
         ["train", "+recipe=tldr_1B"],
-        ["no recipe 'tldr_1B'", "multitask, openenv_echo, ", "fix      +recipe=tldr_1b"],
+        ["no recipe 'tldr_1B'", "opd_addition, openenv_echo, ", "fix      +recipe=tldr_1b"],
     ),
     "a key of an agent that is not there": train(
         "agent.max_turns=3", says=["agent.max_turns is set, and there is no agent", "+debug=cpu"]
@@ -109,9 +109,9 @@ SCORECARD: dict[str, Case] = {
         "distributed=zero2", "distributed.offload=parameters",
         says=["engine = zero2; it needs one of: zero3, fsdp2", "fix      distributed=fsdp2"],
     ),
-    "an adapter over shards": train(
-        "distributed=fsdp2", "lora=default",
-        says=["model.lora and distributed.engine = fsdp2 do not go together", "distributed=zero2"],
+    "quantised weights in shards": train(
+        "distributed=fsdp2", "lora=default", "quantization=4bit",
+        says=["model.quantization and distributed.engine = fsdp2 do not go", "distributed=ddp"],
     ),
     "a moving reference in shards": train(
         "distributed=zero3", "model.ref_sync.every=5", says=["model.ref_sync.every and", "zero2"]
@@ -486,8 +486,10 @@ def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
     assert set(rules.LR_SCHEDULES) == {s.value for s in SchedulerType}
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
     shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
-    shapes["smollm2"] = model_families.SMOLLM2
+    shapes["addition_shallow"] = addition.SHAPE
+    shapes |= dict.fromkeys(("smollm2", "smollm2_shallow"), model_families.SMOLLM2)
     shapes |= dict.fromkeys(("products", "game"), tool_model.SHAPE)
+    shapes["vision"] = vision_model.TEXT_SHAPE
     assert {
         n: s["max_position_embeddings"] for n, s in shapes.items()
     } == synthetic.SYNTHETIC_CONTEXT_LENGTHS

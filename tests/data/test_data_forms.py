@@ -43,21 +43,7 @@ def test_parts_of_text_are_joined_and_other_parts_are_refused_by_name():
     found = prepare(talk(*PARTS))
     assert decoded(found) == ["<|user|>What is 2 + 2?\n<|assistant|>"]
     assert found.prompts[0] == [{"role": "user", "content": "What is 2 + 2?"}]
-    for part in ({"type": "image", "text": None}, {"type": "image_url", "text": "http://x"}):
-        said = refused(talk(PARTS[0], part))
-        assert "images in prompts are not supported yet" in said
-        assert "data.prompt_column=prompt, row 0" in said
     assert "a part of type 'audio'" in refused(talk({"type": "audio", "text": "x"}))
-
-
-def test_a_column_of_images_is_refused_by_name(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "What is this?", "image": "cat.png"}) + "\n")
-    said = not_opened(path)
-    assert "images in prompts are not supported yet" in said and "column 'image'" in said
-    assert load(path, columns={"image": "picture"})[0]["picture"] == "cat.png"
-    path.write_text(json.dumps({"prompt": "What is this?", "image": None}) + "\n")
-    assert len(load(path)) == 1
 
 
 def test_a_conversation_that_is_written_as_one_string_is_told_about():

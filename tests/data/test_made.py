@@ -9,12 +9,13 @@ import torch
 import transformers
 
 from rloo_cli.config import synthetic
-from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, tool_tasks
+from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, tool_tasks, vision_model
 from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
 
-MODELS = sorted(set(synthetic.SYNTHETIC_MODELS) - {"smollm2"})  # it has a file of its own
+# The fetched model and its smaller brother have files of their own.
+MODELS = sorted(set(synthetic.SYNTHETIC_MODELS) - {"smollm2", "smollm2_shallow"})
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(addition, "LONGEST", 3)
     monkeypatch.setattr(tool_model, "PRODUCT_STEPS", 3)
     monkeypatch.setattr(tool_model, "GAME_STEPS", 3)
+    monkeypatch.setattr(vision_model, "STEPS", 3)
     monkeypatch.setattr(tldr, "SIZES", {"train": 32, "validation": 4, "test": 8})
     monkeypatch.setattr(trained, "PAIRS_PER_SPLIT", {"train": 8, "test": 4})
     return tmp_path / "cache"
@@ -142,8 +144,9 @@ def loaded(folder):
 def test_a_made_model_and_its_tokenizer_go_together(name, cache):
     model, tokens = loaded(synthetic.resolve_model_path(f"make:{name}"))
     assert model.get_input_embeddings().weight.shape[0] == len(tokens)
-    assert model.config.eos_token_id == tokens.eos_token_id == 1
-    assert model.config.pad_token_id == tokens.pad_token_id == 0
+    config = model.config.get_text_config()
+    assert config.eos_token_id == tokens.eos_token_id == 1
+    assert config.pad_token_id == tokens.pad_token_id == 0
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 

@@ -112,7 +112,10 @@ BROKEN = {
     "lists": (b"[1, 2]\n" * 8, "cannot be read"),
     "numbers": (b"5\n" * 8, "cannot be read"),
     "half a letter": (b'{"prompt": "\\ud800"}\n' * 8, "surrogate"),
-    "5000 levels": (b'{"prompt": "x", "y": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", "recursion"),
+    "5000 levels": (
+        b'{"prompt": "x", "y": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
+        "nested too deep",
+    ),
 }
 
 

@@ -95,7 +95,7 @@ def other(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 2"),
+        (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 3"),
         (other, "head was changed"), (lambda d: b"", "damaged"),
         (lambda d: b"\xff" * 40, "does not begin"), (lambda d: d[:30], "damaged"),
     ],

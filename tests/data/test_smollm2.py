@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from rloo_cli import api
 from rloo_cli.config import synthetic
-from rloo_cli.data.synthetic import cache, gguf, smollm2
+from rloo_cli.data.synthetic import cache, gguf, shallow, smollm2
 from rloo_cli.planning.model_families import SMOLLM2
 from rloo_cli.planning.model_spec import load_model_spec
 from rloo_cli.utils.errors import MachineError
@@ -36,6 +37,26 @@ def test_the_converted_model_is_a_plain_folder_that_answers_a_question(
     assert synthetic.SYNTHETIC_CONTEXT_LENGTHS["smollm2"] == SMOLLM2["max_position_embeddings"]
 
 
+def test_the_shallow_model_is_the_whole_one_without_six_layers(smollm2_folder: Path) -> None:
+    folder = shallow.shallow_smollm2_folder()
+    cut, whole = (load_file(path / "model.safetensors") for path in (folder, smollm2_folder))
+    planned = load_model_spec("make:smollm2_shallow")
+    assert planned.total_params == sum(tensor.numel() for tensor in cut.values())
+    assert len(shallow.SMOLLM2_LAYERS) == planned.sizes.layers == 24
+    for new, old in enumerate(shallow.SMOLLM2_LAYERS):
+        names = [name for name in cut if name.startswith(f"model.layers.{new}.")]
+        assert len(names) == len([n for n in whole if n.startswith(f"model.layers.{old}.")])
+        for name in names:
+            there = name.replace(f"layers.{new}.", f"layers.{old}.")
+            assert torch.equal(cut[name], whole[there]), name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.num_hidden_layers == 24
+    assert (folder / "tokenizer.json").read_bytes() == (
+        smollm2_folder / "tokenizer.json"
+    ).read_bytes()
+
+
+@pytest.mark.slow  # test_real_model.py has every path
 def test_the_real_model_is_trained_for_one_step(smollm2_folder: Path, tmp_path: Path) -> None:
     keys = ["max_steps=1", "train.prompts_per_step=2", "algorithm.num_generations=4"]
     keys += ["generation.max_completion_length=6", "data.max_samples=8", "data.eval_split=null"]

@@ -223,7 +223,8 @@ def test_a_colocated_engine_on_two_gpus_is_not_sent_handles_of_one(eight: None) 
 def test_a_mixture_of_experts_over_several_gpus_is_refused(eight: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    words = (SERVER, "generation.server.tensor_parallel_size=2", f"model.path={tmp_path}")
+    moe = (f"model.path={tmp_path}", "generation.allow_moe=true")
+    words = (SERVER, "generation.server.tensor_parallel_size=2", *moe)
     (problem,) = arguments.engine_problems(run_of(*words))
     assert "mixture of experts" in problem.what and "num_experts" in problem.why
     assert not [*arguments.engine_problems(run_of(*words, UNTRIED))]
@@ -343,7 +344,7 @@ def test_a_trainer_that_leaves_a_sleeping_engine_no_room_is_refused_before_it_tr
 
 @pytest.mark.parametrize(
     ("words", "key"),
-    [((), "generation.transformers.batch_tokens"),
+    [((), "lora=default"),
      ((CHILD,), "generation.colocate.gpu_memory_utilization")],
 )  # fmt: skip
 def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
@@ -358,7 +359,7 @@ def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
     assert refused.value.code == 9
     problem = refused.value.problems[0]
     assert "while the run was built" in problem.what and key in problem.fix
-    assert problem.why == "CUDA out of memory. Tried to allocate 2 GiB"
+    assert problem.why.startswith("CUDA out of memory. Tried to allocate 2 GiB; ")
 
 
 def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(

@@ -71,7 +71,7 @@ def steps(run: Path) -> list[int]:
         pytest.param(
             2,
             ["distributed=ddp", "distributed.num_processes=1"],
-            marks=served,
+            marks=[*served, pytest.mark.slow],
             id="two nodes train",
         ),
     ],
@@ -187,6 +187,7 @@ def test_slurms_own_two_minutes_are_waited_for(
 
 
 @SUBMITIT
+@pytest.mark.slow
 def test_submitit_runs_each_job_of_a_sweep_as_a_job_of_slurm(slurm: Slurm, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     ended = slurm.command(

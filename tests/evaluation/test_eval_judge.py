@@ -1,5 +1,6 @@
 """Held-out completions against references and other models: who is asked what, and what counts."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -335,6 +336,9 @@ def test_against_another_model_its_answers_to_the_same_prompts_are_sampled(
     place = evaluated(tmp_path, *words(url, "against=make:tiny", "max_pairs=4"))
     pairs = strict(place / "pairs.jsonl")
     assert len(pairs) == 4 and all(p["ours"] == p["theirs"] for p in pairs)  # it is the same model
+    with (place / "pairs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["ours"], float(r["value"])) for r in rows] == [(p["ours"], 0.5) for p in pairs]
     assert read_json(place / "metrics.json")["eval_win_rate"] == 0.5
     assert "over make:tiny" in capsys.readouterr().out
 

@@ -54,7 +54,13 @@ def restless(completion_ids, trainer_state, **_):
 ASKED = ["eval.every=1", "eval.num_generations=4", "eval.batch_size=5", *SETS]
 
 
-@pytest.mark.parametrize("words", [[], ["algorithm.num_iterations=2", "logging.every=3"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["algorithm.num_iterations=2", "logging.every=3"],
+    ],
+)
 def test_evaluation_changes_nothing_in_the_run_bit_for_bit(tmp_path, words):
     without = trained(tmp_path / "a", *words, NONE, rewards={"restless": restless})
     alone = rng.capture_random_states()

@@ -39,13 +39,16 @@ SHORTER = {
 # Commands that are run elsewhere, by what stands in them -> where.
 WHERE = {
     "vllm": "test_vllm_quickstart.py, test_vllm_serve.py: real servers",
+    "teacher.base_url": "test_teacher_vllm.py: a real server",
     "slurm submit": "test_slurm_runs.py: a real Slurm",
     "submitit": "test_slurm_runs.py",
     "rloo fetch": "test_fetch.py: it is for machines with a network",
     "rloo sweep": "test_sweep.py: members are processes of their own",
     "distributed.num_processes=2": "test_ranks_command.py: two ranks",
     "tldr_mini": "test_tldr_mini.py: the whole pipeline takes minutes",
+    "vision_mini": "test_vision_mini.py: the whole recipe, and its control",
     "compare_tldr": "bench/compare.py makes these runs",
+    "hydra/sweeper=optuna": "test_multirun.py, where Optuna is there",
     "quantization=4bit": "test_quantized.py, where bitsandbytes is there",
     "verify-resume": "test_resume_proof.py: three trainings",
     "rloo samples vowels": "test_samples.py: two steps write none of its samples",
@@ -95,7 +98,17 @@ def run(command: Command, forked: Forked) -> None:
         assert code in ((0, FOUND_CODE) if finds else (0,)), shown
 
 
-@pytest.mark.parametrize("name", [n for n in PAGES if any(not elsewhere(c) for c in of_rloo(n))])
+QUICK = ("README.md", "tutorial.md")  # test_docs.py composes the commands of all pages
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in PAGES
+        if any(not elsewhere(c) for c in of_rloo(name))
+    ],
+)
 def test_the_commands_of_a_page_run(
     name: str,
     forked: Forked,

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "rloo_cli"
 ROOMS = [
     "utils", "config", "data", "policy rewards algorithms", "distributed", "generation",
     "agents", "reporting planning", "run.py", "evaluation checkpoint", "train", "launch",
-    "api.py plugin.py", "inspection", "cli __main__.py",
+    "api.py plugin.py", "inspection compat", "cli __main__.py",
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
 ROOT_FILES = {"__init__.py", "__main__.py", "api.py", "run.py", "plugin.py"}
@@ -44,8 +44,7 @@ DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LONGEST_FILE, LONGEST_FUNCTION, SHORTEST_FILE = 600, 50, 40
 # Short files that are neither plug-ins nor protocols nor entry points, and why they stay.
 SHORT = {
-    "cli/curves.py": "a verb has a file",
-    "cli/migrate/old_run.py": "what the reader hands to the converters: both import it",
+    "compat/migrate/old_run.py": "what the reader hands to the converters: both import it",
     "reporting/episode_metrics.py": "metrics of episodes, of steps and of evaluations alike",
     "data/segments.py": "sums over segments, for rooms that must not know packing",
 }
@@ -400,6 +399,7 @@ def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> 
     game = "agent.environments={game: rloo_cli.data.synthetic.tool_tasks:GuessingGame}"
     chosen["class"], chosen["environment"] = [game], ["agent=class", game]
     chosen["tools"] = ["agent.tools=[rloo_cli.data.synthetic.tool_tasks:multiply]"]
+    chosen["opd"] = chosen["gkd"] = ["model.ref_path=make:tiny"]  # a teacher
     chosen["proxy"] = ["agent.command=python agent.py"]
     chosen["verifiers"] = ["agent.id=my-env"]
     chosen["rollout"] = ["agent.rollout=rloo_cli.data.synthetic.tool_tasks:multiply"]

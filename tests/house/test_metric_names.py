@@ -21,7 +21,9 @@ WRITERS = {
     "generation/common/rollouts": "_build_batch _finalize_batch",
     "generation/vllm/weight_sync": "",
     "evaluation/judges/judge": "judge_metrics",
-    "train/between_steps": "log_step _staleness_metrics",
+    "train/between_steps": "log_step",
+    "reporting/staleness_metrics": "",
+    "generation/common/carry": "step_metrics",
 }
 
 

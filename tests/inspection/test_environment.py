@@ -252,6 +252,18 @@ def test_a_server_that_does_not_answer_and_one_that_wants_another_token(
         fake.close()
 
 
+def test_a_teachers_server_that_is_away_and_one_that_wants_another_token(one_failure: Any) -> None:
+    fake = Fake({}, 30)
+    words = ("algorithm=opd", f"algorithm.teacher.base_url={fake.url}")
+    try:
+        line = one_failure(*words)
+        assert "another token" in line["found"] and "RLOO_TEACHER_TOKEN" in line["fix"]
+    finally:
+        fake.close()
+    line = one_failure(*words)
+    assert line["name"] == "teacher" and f"no server answers at {fake.url}" in line["found"]
+
+
 def test_a_sandbox_that_is_not_installed(
     one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

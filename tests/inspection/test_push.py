@@ -77,6 +77,14 @@ def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     assert done.returncode == 2 and "org/mine is public" in done.stderr
 
 
+def test_a_push_has_a_message_and_may_go_to_a_branch(hub: PushHub) -> None:
+    make_run()
+    done = pushed(hub, "mine", "--repo", "org/mine", "--message", "m1", "--revision", "b1")
+    assert done.returncode == 0, done.stderr
+    assert hub.branches == ["b1"]
+    assert hub.said == ["m1"]
+
+
 def test_a_hub_that_refuses_is_10(hub: PushHub) -> None:
     make_run()
     hub.refuses = 403

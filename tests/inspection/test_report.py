@@ -1,5 +1,7 @@
 """`rloo report`: one page that a browser draws without asking anybody for anything."""
 
+import base64
+import hashlib
 import http.server
 import json
 import re
@@ -12,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from compare_cases import write
 
 from rloo_cli.cli import report as report_verb
-from rloo_cli.inspection.report import make_report
+from rloo_cli.inspection.report import make_report, sections
 from rloo_cli.utils.errors import ConfigError
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 NASTY = "</script><script>alert(1)</script><b>&amp;\x1b[31m"
 
 
@@ -200,6 +204,93 @@ def test_a_run_before_its_first_step_has_a_page() -> None:
     assert figures["charts"] == [] and "No step has been logged" in page and "vega" not in page
 
 
+ATTACKS = (
+    "</script><script>alert(1)</script>", "</pre><img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>', "' onmouseover='alert(1)", "</title><script src=//evil.example>",
+    "{{ 7*7 }}{% raw %}", "javascript:alert(1)", "<!--", "]]>", "</style><b>", "\u2028\u0000",
+)  # fmt: skip
+
+
+def hostile_run() -> Path:
+    """A run each of whose texts, names and values is every attack at once."""
+    attack = "".join(ATTACKS)
+    folder = make_run()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["name"] = attack
+    config["reward"] = {attack: {"type": attack, "weight": 1.0}}
+    config["model"] = {"path": attack, attack: attack}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    about = json.loads((folder / "run.json").read_text())
+    about |= {"name": attack, "plan": {"max_steps": 12, "model": attack, "algorithm": attack,
+              "recipe": attack}, "ended": {"why": attack}, "state": "failed", "code": 7,
+              "changes": [{"attempt": 2, attack: [attack, attack]}],
+              "seconds": {"measured_step_s": 1.0, "assumed_device": attack,
+                          "predicted_step_s": 1.0, "predicted_parts_s": {attack: 1.0}},
+              "memory": {"measured_bytes": 1, "predicted_bytes": 1,
+                         "predicted_parts": {attack: 1}}}  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(about))
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    more = {f"rewards/{attack}/mean": 1.0, f"time/{attack}": 1.0, f"eval_{attack}": 0.5}
+    metrics.write_text("".join(json.dumps(line | more) + "\n" for line in lines) + attack + "\n")
+    sample = {
+        "draw": 0, "prompt": [{"role": attack, "content": [{"type": "text", "text": attack}]}],
+        "completion": attack, "rewards": {attack: 1.0}, "finish_reason": attack, "advantage": 1.0,
+        "completion_length": 3, "row": {attack: attack}, "set": attack,
+        "images": [f"data:image/jpeg;base64,{attack}", attack, f"x{attack}"],
+        "token_strip": {"text": [attack], "logp": [-1.0], "sampler_logp": [-2.0], "lag": 1},
+    }  # fmt: skip
+    text = "".join(json.dumps(sample | {"k": k, "score": float(k)}) + "\n" for k in (0, 1))
+    (folder / "samples/step_000012.jsonl").write_text(text)
+    (folder / "env.json").write_text(json.dumps({"python": attack, "packages": {attack: attack}}))
+    (folder / "overrides.txt").write_text(f"+recipe={attack}\n")
+    return folder
+
+
+def test_no_name_value_or_text_of_a_run_becomes_markup() -> None:
+    page, _ = make_report(hostile_run())
+    plain, attacked = Elements(make_report(make_run("plain"))[0]), Elements(page)
+    assert {tag for tag, _ in attacked.found} <= {tag for tag, _ in plain.found} | {"img", "span"}
+    assert not [at for _, at in attacked.found if any(name.startswith("on") for name in at)]
+    addresses = [str(at.get(name)) for _, at in attacked.found for name in ("src", "href")]
+    assert {address[:5] for address in addresses if address[0] != "#"} <= {"data:", "None"}
+    assert attacked.text.count("alert(1)") > 20 and "{{ 7*7 }}" in attacked.text
+    scripts = re.findall(r"<script[^>]*>", page)
+    assert scripts == ['<script type="application/json" id="specs">', "<script>", "<script>"]
+
+
+def test_the_page_allows_its_own_scripts_and_no_request() -> None:
+    page, _ = make_report(make_run())
+    (policy,) = [
+        str(at["content"])
+        for tag, at in Elements(page).found
+        if "http-equiv" in at and tag == "meta"
+    ]
+    assert policy.startswith("default-src 'none'; script-src 'unsafe-eval' 'sha256-")
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    for script in re.findall(r"<script>(.*?)</script>", page, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy and "\r" not in script
+    empty, _ = make_report(write(Path("runs"), "new", steps=0, scores=(), state="training"))
+    assert "script-src &#39;none&#39;" in empty
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="apt install chromium")
+def test_a_real_browser_runs_no_script_that_was_put_into_the_page(
+    proxy: tuple[str, list[str]],
+) -> None:
+    page, _ = make_report(make_run())
+    bad = '<script>document.title = "pwned"</script><img src=x onerror="document.title=\'pwned\'">'
+    bad += '<img src="http://evil.example/x.png">'
+    out = Path("page.html")
+    out.write_text(page.replace("<h1>", f"{bad}<h1>", 1))
+    address, asked = proxy
+    done = browse(out, address, "--dump-dom")
+    assert "<title>pwned" not in done.stdout and 'class="marks"' in done.stdout
+    assert "Content Security Policy" in done.stderr
+    assert not [url for url in asked if "evil" in url]
+
+
 @pytest.fixture
 def proxy() -> Iterator[tuple[str, list[str]]]:
     """A proxy that answers nothing and writes down who asked."""
@@ -248,3 +339,10 @@ def test_a_real_browser_draws_every_chart_without_a_request_or_an_error(
     assert "<script>alert(1)" not in done.stdout.replace("&lt;script&gt;alert(1)", "")
     ours = [url for url in asked if not re.search(r"google|gstatic|gvt1", url)]
     assert not ours
+
+
+def test_images_of_a_prompt_are_shown_and_no_other_address_is() -> None:
+    images = ["data:image/jpeg;base64,AAAA", "https://example.org/a.png"]
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    shown = sections._shown_sample({"prompt": prompt, "completion": "red", "images": images})
+    assert shown.images == images[:1] and shown.prompt == "[image]what?"

@@ -108,11 +108,12 @@ def test_what_ends_on_one_node_ends_the_other_with_the_same_code(launchers: Laun
     plans = {0: "wait", 1: "wait", 2: "wait", 3: "exit:7:1.5"}
     first, second = nodes(launchers, plans)
     pids = [(first if i < 2 else second).rank(i)["pid"] for i in range(3)]
-    assert (first.code(25), second.code(25)) == (7, 7), first.said() + second.said()
+    assert (first.code(), second.code()) == (7, 7), first.said() + second.said()
     assert gone(*pids) and tidy(launchers) == ["smoke"]
     assert read_json(run_json(launchers))["code"] == 7
 
 
+@pytest.mark.slow
 def test_a_refusal_by_rank_0s_launcher_ends_the_others_at_once(launchers: Launchers) -> None:
     run_json(launchers).parent.mkdir(parents=True)
     (run_json(launchers).parent / "other").write_text("what is no run")

@@ -3,9 +3,12 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 from rank_cases import Launchers, gone
+
+from rloo_cli.utils import heartbeat
 
 SOON = {"KILL_TIMEOUT_S": 1.5}
 
@@ -123,3 +126,31 @@ def test_kill_9_of_the_launcher_takes_all_ranks_along(launchers: Launchers) -> N
     pids = [launched.rank(i)["pid"] for i in range(3)]
     launched.process.kill()
     assert gone(*pids)
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_killed_with_6_and_the_reason(
+    launchers: Launchers,
+) -> None:
+    launched = launchers({0: "beats", 1: "beats"}, {"silence": 3})
+    stopped = launched.rank(1)
+    time.sleep(4)  # longer than the limit: whoever beats is left alone
+    assert launched.process.poll() is None
+    os.kill(stopped["pid"], signal.SIGSTOP)
+    assert launched.code(25) == 6
+    assert "error: rank 1 gave no sign of life for" in launched.said()
+    assert "SIGKILL" not in launched.said() and gone(stopped["pid"], launched.rank(0)["pid"])
+
+
+def test_time_in_which_nobody_listened_is_no_silence() -> None:
+    with mock.patch.object(
+        heartbeat.time, "monotonic", side_effect=[0.0, 1.0, 2.0, 5000.0, 5001.0]
+    ):
+        reader = heartbeat.HeartbeatReader()
+        try:
+            assert reader.silent_seconds() == 0  # it has not begun
+            os.write(reader.write_end, b".")
+            assert reader.silent_seconds() == 0
+            assert reader.silent_seconds() == heartbeat.MOST_COUNTED_S  # this process stood still
+            assert reader.silent_seconds() == heartbeat.MOST_COUNTED_S + 1
+        finally:
+            reader.close()

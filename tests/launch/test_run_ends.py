@@ -1,5 +1,6 @@
 """Runs that do not end well: a reward that raises, data that does not fit, signals."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -110,7 +111,7 @@ def start(rloo: Rloo, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
 @pytest.mark.parametrize(
     "name",
     [
-        "SIGINT",
+        pytest.param("SIGINT", marks=pytest.mark.slow),
         "SIGTERM",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGUSR1", "SIGUSR2")),
     ],
@@ -138,6 +139,17 @@ def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     assert f"goes on from runs/smoke/checkpoint-{step}" in ended.out
 
 
+def test_a_trainer_that_is_stopped_is_killed_with_6_and_leaves_nothing_behind(rloo: Rloo) -> None:
+    process, pids = start(rloo, "distributed.timeout_s=4", "checkpoint.every=2")
+    worker = read_json(rloo.folder / "runs" / "smoke" / "run.json")["ranks"][0]["pid"]
+    os.kill(worker, signal.SIGSTOP)
+    assert process.wait(60) == 6
+    assert gone(pids)
+    said = (rloo.folder / "out").read_text()
+    assert "gave no sign of life for" in said and "go on" in said
+
+
+@pytest.mark.slow
 def test_an_interrupt_ends_a_whole_sweep(rloo: Rloo) -> None:
     process, pids = start(rloo, "--multirun", "algorithm.beta=0.0,0.05")
     process.send_signal(signal.SIGINT)
@@ -155,6 +167,7 @@ def test_an_interrupt_while_libraries_load_ends_without_a_traceback(rloo: Rloo) 
     assert gone(pids) and "Traceback" not in (rloo.folder / "out").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_anything(rloo: Rloo) -> None:
     (rloo.folder / "mine.py").write_text(DEAF)
     words = ["+recipe=smoke", "reward=function", "reward.function.path=mine.py:slow"]
@@ -202,6 +215,7 @@ def test_a_signal_is_heard_while_a_reward_sleeps(rloo: Rloo) -> None:
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_load_that_takes_long(rloo: Rloo) -> None:
     rloo.environment.update(RLOO_ALLOW_FAULTS="1", RLOO_FAULTS="load@1=hang:300")
     process = rloo.start("train", "+recipe=smoke")

@@ -311,8 +311,9 @@ def test_a_reward_that_changes_the_working_folder_moves_nothing_of_the_run(
 
 def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
     mine = [".notes.12.tmp", ".git/.tmp-final-a1x", ".tmp-mine", "samples/.draft.3.tmp"]
-    ours = [".run.json.12.tmp", ".tmp-checkpoint-9-a1", "samples/.step_000003.jsonl.3.tmp",
-            "logs/attempt_1/.config.yaml.9.tmp", ".metrics.attempt1.tail.jsonl.5.tmp"]  # fmt: skip
+    ours = [".run.json.9999912.tmp", ".tmp-checkpoint-9-a1",
+            "samples/.step_000003.jsonl.9999903.tmp", "logs/attempt_1/.config.yaml.9999909.tmp",
+            ".metrics.attempt1.tail.jsonl.9999905.tmp"]  # fmt: skip
     for name in (*mine, *ours):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("")
@@ -335,6 +336,56 @@ def test_what_is_no_checkpoint_of_ours_is_never_pruned(copy: Path, tmp_path: Pat
     assert [p.name for p in manifest.list_checkpoints(copy)] == [
         "checkpoint-3", "checkpoint-1", "checkpoint-0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", run_folder.WRITTEN_IN_PLACE)
+def test_a_run_whose_files_lead_out_of_its_folder_does_not_go_on(
+    name: str, copy: Path, tmp_path: Path, forked: Forked
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for file in ("file", "step_000001.jsonl", "step_000001.safetensors", "step_000009.jsonl"):
+        (outside / file).write_text(
+            "theirs, and longer than any journal of a run of two steps\n" * 99
+        )
+    (copy / name).rename(copy / "was") if (copy / name).exists() else None
+    (copy / name).symlink_to(outside / "file" if name.endswith(".jsonl") else outside)
+    before = seen(forked.folder) | seen(outside)
+    assert forked(*WORDS, "resume=auto", "max_steps=5") == 2
+    assert f"its {name} is a link to {outside}" in forked.said()
+    after = seen(forked.folder) | seen(outside)
+    assert {p: f for p, f in after.items() if p in before} == before
+
+
+def test_links_that_stay_inside_and_a_linked_folder_are_a_runs_own(
+    copy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    copy.rename(tmp_path / "disk" / "smoke")
+    copy.symlink_to(tmp_path / "disk" / "smoke")
+    (copy / "samples").rename(copy / "kept")
+    (copy / "samples").symlink_to("kept")
+    assert run_folder.foreign_folder_reason(copy) is None
+
+
+def test_what_links_lead_to_is_never_removed(copy: Path, tmp_path: Path) -> None:
+    """A checkpoint that is pruned, and temporary files, may hold links to anything."""
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "folder" / "file").write_text("theirs")
+    shutil.copytree(copy / "checkpoint-2", copy / "checkpoint-3")
+    for folder in (copy / "checkpoint-1", copy / ".tmp-checkpoint-9-a1"):
+        folder.mkdir(exist_ok=True)
+        (folder / "link").symlink_to(outside / "folder")
+        (folder / "file").symlink_to(outside / "folder" / "file")
+    (copy / ".trash-final-a1").symlink_to(outside / "folder")
+    before = seen(outside)
+    rollback.roll_back_folder(ResumePlan(copy, 2, copy / "checkpoint-3"))
+    keep = SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1))
+    save._prune_checkpoints(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
+    assert not (copy / "checkpoint-1").exists() and not (copy / ".tmp-checkpoint-9-a1").exists()
+    assert not (copy / ".trash-final-a1").is_symlink()
+    assert seen(outside) == before
 
 
 def test_results_take_the_place_of_nothing_but_results(tmp_path: Path) -> None:

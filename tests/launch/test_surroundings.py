@@ -1,5 +1,6 @@
 """Where a process stands, told from its environment: pure, for torchrun, Slurm and neither."""
 
+import socket
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -322,3 +323,21 @@ def test_an_engine_of_accelerate_launch_that_the_config_cannot_have_is_refused()
     run = check.check_config(compose_config(["+recipe=smoke", "model.ref_sync.every=4"]))
     with pytest.raises(ConfigError, match="= fsdp2 do not go together"):
         topology.find_topology(TORCHRUN | FSDP_LAUNCH, run)
+
+
+def test_ranks_meet_where_master_addr_and_master_port_say(monkeypatch):
+    place = topology.ProcessTopology(num_started=2, world_size=2, local_world_size=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with topology.open_store_socket(spread(), place) as listening:
+        assert listening.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(MachineError, match="unset MASTER_ADDR MASTER_PORT"):
+            topology.open_store_socket(spread(), place)
+        other = topology.open_store_socket(spread("distributed.rdzv=127.0.0.1:0"), place)
+        assert other.getsockname()[1] != port  # the config comes first
+        other.close()
+        monkeypatch.setenv(topology.LAUNCHER_VARIABLE, "1")  # those of a run of ours
+        topology.open_store_socket(spread(), place).close()

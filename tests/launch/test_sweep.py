@@ -56,6 +56,7 @@ def alone(rloo: Rloo, member: dict[str, Any], *more: str) -> None:
     assert not differing(left(one), left(other)), member["words"]
 
 
+@pytest.mark.slow
 def test_one_is_stopped_and_one_cloned_in_flight_and_both_go_on_exactly(quick: Rloo) -> None:
     (quick.folder / "mine.py").write_text(GATE)
     words = (*SMOKE, *GATED, "max_steps=8", "checkpoint.every=1", "train.lr_scheduler=cosine")

@@ -116,8 +116,9 @@ def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused(
 SMOKE = "+recipe=smoke"
 REFUSED = {
     ("train.seed=1,2", "algorithm.beta=abc,0.1"): ["train.seed is not a key", "'abc'"],
-    ("generation=vllm_server",): ["generation.backend = vllm_server is not for a sweep"],
-    ("generation=vllm_colocate",): ["generation.backend = vllm_colocate"],
+    ("generation=vllm_server", "generation.server.base_url=http://127.0.0.1:1"): [
+        "generation.server.base_url = http://127.0.0.1:1 is not for a sweep"
+    ],
     ("distributed=ddp",): ["a member of a sweep is one process"],
     ("checkpoint.every=1,2",): ["two members would be the run smoke-", "name=a,b"],
     ("root=a,b",): ["two members"],

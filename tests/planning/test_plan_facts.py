@@ -112,10 +112,12 @@ def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
 # Where facts come from.
 
 
-# SmolLM2, which is fetched, is compared in tests/data/test_smollm2.py.
-@pytest.mark.parametrize("name", sorted(model_families.SYNTHETIC_CONFIGS.keys() - {"smollm2"}))
+FETCHED = {"smollm2", "smollm2_shallow"}  # compared in tests/data/test_smollm2.py
+
+
+@pytest.mark.parametrize("name", sorted(model_families.SYNTHETIC_CONFIGS.keys() - FETCHED))
 def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
-    from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model
+    from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, vision_model
 
     shape, tokens = {
         "tiny": (tiny.SHAPE, tiny.tiny_tokenizer),
@@ -126,8 +128,11 @@ def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
             lambda: tool_model.tool_tokenizer(tool_model.PRODUCT_WORDS),
         ),
         "game": (tool_model.GAME_SHAPE, lambda: tool_model.tool_tokenizer(tool_model.GAME_WORDS)),
+        "vision": (vision_model.TEXT_SHAPE, vision_model.picture_tokenizer),
     }[name.partition("_")[0]]
-    own = model_families.SYNTHETIC_CONFIGS[name]
+    own = model_families.merge_text_config(model_families.SYNTHETIC_CONFIGS[name])
+    if name == "addition_shallow":  # the same with half of its layers
+        shape = shape | {"num_hidden_layers": 2}
     assert shape | own == shape | own | {k: v for k, v in shape.items() if k in own}
     assert own["vocab_size"] == len(tokens()) and name in synthetic.SYNTHETIC_MODELS
 

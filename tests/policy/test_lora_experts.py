@@ -79,6 +79,9 @@ def test_an_adapter_of_a_mixture_of_experts_is_saved_merged_and_computes_the_sam
     assert torch.equal(says(again), expected)
 
 
+ALLOWED = "generation.allow_moe=true"
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a mixture of experts with the tokenizer of make:tiny."""
@@ -94,8 +97,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_adapts_experts_ends_with_a_final_model_that_computes_the_same(
     experts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("lora=default", f"model.path={experts}", "model.ref_sync.every=1", "max_steps=1",
-             "train.learning_rate=0.01")  # fmt: skip
+    words = ("lora=default", ALLOWED, f"model.path={experts}", "model.ref_sync.every=1",
+             "max_steps=1", "train.learning_rate=0.01")  # fmt: skip
     run = make(tmp_path, *words, noise=0.0)
     assert "the adapter is in experts.down_proj, experts.gate_up_proj" in capsys.readouterr().out
     run_training_loop(run)
@@ -113,7 +116,7 @@ def test_an_adapter_that_could_not_be_saved_is_refused_before_the_training(
 ) -> None:
     monkeypatch.setattr(lora, "_plain_layers", lambda model: iter(()))
     with pytest.raises(ConfigError, match="this adapter could not be saved") as caught:
-        make(tmp_path, "lora=default", f"model.path={experts}")
+        make(tmp_path, "lora=default", ALLOWED, f"model.path={experts}")
     assert "model.lora.target_modules=[k_proj,o_proj,q_proj,v_proj]" in str(caught.value)
 
 
@@ -121,6 +124,6 @@ def test_adapted_experts_are_refused_for_vllm_with_the_layers_that_it_takes(
     experts: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"cannot be sampled by vllm_server") as caught:
-        make(tmp_path, "lora=default", f"model.path={experts}", "generation=vllm_server",
+        make(tmp_path, "lora=default", ALLOWED, f"model.path={experts}", "generation=vllm_server",
              "generation.server.base_url=http://127.0.0.1:9")  # fmt: skip
     assert "model.lora.target_modules=[k_proj,o_proj,q_proj,v_proj]" in str(caught.value)

@@ -140,7 +140,7 @@ def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     tiny.tiny_tokenizer().save_pretrained(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"ForCausalLM cannot be sampled") as caught:
-        make(tmp_path, f"model.path={tmp_path / 'm'}")
+        make(tmp_path, "generation.allow_moe=true", f"model.path={tmp_path / 'm'}")
     assert "generation=vllm_server" in str(caught.value)
 
 

@@ -127,15 +127,17 @@ def test_attention_both_ways_and_what_is_no_transformers_model_are_refused():
     assert "not a transformers model" in layout_support.why_not_shared(plain)
 
 
-def test_image_models_are_refused():
+def test_image_models_of_unknown_families_are_refused():
     text = GROUPED | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
     config = T.Qwen2VLConfig(
         text_config=text, vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2}
     )
     with torch.device("meta"):
         model = T.Qwen2VLForConditionalGeneration(config)
-    assert "parts beside a text model" in layout_support.why_not_shared(model)
     load.zero_dropout(model)
+    assert layout_support.why_not_shared(model) is None
+    model.config.model_type = "some_other_vl"
+    assert "parts beside a text model" in layout_support.why_not_shared(model)
     language = SimpleNamespace(
         config=model.config.get_text_config(),
         _can_set_attn_implementation=lambda: True,

@@ -428,6 +428,18 @@ def test_an_episode_of_hostile_texts_stays_inside_the_panel_and_a_terminal(width
     assert not any(c in line for c in "\x1b\x07\r\u202e" for line in lines)
 
 
+def test_a_run_that_samples_while_it_trains_shows_what_is_hidden_exposed_and_idle():
+    rows = run_rows(3)
+    for row in rows:
+        row["time/exposed"] = row.pop("time/generation", None)
+        row |= {"overlap/hidden_s": 7.5, "overlap/exposed_s": 0.25, "overlap/idle_s": 1.125}
+    text = shown(render_panel(rows, [sample("seven")], PLAN, 80))
+    for label, value in (("hidden s", "7.5"), ("exposed s", "0.25"), ("idle s", "1.12")):
+        assert re.search(rf"{label} +{re.escape(value)}", text), (label, text)
+    assert "generation\xa060%" in text or "generation 60%" in text  # what was waited for
+    assert "hidden s" not in shown(render_panel(run_rows(3), [sample("seven")], PLAN, 80))
+
+
 def test_an_episode_is_shown_as_a_conversation_with_its_figures():
     text = shown(render_panel(episode_rows(3), [episode("seven")], PLAN, 80))
     for line in ("turn 1     seven", 'calls      seven({"a": "seven"})', "seven      seven",

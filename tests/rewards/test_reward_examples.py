@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from reward_cases import CHAT, COMMON, PLAIN
+from reward_cases import CHAT, PLAIN, shipped
 from reward_cases import reward as reward_of
 
 from rloo_cli.config import registry
@@ -20,7 +20,6 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.common import math_equal
 from rloo_cli.rewards.common.text import last_boxed_content
 from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS, RewardContext
-from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.engine.columns import check_reward_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.utils.errors import MachineError
@@ -32,12 +31,6 @@ def group(*texts: str, ids: Any = None, prompt: str = "Say", **row: Any) -> Grou
     ids = ids or [[1] for _ in texts]
     rollouts = [Rollout(i, t, "stop", True, 0, 0) for t, i in zip(texts, ids, strict=True)]
     return Group(0, row, prompt, [1, 2], rollouts)
-
-
-def shipped(name: str, **keys: Any) -> Any:
-    """A shipped reward as its YAML has it, `keys` on top."""
-    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())[name]
-    return build_reward(name, registry.config_class("rewards", name)(**(COMMON | values | keys)))
 
 
 def values(reward: Any, *groups: Group, context: RewardContext = PLAIN) -> list[float | None]:

@@ -67,3 +67,10 @@ def left_but_times(run: Path) -> dict[str, Any]:
         {n: v for n, v in line.items() if n != "agent/tool_s"} for line in found["metrics"]
     ]
     return found
+
+
+def said_in(run: Path) -> list[tuple[list[str], str]]:
+    """What every sampled turn said, and why its episode ended."""
+    lines = [line for p in sorted((run / "samples").iterdir()) for line in p.open()]
+    rows = map(json.loads, lines)
+    return [([t["said"] for t in row["turns"]], row["episode"]["ended_by"]) for row in rows]

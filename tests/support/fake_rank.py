@@ -1,10 +1,12 @@
 """Stands in for `rloo_cli.train.worker`: a rank that ends as it is told, at once, without torch.
 
-FAKE_RANKS is JSON: {"RANK": "wait" | "deaf" | "exit:CODE:SECONDS" | "signals" | "kill:SECONDS"}.
+FAKE_RANKS is JSON: {"RANK": "wait" | "deaf" | "exit:CODE:SECONDS" | "signals" | "beats" |
+"kill:SECONDS"}.
 Each writes who it is to FAKE_FOLDER/rank_R.json. As a program it is a launcher of such ranks.
 """
 
 import json
+import math
 import os
 import signal
 import socket
@@ -34,7 +36,11 @@ def main() -> None:
     def hear(number: int, frame: object) -> None:
         heard.append(number)
 
-    if plan[0] in ("wait", "signals"):
+    if plan[0] == "beats":
+        from rloo_cli.utils import heartbeat
+
+        heartbeat.start_heartbeat()
+    if plan[0] in ("wait", "signals", "beats"):
         for number in HEARD:
             signal.signal(number, hear)
     if plan[0] == "deaf":
@@ -67,12 +73,14 @@ def launcher() -> None:
 
     limits = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     saving, other = limits.pop("busy", False), limits.pop("elsewhere", None)
+    silence = limits.pop("silence", math.inf)
     for name, seconds in limits.items():
         setattr(processes, name, seconds)
     began = time.monotonic()
     watch = processes.ProcessCallbacks(
         is_saving=lambda: saving,
         poll_remote_failure=lambda: other if time.monotonic() - began > 0.5 else None,
+        silence_timeout_s=silence,
     )
     starts = [processes.ProcessSpec({"RANK": str(i)}) for i in range(int(sys.argv[1]))]
     sys.exit(processes.run_processes("fake_rank", [], watch, starts, package=""))

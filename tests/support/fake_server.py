@@ -2,7 +2,8 @@
 
 `tests/generation/vllm/test_vllm_contract.py` holds it to the real one. It has no worker to send
 tensors to. Its tokens depend on prompt and seed alone; each has probability 1/V, as a model's whose
-head is zero.
+head is zero. With the fact `sampling_mask` it sends masks in the form of vLLM's protocol class, to
+which `test_vllm_masks.py` holds the client, as no CPU runs a vLLM that sends any.
 """
 
 import base64
@@ -12,11 +13,15 @@ import random
 import struct
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
 GENERATE, GROUP = "/inference/v1/generate", "/rloo/generate"
+SCORE = "/v1/completions"
+PLACES = 48  # tokens of a request and its answer
+COUNTS = f"{GROUP}?counts"
 PAGE = "<!DOCTYPE html><html><body>Welcome to nginx!</body></html>"
 
 
@@ -36,6 +41,11 @@ class Fake:
         self.dead, self.locked = False, False  # closes without an answer; 401, whatever the token
         self.keeps_label, self.says = False, ""  # of the weights it had; another on completions
         self.resets, self.tells_logp = True, True  # the prefix cache; of completions
+        self.sends_masks, self.bends_masks = True, False  # if it has the fact; of other ids
+        # As a teacher: its models; log-probabilities of ids[1:], None = 1/V each; texts of the ids.
+        self.models = ["fake"]
+        self.teach: Callable[[list[int]], list[float]] | None = None
+        self.texts: list[str] | None = None
         self.asked: list[tuple[str, Any]] = []  # every request: path, body
         self.callers: list[int] = []  # the port that each request came from
         self.drawn = self.now = self.most = self.deaths = 0  # asked for, under way, at most; died
@@ -57,12 +67,13 @@ class Fake:
         """Status and JSON of a request that brought the token."""
         told = {
             "/health": None, "/version": {"version": self.version},
-            "/v1/models": {"object": "list", "data": [{"id": "fake", "max_model_len": 48}]},
+            "/v1/models": {"object": "list", "data": [{"id": name, "max_model_len": PLACES}
+                                                      for name in self.models]},
             "/weight_info": {"weight_version": self.label},
             "/get_world_size": {"world_size": 0}, "/is_paused": {"is_paused": self.paused},
         } | ({} if self.facts is None else {"/rloo": self.facts})  # fmt: skip
         changes = {
-            "/pause": self.pause, "/resume": self.pause, GENERATE: self.generate,
+            "/pause": self.pause, "/resume": self.pause, GENERATE: self.generate, SCORE: self.score,
             "/init_weight_transfer_engine": self.connection, "/start_weight_update": self.update,
             "/shutdown_weight_transfer_engine": self.connection, "/update_weights": self.update,
             "/finish_weight_update": self.update, "/reset_prefix_cache": self.reset,
@@ -98,9 +109,37 @@ class Fake:
     def generate(self, path: str, body: Any) -> tuple[int, Any]:
         self.drawn, self.now = self.drawn + 1, self.now + 1
         number, life, self.most = self.drawn, self.deaths, max(self.most, self.now)
+        self.lock.notify_all()
         self.lock.wait_for(lambda: not self.paused, 60)
-        self.lock.wait_for(self.ended.is_set, self.slow_s)
+        self.lock.wait_for(lambda: self.ended.is_set() or self.paused, self.slow_s)
+        aborted = self.paused  # a pause answers with what there is: half
         self.now -= 1
+        if (broken := self.accident(number, life)) is not None:
+            return broken
+        prompt, given, ids = body["token_ids"], body["sampling_params"], list[int]()
+        chance = random.Random(f"{prompt}/{given['seed'] if given['temperature'] else 'greedy'}")
+        while len(ids) < given["max_tokens"] and not {*ids[-1:]} & {*given["stop_token_ids"]}:
+            ids.append(chance.randrange(self.vocabulary))
+        ids = ids[: len(ids) // 2] if aborted else ids
+        masked, kept = bool((self.facts or {}).get("sampling_mask")), self.vocabulary
+        if masked and min(given["temperature"], given["top_k"]) <= 0:
+            return error(400, "sampling distribution replay requires temperature > 0 and top_k > 0")
+        if masked:
+            kept = min(given["top_k"], math.ceil(given["top_p"] * self.vocabulary))
+        (logp,) = struct.unpack("f", struct.pack("f", self.shift - math.log(kept)))
+        content = [{"token_id": i, "logprob": logp, "rank": 1, "top_logprobs": []} for i in ids]
+        span = {"version": self.says or self.label, "start": 0, "end": len(ids)}
+        choice = {"index": 0, "token_ids": ids, "weight_versions": [span]}
+        ended = "stop" if {*ids[-1:]} & {*given["stop_token_ids"]} else "length"
+        choice["finish_reason"] = "abort" if aborted else ended
+        shift = int(self.bends_masks)
+        rows = [[(i + n) % self.vocabulary for n in range(shift, kept + shift)] for i in ids]
+        choice["sampling_mask"] = rows if masked and self.sends_masks else None
+        choice["logprobs"] = {"content": content} if self.tells_logp else None
+        return 200, {"request_id": str(number), "choices": [choice]}
+
+    def accident(self, number: int, life: int) -> tuple[int, Any] | None:
+        """What becomes of the n-th completion where a switch says so."""
         if number in self.dies_at:
             self.label, self.paused, self.open, self.deaths = "default", False, 0, self.deaths + 1
             self.back = time.monotonic() + 0.2
@@ -108,17 +147,31 @@ class Fake:
             return 0, None
         if number in self.fails_at:
             return error(self.fails_at[number], "it went wrong")
-        prompt, given, ids = body["token_ids"], body["sampling_params"], list[int]()
-        chance = random.Random(f"{prompt}/{given['seed'] if given['temperature'] else 'greedy'}")
-        while len(ids) < given["max_tokens"] and not {*ids[-1:]} & {*given["stop_token_ids"]}:
-            ids.append(chance.randrange(self.vocabulary))
-        (logp,) = struct.unpack("f", struct.pack("f", self.shift - math.log(self.vocabulary)))
-        content = [{"token_id": i, "logprob": logp, "rank": 1, "top_logprobs": []} for i in ids]
-        span = {"version": self.says or self.label, "start": 0, "end": len(ids)}
-        choice = {"index": 0, "token_ids": ids, "weight_versions": [span]}
-        choice["finish_reason"] = "stop" if ids[-1] in given["stop_token_ids"] else "length"
-        choice["logprobs"] = {"content": content} if self.tells_logp else None
-        return 200, {"request_id": str(number), "choices": [choice]}
+        return None
+
+    def score(self, path: str, body: Any) -> tuple[int, Any]:
+        """The log-probabilities of a prompt's ids; its own token is not worth a word."""
+        self.drawn, self.now = self.drawn + 1, self.now + 1
+        number, life, self.most = self.drawn, self.deaths, max(self.most, self.now)
+        self.lock.wait_for(self.ended.is_set, self.slow_s)
+        self.now -= 1
+        if (broken := self.accident(number, life)) is not None:
+            return broken
+        ids, name = body["prompt"], body["model"]
+        if name not in self.models:
+            return error(404, f"The model `{name}` does not exist.")
+        if max(ids) >= self.vocabulary:
+            return error(400, f"Token id {max(ids)} is out of vocabulary")
+        if len(ids) + body["max_tokens"] > PLACES:
+            return error(400, f"This model's maximum context length is {PLACES} tokens.")
+        even = [self.shift - math.log(self.vocabulary)] * (len(ids) - 1)
+        told = even if self.teach is None else self.teach(ids)
+        rows: list[Any] = [None]
+        for i, logp in zip(ids[1:], told, strict=True):
+            text = None if self.texts is None else self.texts[i]
+            rows.append({str(i): {"logprob": logp, "rank": 1, "decoded_token": text}})
+        choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": rows}
+        return 200, {"object": "text_completion", "model": name, "choices": [choice]}
 
     def group(self, path: str, body: Any) -> tuple[int, Any]:
         """The completions of one prompt, each as its own request would bring it."""
@@ -137,7 +190,19 @@ class Fake:
                 "finish_reason": choice["finish_reason"],
                 "versions": [span["version"] for span in choice["weight_versions"]],
             })  # fmt: skip
-        return 200, {"completions": rows}
+            if (masks := choice["sampling_mask"]) is not None:
+                flat, counts = [i for kept in masks for i in kept], [len(kept) for kept in masks]
+                for name, values in (("mask_ids", flat), ("mask_counts", counts)):
+                    packed = struct.pack(f"<{len(values)}i", *values)
+                    rows[-1][name] = base64.b64encode(packed).decode()
+        if COUNTS not in self.facts["routes"] or "counts_every_s" not in body:  # type: ignore[index]
+            return 200, {"completions": rows}
+        lengths = [len(base64.b64decode(row["ids"])) // 4 for row in rows]
+        return 200, Lines([{"at_least": [n // 2 for n in lengths]}, {"completions": rows}])
+
+
+class Lines(list[Any]):
+    """An answer in lines of JSON."""
 
 
 def error(status: int, message: str) -> tuple[int, Any]:
@@ -166,6 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
         if known and not fake.locked and not fake.page:
             status, found = fake.answer(self.command, path, body)
         said = PAGE if fake.page else "" if path == "/health" else json.dumps(found)
+        if isinstance(found, Lines):
+            said = "".join(json.dumps(line) + "\n" for line in found)
         self.close_connection = fake.dead or status in (0, 500)  # after an error, as uvicorn does
         if status and not fake.dead:
             self.send_response(fake.page or status)

@@ -48,6 +48,7 @@ def stand_in() -> None:
     what = "cli" if words[:3] == ["-P", "-m", "rloo_cli"] else what
     if not what or "FORKS" not in os.environ:
         return
+    os.environ.pop("RLOO_HEARTBEAT_FD", None)  # that open file is this front's, and not the fork's
     job = {"what": what, "words": words[3:], "cwd": os.getcwd(), "env": dict(os.environ)}
     with ask(job, [0, 1, 2]) as end:
         said = end.makefile()

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rloo_cli.cli.migrate import run
-from rloo_cli.cli.migrate.recipe import our_defaults, schema_refusal
+from rloo_cli.compat.migrate.recipe import our_defaults, schema_refusal
 from rloo_cli.config import check as config_check
 from rloo_cli.config.compose import compose_config
 

@@ -15,6 +15,18 @@ from rloo_cli.agents.proxy import Config
 from rloo_cli.data.batch import Group
 from rloo_cli.data.prompts import render_prompt
 
+# An agent of up to three turns; one in a few asks once and fails.
+SHORT_TALKS = """
+messages = list(ROW["prompt"])
+for turn in range(3):
+    status, answer = post("/chat/completions", {"model": "policy", "messages": messages})
+    if status != 200 or answer["choices"][0]["finish_reason"] == "length":
+        break
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
+    if int(os.environ["RLOO_SEED"]) % 7 == 0:
+        raise SystemExit(3)
+post("/rloo/reward", {"reward": len(messages[-1]["content"]) % 5})
+"""
 # What every agent of the tests begins with; without site-packages a Python starts at once.
 HEAD = """
 import json, os, signal, socket, sys, threading, time, urllib.error, urllib.request

@@ -17,6 +17,8 @@ class PushHub(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}  # repository -> file -> content
         self.private: dict[str, bool] = {}
+        self.branches: list[str] = []
+        self.said: list[str] = []  # messages of commits
         self.commits, self.refuses = 0, 0
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -47,6 +49,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._send({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
+        if "/branch/" in path:
+            self.server.branches.append(path.rpartition("/branch/")[2])
+            return self._send({}, 201)
         _, _, what = path.removeprefix("/api/models/").partition("/preupload/")
         if what:
             files = [
@@ -68,6 +73,8 @@ class Handler(BaseHTTPRequestHandler):
     def _commit(self, name: str, body: bytes) -> None:
         for line in body.decode().splitlines():
             entry = json.loads(line)
+            if entry["key"] == "header":
+                self.server.said.append(entry["value"]["summary"])
             if entry["key"] == "file":
                 content = base64.b64decode(entry["value"]["content"])
                 self.server.files[name][entry["value"]["path"]] = content

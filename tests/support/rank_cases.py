@@ -47,7 +47,7 @@ class Launched:
         found: dict[str, Any] = json.loads((self.folder / f"rank_{number}.json").read_text())
         return found
 
-    def code(self, limit: float = 60) -> int:
+    def code(self, limit: float = 150) -> int:
         """Its exit code."""
         return self.process.wait(limit)
 

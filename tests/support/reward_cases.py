@@ -2,10 +2,13 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rloo_cli.config import registry
 from rloo_cli.config.schema import RewardConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
@@ -13,6 +16,7 @@ from rloo_cli.rewards.engine.build import build_reward, reward_from_callable
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score_groups
 from rloo_cli.rewards.function import Config as FunctionConfig
 
+CONF = Path(__file__).parents[2] / "conf/reward"
 COMMON: dict[str, Any] = {
     "type": "function",
     "weight": 1.0,
@@ -60,3 +64,9 @@ def failure(fn: Any, *groups: Group, **keys: Any) -> RewardFailed:
 def function(path: Any, name: str = "function", **kwargs: Any) -> Any:
     """The reward `function` with this path, as a config names it."""
     return build_reward(name, FunctionConfig(**COMMON, path=str(path), kwargs=kwargs))
+
+
+def shipped(name: str, **keys: Any) -> Any:
+    """A shipped reward as its YAML has it, `keys` on top."""
+    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())[name]
+    return build_reward(name, registry.config_class("rewards", name)(**(COMMON | values | keys)))

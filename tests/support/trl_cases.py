@@ -23,6 +23,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from rloo_cli.data.batch import Batch, Group, Rollout
 from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.policy.vision import image_token_ids
 from rloo_cli.run import Run
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.train.minibatches import plan_updates
@@ -100,15 +101,17 @@ def both(
     trainer: str = "RLOO",
     tools: Sequence[Callable[..., Any]] = (),
     inner: Callable[[Any], Any] | None = None,
+    noise: float = 0.0,
     **theirs: Any,
 ) -> tuple[Ours, Theirs]:
     """`steps` steps of a run made from `words`, through both.
 
     `told`: rewards for TRL where it must be told what we do by ourselves. `completions`: ids in
     place of sampled ones. `tools`: the run's, for TRL; `inner` makes the sampler of the run's turns
-    of its tokenizer. `optimizer`: TRL builds its own; otherwise plain SGD. `theirs`: TRL's
-    settings where they are not to follow ours. With several mini-batches TRL cuts the step as we
-    do: left alone it shuffles rows, and groups with them.
+    of its tokenizer. `noise`: by how many nats the sampler's log-probabilities are off, the same
+    for both; TRL then corrects as the run's `correction` says. `optimizer`: TRL builds its own;
+    otherwise plain SGD. `theirs`: TRL's settings where they are not to follow ours. With several
+    mini-batches TRL cuts the step as we do: left alone it shuffles rows, and groups with them.
     """
     words = (*words, f"max_steps={steps}", f"logging.every={steps}", "data.eval_split=null")
     run = make(folder, *words, rewards=rewards)
@@ -118,15 +121,16 @@ def both(
         run.generator.inner = inner(run.tokenizer)
     with native_attention(run.policy.model):
         model = copy.deepcopy(run.policy.model)
-    del model.rloo_native
-    ours = go(run)
+    if hasattr(model, "rloo_native"):  # the shared layout's
+        del model.rloo_native
+    ours = go(run, noise)
     args = settings(run, steps) | (of_rloo if trainer == "RLOO" else of_grpo)(run)
     args |= {"output_dir": str(folder / "trl")} | theirs
     told = told or rewards or {"digits": digits}
-    return ours, trained(ours, model, told, args, optimizer, trainer, tools)
+    return ours, trained(ours, model, told, args, optimizer, trainer, tools, noise > 0)
 
 
-def go(run: Run) -> Ours:
+def go(run: Run, noise: float = 0.0) -> Ours:
     """Train as `rloo train` does, watched."""
     ours, advance, draw = Ours(run), run.optimizer.step, run.rollouts.next_batch
 
@@ -136,11 +140,33 @@ def go(run: Run) -> Ours:
 
     def drawn(*args: Any) -> Batch:
         ours.batches.append(draw(*args))
+        if noise:
+            mistake_sampler(ours.batch, noise)
         return ours.batch
 
     run.optimizer.step, run.rollouts.next_batch = step, drawn
     run_training_loop(run)
     return ours
+
+
+def mistake_sampler(batch: Batch, noise: float) -> None:
+    """Let the sampler's log-probabilities be off by up to `noise` nats a token, either way."""
+    random = torch.Generator().manual_seed(5)
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            assert rollout.behaviour_logp is not None
+            off = (2 * torch.rand(len(rollout.behaviour_logp), generator=random) - 1) * noise
+            pairs = zip(rollout.behaviour_logp, off.tolist(), strict=True)
+            rollout.behaviour_logp = [logp + error for logp, error in pairs]
+
+
+def corrects(trainer: Any, run: Run) -> None:
+    """Let TRL correct for its sampler as the run does: its switches without its vLLM."""
+    rule = run.config.algorithm.correction
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    trainer.vllm_importance_sampling_mode = f"{rule.level}_{rule.mode}"
+    trainer.vllm_importance_sampling_clip_max = rule.cap
+    trainer.vllm_importance_sampling_clip_min = rule.floor or None
 
 
 def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
@@ -234,6 +260,7 @@ def trained(
     optimizer: bool,
     kind: str,
     tools: Sequence[Callable[..., Any]] = (),
+    corrected: bool = False,
 ) -> Theirs:
     """Train `model` with TRL on what `ours` sampled."""
     import trl
@@ -254,17 +281,57 @@ def trained(
             model=model,
             reward_funcs=functions,
             args=getattr(trl, f"{kind}Config")(**args),
-            train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.example} for g in groups]),
-            processing_class=run.tokenizer,
+            train_dataset=Dataset.from_list([asked(g) for g in groups]),
+            processing_class=processor(run),
             callbacks=[Watch(theirs.gradients)],
             **({"tools": [*tools]} if tools else {}),
             **({} if optimizer else {"optimizers": (sgd, constant)}),
         )
     theirs.trainer = trainer
-    watch(trainer, theirs, said_by_turn([r for g in groups for r in g.rollouts]))
+    for one in (model, trainer.ref_model):
+        leave_images_out(one)
+    rollouts = [r for g in groups for r in g.rollouts]
+    watch(trainer, theirs, said_by_turn(rollouts), rollouts if corrected else None)
+    if corrected:
+        corrects(trainer, run)
     with ordered(ours, kind):
         trainer.train()
     return theirs
+
+
+def asked(group: Group) -> dict[str, Any]:
+    """A prompt as TRL's data sets have it: the images are beside the words."""
+    if not any(isinstance(m, dict) and isinstance(m["content"], list) for m in group.prompt):
+        return {"prompt": group.prompt, **group.example}
+    words = [
+        {"role": m["role"], "content": "".join(part.get("text", "") for part in m["content"])}
+        for m in group.prompt
+        if isinstance(m, dict)
+    ]
+    images = [] if group.media is None else group.media.images
+    return {"prompt": words, "images": images, **group.example}
+
+
+def processor(run: Run) -> Any:
+    """What TRL's trainer makes ids with: the tokenizer, or the processor where there are images."""
+    shown = next((media for media in run.prompts.media if media is not None), None)
+    if shown is None:
+        return run.tokenizer
+    shown.vision.processor.chat_template = run.tokenizer.chat_template
+    run.tokenizer.padding_side = "left"  # as TRL loads one
+    return shown.vision.processor
+
+
+def leave_images_out(model: Any) -> None:
+    """Take tokens that stand for images out of the distribution, as ours is without them.
+
+    TRL does so where it samples, and not where it trains.
+    """
+    ids = sorted(image_token_ids(model.config)) if model is not None else []
+    if ids:  # its head is fused, and reads weight and bias
+        head = model.get_output_embeddings()
+        bias = torch.zeros(len(head.weight)).index_fill(0, torch.tensor(ids), -1e4)
+        head.bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
 def ordered(ours: Ours, kind: str) -> AbstractContextManager[Any]:
@@ -290,15 +357,24 @@ def said_by_turn(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [own[t] for t in range(max(map(len, turns))) for own in turns if len(own) > t]
 
 
-def watch(trainer: Any, theirs: Theirs, said: Iterable[list[int]]) -> None:
-    """Put the completions in the place of sampling, and note what passes by."""
-    said = iter(said)
+def watch(
+    trainer: Any,
+    theirs: Theirs,
+    said: Iterable[list[int]],
+    sampled: Iterable[Rollout] | None = None,
+) -> None:
+    """Put the completions in the place of sampling, and note what passes by.
+
+    `sampled`: rollouts whose sampler's log-probabilities are handed over too.
+    """
+    said, sampled = iter(said), None if sampled is None else iter(sampled)
     score, loss = trainer._generate_and_score_completions, trainer.compute_loss
 
     def generated(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         theirs.prompts += prompt_ids
         found = [next(said) for _ in prompt_ids]
-        return (found, None) if "GRPO" in type(trainer).__name__ else found  # no logprobs
+        logps = None if sampled is None else [next(sampled).behaviour_logp for _ in prompt_ids]
+        return (found, logps) if "GRPO" in type(trainer).__name__ else found
 
     def scored(inputs: Any) -> Any:
         theirs.scored.append(score(inputs))

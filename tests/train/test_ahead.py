@@ -3,6 +3,8 @@
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,14 +15,16 @@ from fork_cases import Forked
 from loop_cases import ENDS, alone, digits, flat, sampled
 from resume_cases import attempt, differing, left, temporaries
 
+from rloo_cli.generation.common.ahead import AheadSampler
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import StepProgress
+from rloo_cli.train import loop, step
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.loop import run_training_loop, sync_weights
 from rloo_cli.train.step import update_policy
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, Problem, Stopped
 
 AHEAD = ("generation.overlap=ahead", "train.learning_rate=0.01", ENDS)
 STEPS = 5
@@ -102,19 +106,48 @@ def moody(completion_ids: Any, **_: Any) -> list[float]:
     return [random.random() + len(set(ids)) % 5 for ids in completion_ids]
 
 
+@contextmanager
+def stopped_at(module: Any, name: str, step: int) -> Iterator[None]:
+    """A stop where this function is called with so many steps done; the thread draws at once."""
+    inner, start = getattr(module, name), AheadSampler.start
+
+    def stop(run: Any, *arguments: Any) -> Any:
+        if run.state.step == step:
+            raise Stopped(Problem("stopped by SIGTERM"))
+        return inner(run, *arguments)
+
+    def draw_at_once(self: AheadSampler, *arguments: Any) -> None:
+        start(self, *arguments)
+        assert self._thread is not None
+        self._thread.join()  # before anything of the update
+
+    with (
+        mock.patch.object(module, name, stop),
+        mock.patch.object(AheadSampler, "start", draw_at_once),
+    ):
+        yield
+
+
+PLACES = (  # beside an update with the next batch drawn, between two steps, after an update
+    (step, "take_optimizer_step", 1), (loop, "evaluate_and_checkpoint", 2),
+    (loop, "record_rollouts", 2),
+)  # fmt: skip
+
+
 def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     looks: list[int] = []
-    assert attempt(tmp_path / "whole", *AHEAD, "checkpoint.every=2", looks=looks, moody=moody)
+    words = (*AHEAD, "checkpoint.every=2")
+    assert attempt(tmp_path / "whole", *words, looks=looks, moody=moody)
     whole, draw = left(tmp_path / "whole" / "smoke"), random.Random(5)
-    for i in range(2):
-        root, stops = tmp_path / f"run{i}", 0
-        while not attempt(
-            root, *AHEAD, "checkpoint.every=2", moody=moody,
-            stop_at=draw.randrange(1, len(looks) // 2) if stops < 4 else None,
-        ):  # fmt: skip
-            stops += 1
-        run = root / "smoke"
-        assert stops and not differing(whole, left(run)) and not temporaries(run)
+    for place in PLACES:
+        with stopped_at(*place):
+            assert not attempt(tmp_path / "cut", *words, moody=moody)
+    anywhere = draw.randrange(1, len(looks) // 2)
+    assert not attempt(tmp_path / "chance", *words, stop_at=anywhere, moody=moody)
+    for name in ("cut", "chance"):
+        assert attempt(tmp_path / name, *words, moody=moody)
+        run = tmp_path / name / "smoke"
+        assert not differing(whole, left(run)) and not temporaries(run), name
 
 
 @pytest.mark.slow  # thirteen processes

@@ -10,6 +10,7 @@ from agent_cases import call_text, class_agent, episode_generator, play, write_f
 from rloo_cli.checkpoint.step_state import dump_step, load_step
 from rloo_cli.run import StepProgress
 from rloo_cli.train.advantages import prepare_advantages
+from rloo_cli.utils.errors import ConfigError, DataError
 
 TOOL = '''
 import random
@@ -91,6 +92,43 @@ def test_a_step_of_episodes_is_trained_saved_and_read_again(tmp_path):
         run.generator.close()
 
 
+OPENS = '''
+class World:
+    def reset(self, seed, **row):
+        self.seed, self.row = seed, row
+        return [{"type": "text", "text": f"Room {row['room']}: "}, {"type": "text", "text": "go"}]
+
+    def look(self) -> str:
+        """Looks around."""
+        return "nothing"
+
+    def get_reward(self) -> float:
+        return self.seed % 10 / 10
+'''
+
+
+def test_rows_without_a_prompt_are_trained_with_what_reset_says(tmp_path):
+    """TRL's rows whose prompt is the environment's: no column of them, data.prompt_column=null."""
+    rows = write_file(tmp_path, "".join(f'{{"room": {n}}}\n' for n in range(6)), "rows.jsonl")
+    asked = (f"data.path={rows}", "data.split=train", "data.prompt_column=null")
+    run = made(tmp_path, *asked, text=OPENS)
+    try:
+        moved, line, batch = loop_cases.step(run)
+        assert float(moved.norm()) > 0 and line["agent/failures"] == 0
+        for group in batch.groups:
+            room = group.example["room"]
+            assert f"Room {room}: go" in run.tokenizer.decode(group.prompt_ids)
+            assert {r.environment["row"]["room"] for r in group.rollouts} == {room}
+            assert all("prompt" not in r.environment["row"] for r in group.rollouts)
+    finally:
+        run.generator.close()
+    given = write_file(tmp_path, '{"prompt": "x"}\n', "given.jsonl")
+    with pytest.raises(DataError, match=r"or data.columns="):
+        made(tmp_path, *asked, f"data.path={given}", text=OPENS)
+    with pytest.raises(ConfigError, match="there is no environment whose reset says a prompt"):
+        loop_cases.checked((), ("data.prompt_column=null",))
+
+
 EARNING = '''
 import random
 
@@ -170,3 +208,25 @@ def test_a_turn_may_earn_nothing_and_an_answer_is_not_asked_for(tmp_path):
     (row,) = group.rollouts
     assert [turn.reward for turn in row.turns] == [None, None, None]
     assert len(row.environment["earned"]) == 1 and row.environment_reward == 10.0
+
+
+def test_turns_of_an_episode_keep_their_sampling_masks_and_its_step_is_exact(tmp_path):
+    words = ("generation.top_p=0.5", "generation.return_sampling_mask=true")
+    run = made(tmp_path, *words, "algorithm.correction.mode=truncate")
+    try:
+        run.generator.load(run.policy, run.state.updates)
+        batch = loop_cases.sampled(run)
+        again = load_step(*dump_step(StepProgress(batch)), run.prompts).batch
+        _, row, _ = loop_cases.step(run, batch)
+    finally:
+        run.generator.close()
+    rows = [r for g in batch.groups for r in g.rollouts if r.failed is None]
+    assert any(len(r.turns) > 1 for r in rows)
+    assert all(len(r.sampling_mask) == r.length for r in rows)
+    assert row["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=1e-4)
+    assert row["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=1e-4)
+    found = [r for g in again.groups for r in g.rollouts if r.failed is None]
+    assert [r.sampling_mask for r in found] == [r.sampling_mask for r in rows]
+    assert [[t.sampling_mask for t in r.turns] for r in found] == [
+        [t.sampling_mask for t in r.turns] for r in rows
+    ]

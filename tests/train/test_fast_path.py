@@ -5,6 +5,7 @@ import torch
 from loop_cases import ENDS, EXACT, PLAIN, apart, digits, sampled, step
 from loop_cases import alone as make
 
+from rloo_cli.data import bin_packing
 from rloo_cli.data.packing import LAYOUTS
 from rloo_cli.train import minibatches
 
@@ -81,14 +82,14 @@ def test_a_group_over_the_budget_is_split_and_takes_a_separate_pass_for_its_kl(
 def test_no_order_of_micro_batches_changes_the_update(tmp_path, monkeypatch, kl):
     words = [tmp_path, *PLAIN, ENDS, kl, NORMALISED, "train.layout=shared"]
     ((moved, row, _),) = several(words, ["train.micro_batch_tokens=100000"])
-    inner = minibatches.bin_packing.pack_micro_batches
+    inner = bin_packing.pack_micro_batches
     for turn in (1, 3):
 
         def turned(*given, turn=turn):
             (found,) = inner(*given)
             return [found[turn:] + found[:turn]]
 
-        monkeypatch.setattr(minibatches.bin_packing, "pack_micro_batches", turned)
+        monkeypatch.setattr(bin_packing, "pack_micro_batches", turned)
         ((other, again, count),) = several(words, ["train.micro_batch_tokens=90"])
         assert count == 4 and apart(other, moved) < EXACT
         agree(again, row, exact=5e-5)

@@ -7,29 +7,22 @@ import time
 import psutil
 import pytest
 from agent_cases import CHATML, write_file
-from episode_runs import ENDS
+from episode_runs import ENDS, said_in
 from fork_cases import Forked
-from proxy_cases import agent_command
+from proxy_cases import SHORT_TALKS, agent_command
 from resume_cases import update_apart
 
 pytestmark = pytest.mark.slow  # whole runs, whose agents are processes
 
-# Each starts a process that leaves its group; a run that ends by itself ends that, too. One in a
-# few asks once and fails.
-AGENT = """
+# Each starts a process that leaves its group; a run that ends by itself ends that, too.
+AGENT = (
+    """
 import subprocess
 subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"],
                  start_new_session=True)
-messages = list(ROW["prompt"])
-for turn in range(3):
-    status, answer = post("/chat/completions", {"model": "policy", "messages": messages})
-    if status != 200 or answer["choices"][0]["finish_reason"] == "length":
-        break
-    messages += [answer["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
-    if int(os.environ["RLOO_SEED"]) % 7 == 0:
-        raise SystemExit(3)
-post("/rloo/reward", {"reward": len(messages[-1]["content"]) % 5})
 """
+    + SHORT_TALKS
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +68,7 @@ def test_a_trainer_that_is_killed_leaves_no_agent_and_samples_the_step_again(hom
     # Agents are quicker or slower, so that waves have other rows: equal but for rounding.
     assert update_apart(whole, found) < 1e-4
     assert (found / "ledger.jsonl").read_text() == (whole / "ledger.jsonl").read_text()
-    assert _said(found) == _said(whole)
-
-
-def _said(run):
-    """What every sampled turn said, and why its episode ended."""
-    lines = [line for p in sorted((run / "samples").iterdir()) for line in p.open()]
-    rows = map(json.loads, lines)
-    return [([t["text"] for t in row["turns"]], row["episode"]["ended_by"]) for row in rows]
+    assert said_in(found) == said_in(whole)
 
 
 def _has_mark(process, folder):

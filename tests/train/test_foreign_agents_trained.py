@@ -148,7 +148,6 @@ PAIR = ("distributed=ddp", "distributed.num_processes=2")
         (["agent.port=4000", *PAIR], "agent.port = 4000 for several"),
         (["agent.command=null", *PAIR], "agent.command is null, and 2 ranks sample"),
         (["agent.command=null", "distributed=ddp"], "agent.command is null, and several ranks"),
-        (["generation=vllm_server", *PAIR], "vllm_server train in one process"),
         (["agent.max_seconds=600", *PAIR], "agent.max_seconds = 600 is not less than"),
         (["agent=tools", "agent.tools=[a.py:b]", "agent.max_tool_s=80", *PAIR],
          "agent.max_tool_s = 80 times 8 turns is not less than distributed.timeout_s = 600"),

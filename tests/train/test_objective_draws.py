@@ -125,7 +125,9 @@ def try_draw(bench: Bench, number: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, PARTS))]
+)
 def test_an_update_is_what_the_formulas_say_under_any_switches_the_fast_way_too(bench, part):
     numbers = ONLY[part::PARTS] if ONLY else range(part, DRAWS, PARTS)
     wrong = []

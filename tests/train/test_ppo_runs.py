@@ -163,7 +163,6 @@ def test_two_ranks_make_the_update_of_one_process(fast: dict[str, str], tmp_path
 # What is refused, before torch.
 
 REFUSED = {  # all at once: the key that is wrong, and the way out
-    "distributed.engine=zero2": "distributed=ddp",
     "algorithm.baseline=loo": "algorithm.baseline=value",
     "algorithm.kl_credit=sequence": "algorithm.kl_credit=to_go",
     "algorithm.normalize_advantages=true": "algorithm.normalize_advantages=false",
@@ -184,10 +183,14 @@ def refused(*words: str) -> list[Any]:
 def test_what_ppo_cannot_do_is_refused_with_the_way_out() -> None:
     found = [p.fix for p in refused(*REFUSED)]
     assert [fix for fix in REFUSED.values() if fix not in found] == []
-    sharded = [p.fix for p in refused("lora=default", "distributed=fsdp2")]
-    assert {"model.lora=null", "distributed=ddp"} <= set(sharded)
     assert any("does not exist" in p.what for p in refused("model.value.path=./nowhere"))
     assert len(refused("algorithm.gamma=1.5", "algorithm.vf_coef=-1.0")) == 2
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_ppo_goes_with_every_engine_and_with_an_adapter(engine: str) -> None:
+    words = ["+recipe=smoke", "algorithm=ppo", "lora=default", f"distributed={engine}"]
+    assert check.check_config(compose_config(words)).distributed.engine == engine
 
 
 def test_no_other_algorithm_has_a_value_as_its_baseline() -> None:

@@ -10,7 +10,7 @@ from hook_calls import rloo
 from policy_cases import groups, packed, rollout
 
 from rloo_cli.data.batch import Batch, Group
-from rloo_cli.data.bin_packing import split_chunks
+from rloo_cli.data.bin_packing import ForwardCost, ForwardLimits, split_chunks
 from rloo_cli.data.packing import store_column
 from rloo_cli.distributed.world import cpu_world
 from rloo_cli.train.minibatches import plan_updates
@@ -161,10 +161,10 @@ def test_without_a_reference_there_is_no_kl():
 def run(num_minibatches=1, micro_groups=2, **changes):
     settings = config(num_minibatches=num_minibatches, num_generations=K, **changes)
     generation = SimpleNamespace(max_completion_length=100)
-    train = SimpleNamespace(forward_all=True)
+    train = SimpleNamespace(forward_all=True, micro_batch_order="balanced")
     whole = SimpleNamespace(seed=1, algorithm=settings, generation=generation, train=train)
     whole.agent = None
-    limits = SimpleNamespace(completions=K * micro_groups)
+    limits = ForwardLimits(ForwardCost(1, 1, 1, 1, 1), 1000, 1000, K * micro_groups)
     engine = SimpleNamespace(lockstep=False)
     return SimpleNamespace(
         config=whole,
@@ -172,6 +172,9 @@ def run(num_minibatches=1, micro_groups=2, **changes):
         forward_limits=limits,
         world=cpu_world(),
         engine=engine,
+        policy=SimpleNamespace(layout="shared"),
+        forward_plan=SimpleNamespace(summed=False),
+        stream=None,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from rloo_cli.config.agent import VLLM_PREFIX
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.old_names import list_nearest_first, nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -189,8 +189,8 @@ def vllm_parser(name: str, tokenizer: Any, schemas: Sequence[JsonObject]) -> Cal
     names = ToolParserManager.list_registered()
     if name not in names:
         near = nearest_names(name, names)
-        listed = ", ".join([*near, *(n for n in names if n not in near)][:LISTED])
-        what, why = f"agent.parser = vllm:{name}: vLLM has no such parser", f"it has: {listed}, ..."
+        what = f"agent.parser = vllm:{name}: vLLM has no such parser"
+        why = f"it has: {list_nearest_first(near, names, LISTED)}"
         fix = f"agent.parser=vllm:{near[0]}" if near else "vllm serve --help: --tool-call-parser"
         raise ConfigError(Problem(what, "agent.parser", why, fix))
     asked = [{"role": "user", "content": ""}]

@@ -80,6 +80,7 @@ class Episode:
             calls=calls,
             observation=self.new_messages,
             begins_row=self.row > 0 and self.row not in self.rows,
+            sampling_mask=sampled.sampling_mask,
         )
         self.turns.append(turn)
         self.rows.append(self.row)

@@ -38,7 +38,9 @@ class ToolCalls:
         if not episode.environment.is_stateful:
             return
         spec = episode.environment.class_spec
-        row = {**episode.group.example, "prompt": episode.group.prompt}
+        row, prompt = dict(episode.group.example), episode.group.prompt
+        if any(m["content"] for m in prompt if m["role"] == "user"):  # type: ignore[index]
+            row["prompt"] = prompt  # not where reset says all of the first turn
         message = {"do": "reset", "spec": spec, "row": row}
         answer = self._ask_environment(episode, message | self._limits(episode, 0))
         if answer is not None and "error" in answer:

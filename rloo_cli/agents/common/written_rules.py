@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_cli.agents.common.turn_rendering import PROBE, TurnRenderer, tool_message
 from rloo_cli.config.agent import RENDERERS, RENDERERS_PREFIX
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.old_names import list_nearest_first, nearest_names
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -120,10 +120,10 @@ def _load_rules(name: str | None, model_path: str, tokenizer: "PreTrainedTokeniz
     config = config_from_name(chosen) if chosen is not None and chosen in known else None
     if config is None:
         near = nearest_names(name, known) if name else []
-        listed = ", ".join([*near, *(n for n in known if n not in near)][:LISTED])
+        listed = list_nearest_first(near, known, LISTED)
         what = f"renderers has no rules {f'named {name}' if name else f'for {model_path}'}"
         fix = f"{KEY}={RENDERERS_PREFIX}{near[0] if near else 'NAME'}, or {KEY}=difference"
-        raise ConfigError(Problem(what, KEY, f"it has: {listed}, ...", fix))
+        raise ConfigError(Problem(what, KEY, f"it has: {listed}", fix))
     try:
         return create_renderer(tokenizer, config)
     except Exception as error:  # a tokenizer without the tokens that its rules use

@@ -47,10 +47,10 @@ class ToolWorker:
     def _reset(self, message: JsonObject) -> JsonObject:
         self.environment = registry.load_code(message["spec"])()
         row = message["row"] | {"seed": message["row"].get("seed", message["seed"])}
-        taken = inspect.signature(self.environment.reset).parameters.values()
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken):
-            row = {n: v for n, v in row.items() if n in {p.name for p in taken}}
-        elif "seed" not in message["row"]:  # its own columns are what it expects
+        taken = inspect.signature(self.environment.reset).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+            row = {n: v for n, v in row.items() if n in taken}
+        elif "seed" not in taken:  # its own columns are what it expects
             row = message["row"]
         told = _run(self.environment.reset, row)
         return {"text": None if told is None else _as_text(told, message), **self._state()}
@@ -102,10 +102,22 @@ async def _wait_for(awaitable: Any) -> Any:
 
 def _as_text(told: object, message: JsonObject) -> str:
     """What a tool returned as a text, as TRL has it: str(). Too long a text is cut here already."""
-    text = told if isinstance(told, str) else str(told)
+    text = told if isinstance(told, str) else _joined_parts(told) or str(told)
     # A lone surrogate is no text that can be sent or tokenised.
     clean = text[: message["max_characters"]].encode("utf-8", errors="replace").decode()
     return clean
+
+
+def _joined_parts(told: object) -> str | None:
+    """The text of a list of content parts; None for anything else. Raises ValueError for images."""
+    if not isinstance(told, list) or not told:
+        return None
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in told]
+    if any(isinstance(kind, str) and "image" in kind for kind in kinds):
+        raise ValueError("a part that is an image: only texts can be told to the model")
+    if kinds != ["text"] * len(told):
+        return None
+    return "".join(str(part.get("text", "")) for part in told)
 
 
 def _public_values(environment: object) -> JsonObject:

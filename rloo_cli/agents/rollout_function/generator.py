@@ -211,7 +211,7 @@ class _FunctionStep:
             if asked == before and sampled.completion_ids == ids:
                 return Rollout(
                     ids, sampled.text, sampled.finish_reason, sampled.terminated, row.seed,
-                    sampled.weight_version, logps,
+                    sampled.weight_version, logps, sampling_mask=sampled.sampling_mask,
                 )  # fmt: skip
         stops = self.rules.stop_ids
         ended = ids[-1] in stops

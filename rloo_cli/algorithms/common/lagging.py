@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import importance_weights
+from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.utils.errors import Problem
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
     """What an algorithm's settings cannot do with completions that older weights sampled."""
     generation = run.generation
-    if generation.overlap == "none":
+    if generation.overlap in SAME_WEIGHTS_OVERLAP:
         return
     asked = f"generation.overlap={generation.overlap}"
     passes, parts = config.num_iterations, config.num_minibatches
@@ -41,7 +42,16 @@ def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
             " values, which older weights did not have",
             "generation.overlap=none",
         )
-    if config.needs_reference and config.kl_temperature == "one" and generation.temperature != 1:
+    if config.needs_greedy and generation.overlap == "carry":
+        yield Problem(
+            f"{asked} samples no greedy completions",
+            "generation.overlap",
+            f"algorithm={config.name} compares a prompt's completions with its greedy one, which"
+            " would be of other weights than they are",
+            "generation.overlap=ahead",
+        )
+    measured = config.needs_reference or config.teacher_server is not None
+    if measured and config.kl_temperature == "one" and generation.temperature != 1:
         yield Problem(
             f"{asked} measures the KL where the completions were sampled",
             "algorithm.kl_temperature",

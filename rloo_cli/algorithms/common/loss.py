@@ -28,6 +28,7 @@ class LossInputs:
     kl_logp: Tensor | None = None  # (N,) logp at the KL's temperature, where that is another
     entropy: Tensor | None = None  # (N,) with gradient where entropy_coef is not 0
     num_tokens: float = 1.0  # of the whole update, for the mean of the entropy
+    divergence: Tensor | None = None  # (N,) from a teacher's whole distributions, with gradient
 
 
 def micro_batch_loss(inputs: LossInputs, config: Switches) -> policy_loss.Loss:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rloo_cli.algorithms.common.importance_weights import Weights
     from rloo_cli.data.packing import MicroBatch
 
-SAPO = {"positive": 1.0, "negative": 1.05}  # temperatures, TRL's defaults
 VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}  # k and lambda
 LEAST = log(1e-8)  # the smallest log weight of VESPO
 
@@ -29,12 +28,11 @@ def cispo_term(logp: Tensor, ratio: Tensor, advantage: Tensor, cap: float) -> Te
     return -ratio.detach().clamp(max=cap) * advantage * logp
 
 
-def sapo_term(ratio: Tensor, advantage: Tensor) -> Tensor:
+def sapo_term(ratio: Tensor, advantage: Tensor, up: float, down: float) -> Tensor:
     """-f(rho) A with f(x) = sigmoid(t (x - 1)) 4 / t: a soft gate, whose slope at 1 is 1.
 
-    t is 1 where A > 0, else 1.05. (U,), (U,) -> (U,)
+    t is `up` where A > 0, else `down`. (U,), (U,) -> (U,)
     """
-    up, down = SAPO["positive"], SAPO["negative"]
     t = advantage.new_tensor(up).where(advantage > 0, advantage.new_tensor(down))
     return -(t * (ratio - 1)).sigmoid() * 4 / t * advantage
 

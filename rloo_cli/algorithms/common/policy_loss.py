@@ -8,7 +8,7 @@ clipped surrogate is PPO's (arXiv 1707.06347, eq. 7), `delta` dual-clip PPO's (a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from rloo_cli.algorithms.common import loss_types
 from rloo_cli.algorithms.common.importance_weights import Weights
@@ -35,8 +35,21 @@ class Config(Frozen):
         "Clip the ratio above 1 + epsilon_high; null = epsilon. With cispo the cap of weights",
         ge=0,
     )
+    epsilon_tokens: int | None = key(
+        "Widen the clip range of a completion of T tokens, more than these, to the power"
+        " sqrt(T / epsilon_tokens): (1 - epsilon)^s to (1 + epsilon_high)^s; null = one range",
+        since="0.2",
+        before=None,
+        ge=1,
+    )
     delta: float | None = key("Bounds the ratio for A<0, above 1 + epsilon_high; null = off", gt=1)
     log_ratio_clamp: float = key("Log-ratios are clamped to +- this, so exp is finite", gt=0)
+    sapo_temperature_pos: float = key(
+        "policy_loss=sapo: steepness of the gate where A > 0", since="0.2", before=1.0, gt=0
+    )
+    sapo_temperature_neg: float = key(
+        "policy_loss=sapo: steepness of the gate where A <= 0", since="0.2", before=1.05, gt=0
+    )
     allow_stale: bool = key("Let policy_loss=reinforce make several updates per step")
     off_policy_threshold: float | None = key(
         "Leave completions with A<0 out of the policy term whose tokens' log-probabilities fell by"
@@ -103,12 +116,33 @@ def policy_ratios(
     return d.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
 
 
-def clipped_term(ratio: Tensor, advantage: Tensor, config: Config) -> Tensor:
+def clip_range(config: Config, micro_batch: MicroBatch) -> tuple[float | Tensor, float | Tensor]:
+    """The ratios between which nothing is clipped; (S,) each with epsilon_tokens.
+
+    The ratio of a completion is a product over its tokens: noise of sigma a token makes its log
+    sigma * sqrt(T), and so do these bounds grow. Where T <= epsilon_tokens they are as written.
+    """
+    low, high = 1 - config.epsilon, config.upper
+    if config.epsilon_tokens is None:
+        return low, high
+    tokens = _sum_by_sequence(micro_batch.mask, micro_batch)
+    power = (tokens / config.epsilon_tokens).clamp(min=1).sqrt()
+    return max(low, 0.0) ** power, high**power
+
+
+def clipped_term(
+    ratio: Tensor,
+    advantage: Tensor,
+    config: Config,
+    bounds: tuple[float | Tensor, float | Tensor] | None = None,
+) -> Tensor:
     """-min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A), at most -delta A where A < 0.
 
-    (U,), (U,) -> (U,)
+    `bounds`: those of `clip_range`, where lengths move them. (U,), (U,) -> (U,)
     """
-    gain = (ratio * advantage).minimum(ratio.clamp(1 - config.epsilon, config.upper) * advantage)
+    low, high = bounds or (1 - config.epsilon, config.upper)
+    inside = ratio.clamp(cast("Tensor", low), cast("Tensor", high))  # both numbers or both tensors
+    gain = (ratio * advantage).minimum(inside * advantage)
     if config.delta is not None:
         gain = gain.where(advantage >= 0, gain.maximum(config.delta * advantage))
     return -gain
@@ -140,9 +174,11 @@ def policy_term(
     elif kind == "cispo":
         term = loss_types.cispo_term(logp, _to_tokens(ratio, micro_batch), a, config.cap)
     elif kind == "sapo":
-        term = loss_types.sapo_term(ratio, a)
+        term = loss_types.sapo_term(
+            ratio, a, config.sapo_temperature_pos, config.sapo_temperature_neg
+        )
     else:
-        term = clipped_term(ratio, a, config)
+        term = clipped_term(ratio, a, config, clip_range(config, micro_batch))
     if kind == "luspo":  # counts once for each of its tokens
         term = term * _sum_by_sequence(micro_batch.mask, micro_batch)
     if weights is None:
@@ -191,8 +227,9 @@ def build_loss(
     if advantage.shape != unit.shape:  # kl_credit=to_go needs reinforce here: nothing clips
         advantage, counted = ratio.new_zeros(unit.shape), counted & False
     clips = counted & config.clips
-    low = clips & (ratio < 1 - config.epsilon) & (advantage < 0)
-    high = clips & (ratio > config.upper) & (advantage > 0)
+    lowest, highest = clip_range(config, micro_batch)
+    low = clips & (ratio < lowest) & (advantage < 0)
+    high = clips & (ratio > highest) & (advantage > 0)
     capped = None
     if config.policy_loss == "cispo":
         capped = counted & (ratio > config.cap) & (advantage > 0)

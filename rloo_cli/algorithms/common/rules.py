@@ -16,11 +16,13 @@ from rloo_cli.algorithms.common import (
     lagging,
     policy_loss,
     siblings,
+    streaming,
     turn_credit,
 )
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config import registry
-from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
 
 OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # baseline -> the only algorithm that has it
@@ -97,6 +99,7 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _shaping_problems(config)
     yield from _correction_problems(config, run)
     yield from lagging.lagging_problems(run, config)
+    yield from streaming.streaming_problems(run, config)
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
 
@@ -107,7 +110,7 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     yield from dialect.dialect_differences(run, config)
     yield from _kl_warnings(config)
     yield from siblings.sibling_warnings(config)
-    filters = _sampling_filters(generation)
+    filters = inexact_settings(generation)
     if (
         filters
         and importance_weights.correction_mode(config, _sampler(run), generation.overlap) == "none"
@@ -118,7 +121,8 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.ratio_level=sequence, {num_updates} updates per step: noise of"
             f" {TOKEN_NOISE} per token over {max_length} tokens alone clips"
-            f" {share:.0%} of the completions; widen epsilon, or ratio_level=token or geometric"
+            f" {share:.0%} of the completions; widen epsilon, algorithm.epsilon_tokens=N for long"
+            " ones, or ratio_level=token or geometric"
         )
     rule = config.overlong_penalty
     if rule is not None and rule.max_length - rule.cache >= max_length:
@@ -140,8 +144,9 @@ def clipped_by_noise(config: policy_loss.Config, num_tokens: int) -> float:
     if config.ratio_level != "sequence" or config.policy_loss != "clip":
         return 0.0
     noise = NormalDist(sigma=TOKEN_NOISE * sqrt(num_tokens))
-    low = log(1 - config.epsilon) if config.epsilon < 1 else -inf
-    return noise.cdf(low) + 1 - noise.cdf(log(config.upper))
+    power = sqrt(max(1.0, num_tokens / config.epsilon_tokens)) if config.epsilon_tokens else 1.0
+    low = power * log(1 - config.epsilon) if config.epsilon < 1 else -inf
+    return noise.cdf(low) + 1 - noise.cdf(power * log(config.upper))
 
 
 def _kl_problems(config: Switches) -> Iterator[Problem]:
@@ -198,6 +203,16 @@ def _ratio_problems(config: Switches) -> Iterator[Problem]:
             f"found {config.delta:g}; must be above 1 + epsilon_high = {config.upper:g}",
             "algorithm.delta=null, or a larger one",
         )
+    by_sequence = config.ratio_level == "sequence" and config.policy_loss == "clip"
+    if config.epsilon_tokens is not None and (not by_sequence or config.delta is not None):
+        yield Problem(
+            "epsilon_tokens widens the clip range of a completion's own ratio alone",
+            "algorithm.epsilon_tokens",
+            f"policy_loss is {config.policy_loss}, ratio_level {config.ratio_level}, delta"
+            f" {config.delta}",
+            "algorithm.ratio_level=sequence algorithm.policy_loss=clip algorithm.delta=null, or"
+            " algorithm.epsilon_tokens=null",
+        )
 
 
 def _shaping_problems(config: Switches) -> Iterator[Problem]:
@@ -253,18 +268,19 @@ def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
             "algorithm.correction.geometric_range=[0.8,1.25], or null",
         )
     mode = importance_weights.correction_mode(config, _sampler(run), generation.overlap)
-    filters = _sampling_filters(generation)
+    filters = inexact_settings(generation)
     if mode == "none" or not filters:
         return
     off = {"top_p": "1.0", "top_k": "0", "min_p": "null", "repetition_penalty": "1.0"}
-    off |= {"min_tokens": "0"}
+    off |= {"min_tokens": "0", "kwargs": "{}"}
     shown = rule.mode if rule.mode == mode else f"{rule.mode} ({mode} with {generation.backend})"
     yield Problem(
         "the sampler's log-probabilities cannot be corrected",
         "algorithm.correction.mode",
         f"correction.mode is {shown}, and generation.{', generation.'.join(filters)} cut or bend"
         " what is sampled: its log-probabilities are those of another distribution",
-        " ".join(f"generation.{f.split('=')[0]}={off[f.split('=')[0]]}" for f in filters)
+        (f"{MASK_KEY}=true, or " if not inexact_settings(generation, with_masks=True) else "")
+        + " ".join(f"generation.{f.split('=')[0]}={off[f.split('=')[0]]}" for f in filters)
         + ", or algorithm.correction.mode=none",
     )
 
@@ -305,19 +321,3 @@ def _kl_warnings(config: Switches) -> Iterator[str]:
         )
     if config.zero_std_groups == "drop":
         yield "algorithm.zero_std_groups=drop also drops those groups' pull towards the reference"
-
-
-def _sampling_filters(generation: GenerationConfig) -> list[str]:
-    """Sampling settings with which logp no longer describes the sampler, as `key=value`.
-
-    min_tokens is one: no stop id can be sampled before, so every other token is likelier.
-    """
-    stops = bool(generation.stop_token_ids) or not generation.ignore_eos
-    active = {
-        "top_p": generation.top_p < 1,
-        "top_k": generation.top_k > 0,
-        "min_p": bool(generation.min_p),
-        "repetition_penalty": generation.repetition_penalty != 1,
-        "min_tokens": generation.min_tokens > 0 and stops,
-    }
-    return [f"{name}={getattr(generation, name):g}" for name, on in active.items() if on]

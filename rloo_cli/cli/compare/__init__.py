@@ -25,10 +25,7 @@ and imports no torch.
 
 import json
 import os
-import sys
 from pathlib import Path
-
-from rich.console import Console
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare import charts, configurations, results, tables
@@ -189,10 +186,10 @@ def _write_files(
 def _print_comparison(
     comparison: results.Comparison, configs: list[Configuration], runs: list[RunRecord], out: Path
 ) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = answer_console(160)
     parts = [tables.terminal_table(tables.comparison_table(comparison), comparison.score)]
     if len(runs) == 2:
-        console.print(f"{runs[0].name} -> {runs[1].name}", markup=False)
+        console.print(clean_line(f"{runs[0].name} -> {runs[1].name}"), markup=False)
         changes = resume.describe_changes(_differing_values(*runs)) or ["the same config"]
         console.print("\n".join(map(clean_line, changes)), markup=False)
     else:
@@ -203,7 +200,8 @@ def _print_comparison(
     lines = [*tables.legend_lines(comparison), *results.conclusion_lines(comparison)]
     lines += [f"does not count: {line}" for line in tables.excluded_run_lines(comparison)]
     lines += [f"mind: {line}" for line in comparison.notes]
-    console.print("\n".join([*lines, f"written to {out}"]), markup=False, soft_wrap=True)
+    for line in [*lines, f"written to {out}"]:
+        console.print(clean_line(line), soft_wrap=True)
 
 
 def _differing_values(one: RunRecord, other: RunRecord) -> dict[str, list[object]]:

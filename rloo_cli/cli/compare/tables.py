@@ -219,8 +219,10 @@ def terminal_table(cells: Iterator[list[str]], title: str) -> Table | None:
     if not headings:
         return None
     width = max(len(line[0]) for line in [headings, *body])
-    first, rest = Column(headings[0], no_wrap=width <= MAX_LABEL_WIDTH), headings[1:]
-    table = Table(first, *rest, box=box.SIMPLE_HEAD, title=Text(title), title_justify="left")
+    first, *rest = [Text(clean_line(heading)) for heading in headings]
+    columns = [Column(first, no_wrap=width <= MAX_LABEL_WIDTH), *map(Column, rest)]
+    title_text = Text(clean_line(title))
+    table = Table(*columns, box=box.SIMPLE_HEAD, title=title_text, title_justify="left")
     for line in body:
         table.add_row(*[Text(clean_line(c)) for c in line])
     return table

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rloo_cli.config import template
@@ -219,7 +219,8 @@ def judge_table(judge: Judge, judged: JudgedSets) -> Table:
     title = f"preferred by {judge.description}, over {other}"
     if judge.reward is not None:
         title += " (its own preference, not a person's)"
-    shown = Table("judged", *judged.win_rates, box=box.SIMPLE_HEAD, title=Text(clean_line(title)))
+    sets = [Text(clean_line(name)) for name in judged.win_rates]
+    shown = Table("judged", *map(Column, sets), box=box.SIMPLE_HEAD, title=Text(clean_line(title)))
     columns = [_table_lines(win_rate) for win_rate in judged.win_rates.values()]
     for label in columns[0]:
         shown.add_row(label, *[column[label] for column in columns])

@@ -1,5 +1,8 @@
 """Pairs to be judged: a greedy completion and the text it is compared with, both stripped."""
 
+import csv
+import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,6 +50,21 @@ class JudgePair:
             "value": self.value,
             "verdicts": self.judge_answers,
         }
+
+
+CSV_COLUMNS = ("set", "row", "prompt", "ours", "theirs", "value")
+
+
+def pairs_to_csv(records: Sequence[JsonObject]) -> str:
+    """The lines of pairs.jsonl as a table; a prompt that is a conversation is JSON in it."""
+    file = io.StringIO()
+    table = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    for record in records:
+        prompt = record["prompt"]
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        table.writerow(record | {"prompt": text})
+    return file.getvalue()
 
 
 def pairs_of_set(

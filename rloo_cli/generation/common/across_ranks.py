@@ -12,6 +12,7 @@ import torch
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
+from rloo_cli.rewards.engine.failures import check_failures_of_ranks
 from rloo_cli.rewards.engine.scoring import Scores, ScoringStep
 from rloo_cli.utils.timers import StepTimer
 
@@ -33,18 +34,24 @@ def sample_and_score(
     """
     indices = world.rank_shard(len(groups))
     share = [groups[i] for i in indices]
+
+    def make_for_all_ranks(share: Sequence[Group]) -> ScoringStep:
+        scoring = make_scoring_step(share)
+        scoring.count_all_ranks(len(groups) * scoring.table.k)
+        return scoring
+
     if getattr(generator, "samples_on_rank0", False) and world.size > 1:
-        scoring = make_scoring_step(share) if share else None
+        scoring = make_for_all_ranks(share) if share else None
         with clock.phase("generation"):
             _sample_for_all_ranks(len(groups), indices, sample_groups, scoring)
         with clock.phase("reward"):
             parts = world.run_on_all_ranks(
                 lambda: None if scoring is None else scoring.wait_for_scores()
             )
-        return merge_scores([p for p in parts if p is not None])
+        return _merge_and_check(world, [p for p in parts if p is not None])
 
     def sample_share() -> tuple[list[list[Rollout]], Scores | None]:
-        return _sample_and_score_share(share, indices, sample_groups, make_scoring_step, clock)
+        return _sample_and_score_share(share, indices, sample_groups, make_for_all_ranks, clock)
 
     if world.size == 1:
         _, scores = sample_share()
@@ -54,7 +61,37 @@ def sample_and_score(
     all_rollouts = [rollouts for of_rank, _ in shares for rollouts in of_rank]
     for group, rollouts in zip(groups, all_rollouts, strict=True):
         group.take_rollouts(rollouts)
-    return merge_scores([scores for _, scores in shares if scores is not None])
+    return _merge_and_check(world, [scores for _, scores in shares if scores is not None])
+
+
+def _merge_and_check(world: World, scores_by_rank: Sequence[Scores]) -> Scores:
+    """The scores of all ranks as one. Raises RewardError, on all ranks, if too many rows failed."""
+    scores = merge_scores(scores_by_rank)
+    if scores.tolerated:  # the same on all ranks: one says it, and all leave with it
+        world.run_on_rank0(lambda: check_failures_of_ranks(scores.tolerated, scores.raw[0].numel()))
+    return scores
+
+
+def sample_only(
+    world: World,
+    generator: Generator,
+    groups: Sequence[Group],
+    sample_groups: Callable[[Sequence[int]], None],
+) -> None:
+    """Fill every group's rollouts, on every rank, where nothing is scored."""
+    if world.size == 1 or getattr(generator, "samples_on_rank0", False):
+        sample_groups(range(len(groups)))
+        return
+
+    def sample_share() -> list[list[Rollout]]:
+        share = world.rank_shard(len(groups))
+        if share:
+            sample_groups(share)
+        return [groups[i].rollouts for i in share]
+
+    shares = world.run_on_all_ranks(sample_share)
+    for group, rollouts in zip(groups, (r for of in shares for r in of), strict=True):
+        group.take_rollouts(rollouts)
 
 
 def _sample_and_score_share(
@@ -120,6 +157,7 @@ def merge_scores(scores_by_rank: Sequence[Scores]) -> Scores:
         extras=extras,
         metrics=metrics,
         warnings=list(dict.fromkeys(w for p in parts for w in p.warnings)),
+        tolerated=[failure for p in parts for failure in p.tolerated],
     )
 
 

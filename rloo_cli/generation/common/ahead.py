@@ -46,7 +46,9 @@ class AheadSampler:
 
     def start(self, step: int, prompt_offset: int, state: TrainerState) -> None:
         """Begin to draw the batch of step `step`, as `Rollouts.next_batch` does."""
-        assert self._thread is None and self.batch is None, "a batch is drawn already"
+        assert self._thread is None, "a batch is being drawn"
+        if self.batch is not None:  # a run that was stopped after the update had it
+            return
         self._arguments, self._error = (step, prompt_offset, state), None
         self._rng = capture_random_states()  # rewards may draw from the global generators
         self._started = time.perf_counter()

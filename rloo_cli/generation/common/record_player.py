@@ -55,7 +55,8 @@ class RecordPlayer:
         self.groups = {g.prompt_offset: g for g in batch.groups}
         self.rollouts = {(g.prompt_offset, r.seed): r for g in batch.groups for r in g.rollouts}
         offsets = [g.prompt_offset for g in batch.groups]
-        return RecordedDraws(offsets, batch.draws, batch.greedy)
+        greedy, pending, left_out = batch.greedy, batch.pending, batch.left_out
+        return RecordedDraws(offsets, batch.draws, greedy, pending, left_out)
 
     def play_recorded(
         self,

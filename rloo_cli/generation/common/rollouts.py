@@ -3,9 +3,10 @@
 Scores are combined and shaped here, before any KL, in the order of docs/OBJECTIVES.md.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.score import mask_truncated
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.data.batch import Batch, Group
+from rloo_cli.data.batch import Batch, Group, Rollout
 from rloo_cli.data.prompts import Prompts
+from rloo_cli.data.sampling_mask import mask_metrics
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator, RecordedGenerator, ignore_arrival
 from rloo_cli.generation.common import across_ranks
@@ -33,6 +35,13 @@ from rloo_cli.utils.timers import StepTimer
 GROUP_COLUMNS = ("score", "shaped", "scorable", "masked", "greedy", "plain")
 
 
+class SamplingWatcher(Protocol):
+    """What looks on while a step's completions are sampled and scored (overlap=stream)."""
+
+    def watch_round(self, groups: list[Group], scoring: ScoringStep) -> None:
+        """Take the groups that are about to be sampled, and their scoring."""
+
+
 @dataclass
 class Rollouts:
     """Makes a step's batch: takes prompts, samples completions, scores them."""
@@ -44,6 +53,7 @@ class Rollouts:
     rewards: list[Reward]
     clock: StepTimer
     world: World
+    watcher: SamplingWatcher | None = None
 
     def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
         """Take prompts from `prompt_offset` on, sample and score their completions.
@@ -54,13 +64,45 @@ class Rollouts:
         """
         if isinstance(self.generator, RecordedGenerator):
             return self._recorded_batch(self.generator, step, prompt_offset, state)
+
+        def sample_round(num_sampled: int, missing: int) -> Batch:
+            offset = prompt_offset + num_sampled
+            return self._sample_round(step, offset, num_sampled, missing, state)
+
+        return self._collect_rounds(sample_round)
+
+    def carried_batch(
+        self, step: int, take_groups: Callable[[int], list[Group]], state: TrainerState
+    ) -> Batch:
+        """A step's batch of groups that were sampled before; `take_groups(n)` returns n of them.
+
+        They are sorted by their prompts' offsets. Raises as `next_batch`.
+        """
+        context = self._reward_context(state)
+
+        def report_arrivals(
+            groups: list[Group], seeds: list[list[int]], arrived: Callable[[int], None]
+        ) -> None:
+            for index in range(len(groups)):
+                arrived(index)
+
+        def score_round(num_taken: int, missing: int) -> Batch:
+            groups = take_groups(missing)
+            seeds = [[r.seed for r in group.rollouts] for group in groups]
+            scores = self._sample_and_score(groups, seeds, context, report_arrivals)
+            scores.raw = poison_tensor("reward", scores.raw)
+            return self._build_batch(step, groups, scores)
+
+        return self._collect_rounds(score_round, sort=True)
+
+    def _collect_rounds(self, make_round: Callable[[int, int], Batch], sort: bool = False) -> Batch:
+        """A whole step of `make_round(prompts so far, prompts missing)`, until none is missing."""
         settings = self.algorithm.config
         missing = self.config.train.prompts_per_step
         rounds: list[Batch] = []
         num_sampled = 0
         while missing:
-            offset = prompt_offset + num_sampled
-            batch = self._sample_round(step, offset, num_sampled, missing, state)
+            batch = make_round(num_sampled, missing)
             num_sampled += missing
             if settings.zero_std_groups != "resample" or len(rounds) >= settings.max_resample:
                 rounds.append(batch)
@@ -69,6 +111,9 @@ class Rollouts:
             rounds.append(_select_groups(batch, spread))
             missing -= len(spread)
         whole = _concatenate_batches(rounds, num_sampled)
+        if sort:
+            offsets = [group.prompt_offset for group in whole.groups]
+            whole = _select_groups(whole, sorted(range(len(offsets)), key=offsets.__getitem__))
         self._finalize_batch(whole, num_sampled)
         return whole
 
@@ -80,16 +125,22 @@ class Rollouts:
             drawn = generator.recorded_draws(step)
             groups = [self.prompts.groups_at(offset, 1)[0] for offset in drawn.prompt_offsets]
         seeds = self._sampling_seeds(step, [n - prompt_offset for n in drawn.prompt_offsets])
-        context = RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
+        if drawn.pending is not None:
+            seeds = [self.offset_seeds(offset) for offset in drawn.prompt_offsets]
+        context = self._reward_context(state)
         scores = self._sample_and_score(groups, seeds, context, generator.play_recorded)
         batch = self._build_batch(step, groups, scores)
         batch.draws = drawn.num_draws
+        batch.pending, batch.left_out = drawn.pending, drawn.left_out
         if self.algorithm.config.needs_greedy and drawn.greedy_scores is not None:
             # The greedy completions themselves were not recorded.
             batch.greedy = drawn.greedy_scores
             batch.scorable = batch.scorable & ~batch.greedy.isnan()[:, None]
         self._finalize_batch(batch, drawn.num_draws)
         return batch
+
+    def _reward_context(self, state: TrainerState) -> RewardContext:
+        return RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
 
     def _sampling_seeds(self, step: int, indices: Iterable[int]) -> list[list[int]]:
         """The seeds of a step's prompts, given by their numbers in the step. -> K for each"""
@@ -98,6 +149,11 @@ class Rollouts:
             [sampling_seed(run_seed, "train", step, prompt, j) for j in range(k)]
             for prompt in indices
         ]
+
+    def offset_seeds(self, prompt_offset: int) -> list[int]:
+        """The seeds of a prompt that belongs to no step when it is begun (overlap=carry). -> K"""
+        k, run_seed = self.config.algorithm.num_generations, self.config.seed
+        return [sampling_seed(run_seed, "carry", 0, prompt_offset, j) for j in range(k)]
 
     def _sample_round(
         self,
@@ -110,7 +166,7 @@ class Rollouts:
         with self.clock.phase("data"):
             groups = self.prompts.groups_at(prompt_offset, num_prompts)
         seeds = self._sampling_seeds(step, range(offset_in_step, offset_in_step + num_prompts))
-        context = RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
+        context = self._reward_context(state)
         scores = self._sample_and_score(groups, seeds, context, self.generator.generate)
         scores.raw = poison_tensor("reward", scores.raw)
         batch = self._build_batch(step, groups, scores)
@@ -128,10 +184,31 @@ class Rollouts:
         def sample(indices: range, arrived: Callable[[int], None] = ignore_arrival) -> None:
             generate([groups[i] for i in indices], [seeds[i] for i in indices], arrived=arrived)
 
+        def make_scoring_step(share: Sequence[Group]) -> ScoringStep:
+            scoring = ScoringStep(self.rewards, share, context, len(seeds[0]))
+            if self.watcher is not None:
+                self.watcher.watch_round(groups, scoring)
+            return scoring
+
         return across_ranks.sample_and_score(
-            self.world, self.generator, groups, sample,
-            lambda share: ScoringStep(self.rewards, share, context, len(seeds[0])), self.clock,
-        )  # fmt: skip
+            self.world, self.generator, groups, sample, make_scoring_step, self.clock
+        )
+
+    def provisional_batch(self, step: int, groups: list[Group], raw: Tensor) -> Batch:
+        """The step's batch while some groups are not scored yet: their rows of `raw` are NaN.
+
+        It is made as the whole one, from tensors of the same shapes, so rows of groups that are
+        scored have the same bits, as far as no shaping looks at other groups. Groups without
+        rollouts get blank ones. (F, P, K) float64
+        """
+        blank = [Rollout([0], "", "length", True, 0, 0)] * raw.shape[2]
+        filled = [group if group.rollouts else replace(group, rollouts=blank) for group in groups]
+        weights = torch.tensor([r.config.weight for r in self.rewards], dtype=torch.float64)
+        scores = Scores(raw, [r.name for r in self.rewards], weights, {}, {})
+        batch = self._build_batch(step, filled, scores)
+        self._finalize_batch(batch, len(groups))
+        batch.groups = groups
+        return batch
 
     def _add_greedy(self, batch: Batch, seeds: list[list[int]], context: RewardContext) -> None:
         """Answer each prompt once more, greedily; without a score for it the group has none."""
@@ -196,6 +273,7 @@ class Rollouts:
             fix = "easier or harder prompts, or algorithm.zero_std_groups=keep"
             raise NumbersError(Problem(what, where, _flat_groups_text(batch), fix))
         batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
+        batch.facts |= mask_metrics(r.sampling_mask for g in batch.groups for r in g.rollouts)
         batch.facts["groups/dropped"] = len(dropped)
         batch.facts["groups/resampled"] = num_sampled - len(batch.groups)
 

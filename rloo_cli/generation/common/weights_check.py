@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rloo_cli.config.rules_sampling import inexact_settings
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.batch import Rollout
 from rloo_cli.utils.errors import GenerationError, Problem
@@ -18,8 +19,14 @@ class TokenLogprobs:
 
     prompt_offset: int
     completion_index: int  # among its siblings
-    trainer_logp: Tensor  # (S,)
+    trainer_logp: Tensor  # (S,), or of the last of its tokens alone
     rollout: Rollout
+
+    @property
+    def sampler_logp(self) -> list[float] | None:
+        """The sampler's log-probabilities of the same tokens."""
+        logp = self.rollout.sampled_logp
+        return None if logp is None else logp[len(logp) - len(self.trainer_logp) :]
 
 
 def check_same_weights(
@@ -28,12 +35,11 @@ def check_same_weights(
     """Raise GenerationError (exit 6) if the two differ by more than rounding explains.
 
     `step` counts from 0. `tolerance`: rms nats per token. With top_p and other filters they cannot
-    be compared.
+    be compared, unless the ids that were let through are known (generation.return_sampling_mask).
     """
-    bent = generation.top_p < 1 or generation.top_k or generation.min_p
-    if bent or generation.repetition_penalty != 1 or generation.min_tokens:
+    if inexact_settings(generation):
         return
-    compared = [(c, logp) for c in completions if (logp := c.rollout.sampled_logp) is not None]
+    compared = [(c, logp) for c in completions if (logp := c.sampler_logp) is not None]
     if not compared:
         return
     # All at once: one completion after the other takes longer than the update on a GPU.
@@ -48,7 +54,7 @@ def check_same_weights(
     lengths = torch.tensor([len(logp) for _, logp in compared])
     worst, _ = compared[int(torch.searchsorted(lengths.cumsum(0), int(gap.argmax()), right=True))]
     where = f"completion {worst.completion_index} of draw {worst.prompt_offset}"
-    versions = sorted({c.rollout.weight_version for c, _ in compared})
+    versions = sorted({c.rollout.last_version for c, _ in compared})
     why = (
         f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at most"
         f" {tolerance:g}; most in {where}: {float(gap.max()):.4g}; the completions say they are of"

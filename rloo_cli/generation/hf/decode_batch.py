@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rloo_cli.data.media import Media, MediaInputs, axis_positions, media_of_rows
+from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.generation.hf.sampling import seeded_uniforms
 from rloo_cli.generation.transformers import Config
 
@@ -23,11 +25,31 @@ class DecodeSequence:
     """One completion that is being sampled."""
 
     group_index: int  # index in the groups of the call
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # what is read before the first token that is sampled here
     seed: int
     completion_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     finish_reason: str | None = None  # why it ended; None = it has not ended
+    number: int = 0  # of the completion in the call
+    kept_ids: list[int] = field(default_factory=list)  # the completion's own ids in `prompt_ids`
+    sampling_mask: SamplingMask | None = None  # of completion_ids; None = it is not kept
+    media: Media | None = None  # the prompt's images
+
+    @property
+    def all_ids(self) -> list[int]:
+        """The whole completion's ids."""
+        return self.kept_ids + self.completion_ids if self.kept_ids else self.completion_ids
+
+    @property
+    def padding_id(self) -> int:
+        """An id of its own prompt, but none that stands for a part of an image."""
+        image = None if self.media is None else self.media.vision.image_token_id
+        return next((i for i in self.prompt_ids if i != image), 0)
+
+    @property
+    def position_shift(self) -> int:
+        """How far its positions are beyond its number of tokens: an image takes few positions."""
+        return 0 if self.media is None else self.media.next_position - len(self.prompt_ids)
 
 
 @dataclass
@@ -39,6 +61,7 @@ class DecodeBatch:
     input_ids: Tensor  # (R, W + L) ids; padding repeats the sequence's own first id
     num_padding: Tensor  # (R, 1) tokens of padding on the left
     uniforms: Tensor  # (R, L)
+    position_shift: Tensor  # (R, 1) what is added to the positions of completions
     cache: Any = None  # a SharedPrefixCache, or what the model returns as past_key_values
 
     @classmethod
@@ -50,7 +73,7 @@ class DecodeBatch:
         padding = [width - len(s.prompt_ids) for s in sequences]
         # The repetition penalty counts every id: padding may only repeat an id of the prompt.
         ids = [
-            s.prompt_ids[:1] * n + s.prompt_ids + [0] * max_completion_length
+            [s.padding_id] * n + s.prompt_ids + [0] * max_completion_length
             for s, n in zip(sequences, padding, strict=True)
         ]
         return cls(
@@ -59,6 +82,7 @@ class DecodeBatch:
             input_ids=torch.tensor(ids, device=device),
             num_padding=torch.tensor(padding, device=device)[:, None],
             uniforms=seeded_uniforms([s.seed for s in sequences], max_completion_length).to(device),
+            position_shift=torch.tensor([[s.position_shift] for s in sequences], device=device),
         )
 
     def attention_mask(self, end: int) -> Tensor:
@@ -66,16 +90,34 @@ class DecodeBatch:
         return (torch.arange(end, device=self.num_padding.device) >= self.num_padding).long()
 
     def position_ids(self, start: int, end: int) -> Tensor:
-        """Positions counted from each prompt's first token; 0 on padding. (R, end - start)"""
+        """Positions counted from each prompt's first token; 0 on padding. (R, end - start)
+
+        Those of a completion go on from its prompt's images, whose own are `prompt_images`'.
+        """
         positions = torch.arange(start, end, device=self.num_padding.device)
-        return (positions - self.num_padding).clamp(min=0)
+        positions = (positions - self.num_padding).clamp(min=0)
+        return positions if start < self.prompt_width else positions + self.position_shift
+
+    def prompt_images(self) -> tuple[Tensor, MediaInputs | None]:
+        """The positions of the prompts, and their images, one prompt in each row.
+
+        (R, W), or (3, R, W) on several axes; without images the plain positions, and None
+        """
+        plain = self.position_ids(0, self.prompt_width)
+        ids = self.input_ids[:, : self.prompt_width].cpu()
+        media, rows = [s.media for s in self.sequences], list(range(len(self.sequences)))
+        shown = media_of_rows(media, rows, ids)
+        if shown is None:
+            return plain, None
+        axes = torch.stack(axis_positions(media, rows, list(plain.cpu())), 1).to(plain.device)
+        return axes[0] if len(axes) == 1 else axes, shown.move_to(plain.device)
 
     def keep_sequences(self, indices: list[int]) -> None:
         """Drop every other sequence."""
         index = torch.tensor(indices, device=self.num_padding.device)
         self.sequences = [self.sequences[i] for i in indices]
         self.input_ids, self.num_padding = self.input_ids[index], self.num_padding[index]
-        self.uniforms = self.uniforms[index]
+        self.uniforms, self.position_shift = self.uniforms[index], self.position_shift[index]
         self.cache.batch_select_indices(index)
 
 

@@ -10,16 +10,27 @@ that no pad id can be taken for EOS.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rloo_cli.config.rules_sampling import keeps_masks
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.generation import check_prompt_lengths, ignore_arrival, logprob_tolerance
+from rloo_cli.data.sampling_mask import SamplingMask, too_many_ids
+from rloo_cli.generation import (
+    OnLength,
+    check_prompt_lengths,
+    ignore_arrival,
+    ignore_length,
+    logprob_tolerance,
+)
+from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
 from rloo_cli.generation.common.stop_rule import StopRule
 from rloo_cli.generation.hf import decode_batch, sampling
 from rloo_cli.generation.hf.decode_batch import DecodeSequence
@@ -28,6 +39,7 @@ from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.generation.transformers import Config
 from rloo_cli.policy.model import Policy, in_eval_mode
 from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.policy.vision import image_token_ids
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
@@ -60,10 +72,21 @@ class TransformersGenerator:
         self.tolerance = config.logp_tolerance or by_dtype
         self.repeated_prefix, self.shared_prefix = RepeatedPrefix(model), SharedPrefix(model)
         self.logged_reasons: set[str] = set()
+        self.on_length: OnLength = ignore_length
+        self.image_token_ids = sorted(image_token_ids(model.config))
 
     def load(self, policy: Policy, version: int) -> None:
         """Note the version: the weights are the policy's own."""
         self.version = version
+
+    @contextmanager
+    def watch_lengths(self, on_length: OnLength) -> Iterator[None]:
+        """Report inside how many tokens each completion will have at least."""
+        self.on_length = on_length
+        try:
+            yield
+        finally:
+            self.on_length = ignore_length
 
     def close(self) -> None:
         """Do nothing: the sampler holds nothing between calls."""
@@ -87,10 +110,12 @@ class TransformersGenerator:
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         family = [
-            [DecodeSequence(i, group.prompt_ids, seed) for seed in group_seeds]
+            [DecodeSequence(i, group.prompt_ids, seed, media=group.media) for seed in group_seeds]
             for i, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True))
         ]
         sequences = [sequence for siblings in family for sequence in siblings]
+        for number, sequence in enumerate(sequences):
+            sequence.number = number
 
         def ended(row: DecodeSequence) -> None:
             if all(sibling.finish_reason is not None for sibling in family[row.group_index]):
@@ -98,6 +123,61 @@ class TransformersGenerator:
                 groups[row.group_index].rollouts = [self._to_rollout(s) for s in siblings]
                 arrived(row.group_index)
 
+        self._decode_all(sequences, greedy, temperature, ended)
+
+    def make_ready(self, groups: list[Group]) -> None:
+        """Check the prompts' lengths; there is nothing to connect to."""
+        check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
+
+    def extend(
+        self,
+        groups: list[OpenGroup],
+        ended: Callable[[OpenGroup], None],
+        interrupted: Event,
+    ) -> None:
+        """Sample unfinished completions on (`CarryingGenerator.extend`).
+
+        Prompt and kept tokens are read again with the weights as they are now.
+        """
+        version, owners = self.version, dict[int, tuple[OpenGroup, OpenCompletion]]()
+        sequences: list[DecodeSequence] = []
+        for group in groups:
+            prompt, shared = group.group.prompt_ids, -1 - len(sequences)
+            for c in group.unfinished:
+                # Siblings without a token share a prefix, the prompt; others have their own.
+                index = len(sequences) if c.ids else shared
+                sequence = DecodeSequence(index, prompt + c.ids, c.segment_seed)
+                sequence.kept_ids = list(c.ids)
+                sequences.append(sequence)
+                owners[id(sequence)] = group, c
+
+        def finished(sequence: DecodeSequence) -> None:
+            group, completion = owners.pop(id(sequence))
+            _add_tokens(completion, sequence, version)
+            if not group.unfinished:
+                ended(group)
+
+        sequences.sort(key=lambda s: s.group_index)  # siblings are neighbours
+        try:
+            self._decode_all(sequences, False, None, finished, interrupted)
+        finally:
+            for sequence in sequences:
+                if (owner := owners.get(id(sequence))) is not None:
+                    _add_tokens(owner[1], sequence, version)
+
+    def handle_engine_loss(self, error: Exception) -> None:
+        """Raise the error: this sampler is no engine that could come back."""
+        raise error
+
+    def _decode_all(
+        self,
+        sequences: list[DecodeSequence],
+        greedy: bool,
+        temperature: float | None,
+        on_finished: Callable[[DecodeSequence], None],
+        interrupted: Event | None = None,
+    ) -> None:
+        """Sample these completions, batch by batch, to their ends or until `interrupted`."""
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
         with in_eval_mode(self.model), native_attention(self.model), torch.no_grad():
@@ -107,7 +187,7 @@ class TransformersGenerator:
                 trigger_fault("gen.request")
                 prefix = self._choose_prefix(batch)
                 with prefix.decoding_attention():
-                    self._decode(prefix, batch, greedy, temperature, ended)
+                    self._decode(prefix, batch, greedy, temperature, on_finished, interrupted)
 
     def _decode(
         self,
@@ -116,21 +196,33 @@ class TransformersGenerator:
         greedy: bool,
         temperature: float | None,
         on_finished: Callable[[DecodeSequence], None],
+        interrupted: Event | None = None,
     ) -> None:
         """Sample these completions to their ends, in one batch; calls `on_finished` with each."""
-        state, logits = prefix.prefill(sequences, self.config.max_completion_length)
+        if interrupted is not None and interrupted.is_set():
+            return
+        state, logits = prefix.prefill(sequences, self._longest_rest(sequences))
         width, config = state.prompt_width, self.config
         if temperature is not None:
             config = config.model_copy(update={"temperature": temperature})
+        elif not greedy and keeps_masks(config):  # of completions that are trained on
+            for sequence in sequences:
+                sequence.sampling_mask = SamplingMask()
         stop_ids = self.stop_rule.stop_ids
         process = sampling.logits_processors(config, stop_ids, width, greedy, logits.device)
         for end in range(width, state.input_ids.shape[1]):
             signals.raise_if_stopped()
             trigger_fault("gen.chunk")
+            if interrupted is not None and interrupted.is_set():
+                return
+            if self.image_token_ids:  # a sampled one would want an image
+                logits[:, self.image_token_ids] = -math.inf
             scores = process(state.input_ids[:, :end], logits)
             uniform = None if greedy else state.uniforms[:, end - width]
             tokens, logp = sampling.sample_tokens(scores, uniform)
             state.input_ids[:, end] = tokens
+            if state.sequences[0].sampling_mask is not None:
+                self._record_masks(state.sequences, *sampling.allowed_ids(scores))
             self._record(state.sequences, tokens.tolist(), logp.tolist(), on_finished)
             alive = [i for i, s in enumerate(state.sequences) if s.finish_reason is None]
             if not alive:
@@ -156,14 +248,29 @@ class TransformersGenerator:
                 raise NumbersError(Problem("the model's logits are not finite", where, fix=fix))
             ids.append(token)
             sequence.logp.append(value)
-            sequence.finish_reason = self.stop_rule.finish_reason(ids)
+            sequence.finish_reason = self.stop_rule.finish_reason(sequence.all_ids)
+            self.on_length(sequence.number, len(ids) + (sequence.finish_reason is None))
             if sequence.finish_reason is not None:
                 on_finished(sequence)
+
+    def _record_masks(
+        self, sequences: list[DecodeSequence], ids: list[int], counts: list[int]
+    ) -> None:
+        """Keep the ids that each sequence's next token is chosen from. Raises GenerationError."""
+        most, end = self.config.max_sampling_mask_ids, 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            begin, end = end, end + count
+            if sequence.finish_reason is not None:
+                continue
+            if count > most:
+                raise too_many_ids(len(sequence.all_ids), count, most)
+            assert sequence.sampling_mask is not None
+            sequence.sampling_mask.append_token(ids[begin:end])
 
     def _choose_prefix(self, sequences: list[DecodeSequence]) -> RepeatedPrefix | SharedPrefix:
         """How to decode these completions; the reason against the faster way is logged once."""
         if self.config.transformers.shared_prompt == "auto":
-            reason = self.shared_prefix.why_not(sequences, self.config.max_completion_length)
+            reason = self.shared_prefix.why_not(sequences, self._longest_rest(sequences))
             if reason is None:
                 return self.shared_prefix
             if reason not in self.logged_reasons:
@@ -171,6 +278,10 @@ class TransformersGenerator:
                 name = type(self.model).__name__
                 log.info("%s: a prompt's keys are kept once per completion: %s", name, reason)
         return self.repeated_prefix
+
+    def _longest_rest(self, sequences: list[DecodeSequence]) -> int:
+        """The most tokens that one of these may still have."""
+        return self.config.max_completion_length - min(len(s.kept_ids) for s in sequences)
 
     def _to_rollout(self, sequence: DecodeSequence) -> Rollout:
         reason = sequence.finish_reason or "length"
@@ -182,7 +293,16 @@ class TransformersGenerator:
             seed=sequence.seed,
             weight_version=self.version,
             behaviour_logp=sequence.logp,
+            sampling_mask=sequence.sampling_mask,
         )
+
+
+def _add_tokens(completion: OpenCompletion, sequence: DecodeSequence, version: int) -> None:
+    """Add to a completion what was sampled of it by the weights of `version`."""
+    completion.add_tokens(
+        sequence.completion_ids, sequence.logp, version, sequence.finish_reason,
+        sequence.sampling_mask,
+    )  # fmt: skip
 
 
 def build_transformers_generator(

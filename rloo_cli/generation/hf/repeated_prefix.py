@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from rloo_cli.generation.hf.decode_batch import DecodeBatch, DecodeSequence, group_starts
 from rloo_cli.generation.hf.kv_cache import SharedPrefixCache
+from rloo_cli.policy.vision import media_arguments
 from rloo_cli.utils.errors import GenerationError
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class RepeatedPrefix:
         device = next(self.model.parameters()).device
         first_ones = [sequences[i] for i in group_starts(sequences)]
         prompts = DecodeBatch.from_sequences(first_ones, max_completion_length, device)
-        logits = self._run_model(prompts, 0, prompts.prompt_width)
+        logits = self._run_prompts(prompts)
         if len(first_ones) == len(sequences):
             return prompts, logits
         batch = DecodeBatch.from_sequences(sequences, max_completion_length, device)
@@ -57,20 +58,28 @@ class RepeatedPrefix:
             self.has_warned = True
             name = type(self.model).__name__
             log.warning("%s: its cache cannot be repeated; each sibling is prefilled", name)
-        return batch, self._run_model(batch, 0, batch.prompt_width)
+        return batch, self._run_prompts(batch)
 
     def forward(self, batch: DecodeBatch, end: int) -> Tensor:
         """Run the token before position `end` of every sequence. Returns its logits (R, V)."""
         return self._run_model(batch, end - 1, end)
 
-    def _run_model(self, batch: DecodeBatch, start: int, end: int) -> Tensor:
+    def _run_prompts(self, batch: DecodeBatch) -> Tensor:
+        """Run the prompts, with their images. Returns the logits of their last tokens (R, V)."""
+        positions, media = batch.prompt_images()
+        shown = {} if media is None else media_arguments(self.model, media)
+        return self._run_model(batch, 0, batch.prompt_width, position_ids=positions, **shown)
+
+    def _run_model(self, batch: DecodeBatch, start: int, end: int, **inputs: object) -> Tensor:
         """Run positions start..end-1 after the cache. Returns the logits of the last one (R, V)."""
+        if "position_ids" not in inputs:
+            inputs["position_ids"] = batch.position_ids(start, end)
         out = self.model(
             input_ids=batch.input_ids[:, start:end],
             attention_mask=batch.attention_mask(end),
-            position_ids=batch.position_ids(start, end),
             past_key_values=batch.cache,
             use_cache=True,
+            **inputs,
             **self.last_logits_kwargs,
         )
         batch.cache = getattr(out, "past_key_values", None)

@@ -6,21 +6,29 @@ Each rank's whole copy receives the weights before each step: decoding waits for
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rloo_cli.data.batch import Group
 from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy
 
 GatherWeights = Callable[[], Iterator[dict[str, Tensor]]]  # all weights, whole, unit by unit
 
 
 class ReplicaGenerator:
-    """`inner` samples with `copy`. All ranks call `gather_weights` together."""
+    """`inner` samples with `copy`. All ranks call `gather_weights` together.
 
-    def __init__(self, inner: Generator, copy: nn.Module, gather_weights: GatherWeights):
+    Of a model with an adapter the adapter alone is gathered, by the names of peft's files.
+    """
+
+    def __init__(self, inner: Generator, copy: PreTrainedModel, gather_weights: GatherWeights):
         self.inner, self.gather_weights = inner, gather_weights
-        self.parameters = dict(copy.named_parameters())
+        adapted = lora.has_adapter(copy)
+        self.parameters: dict[str, Tensor] = (
+            {**lora.adapter_tensors(copy)} if adapted else {**dict(copy.named_parameters())}
+        )
         self.metrics, self.tolerance = inner.metrics, inner.tolerance
 
     @torch.no_grad()

@@ -8,16 +8,24 @@ device's generator or a restart; and torch's global generator is left as it was.
 import torch
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from rloo_cli.config.schema import GenerationConfig
+from rloo_cli.utils.files import JsonObject
 
 
 def seeded_uniforms(seeds: list[int], length: int) -> Tensor:
@@ -51,6 +59,7 @@ def logits_processors(
     if config.min_tokens and stop_ids:
         banned = torch.tensor(sorted(stop_ids), device=device)
         chosen.append(MinNewTokensLengthLogitsProcessor(prompt_width, config.min_tokens, banned))
+    chosen.extend(_bans_and_biases(config.kwargs, device))
     if greedy:
         return chosen
     if config.temperature != 1.0:
@@ -61,7 +70,38 @@ def logits_processors(
         chosen.append(TopPLogitsWarper(float(config.top_p)))
     if config.min_p is not None:
         chosen.append(MinPLogitsWarper(float(config.min_p)))
+    chosen.extend(_cutoffs(config.kwargs, device))
     return chosen
+
+
+def _bans_and_biases(kwargs: JsonObject, device: torch.device | str) -> list[LogitsProcessor]:
+    """The processors of generation.kwargs that hold for greedy answers, too."""
+    made: list[LogitsProcessor] = []
+    if "sequence_bias" in kwargs:
+        made.append(SequenceBiasLogitsProcessor(kwargs["sequence_bias"]))
+    if "bad_words_ids" in kwargs:
+        made.append(NoBadWordsLogitsProcessor(kwargs["bad_words_ids"]))
+    if "suppress_tokens" in kwargs:
+        made.append(SuppressTokensLogitsProcessor(kwargs["suppress_tokens"], str(device)))
+    return made
+
+
+def _cutoffs(kwargs: JsonObject, device: torch.device | str) -> list[LogitsProcessor]:
+    """The filters of generation.kwargs, in transformers' order."""
+    made: list[LogitsProcessor] = []
+    if "typical_p" in kwargs:
+        made.append(TypicalLogitsWarper(float(kwargs["typical_p"])))
+    if "epsilon_cutoff" in kwargs:
+        made.append(EpsilonLogitsWarper(float(kwargs["epsilon_cutoff"])))
+    if "eta_cutoff" in kwargs:
+        made.append(EtaLogitsWarper(float(kwargs["eta_cutoff"]), device=str(device)))
+    return made
+
+
+def allowed_ids(scores: Tensor) -> tuple[list[int], list[int]]:
+    """The ids that the processors let through, row after row, and how many each row has. (R, V)"""
+    allowed = scores > -torch.inf
+    return allowed.nonzero()[:, 1].tolist(), allowed.sum(-1).tolist()
 
 
 CDF_BLOCK = 64  # ids whose probabilities are summed: first a block is found, then an id in it

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rloo_cli.data.media import axis_positions, media_of_rows
 from rloo_cli.generation.hf.decode_batch import DecodeBatch, DecodeSequence, group_starts
 from rloo_cli.generation.hf.kv_cache import DECODE_ATTENTION_NAME, SharedPrefixCache
 from rloo_cli.policy.layout_support import why_not_shared
 from rloo_cli.policy.model import head_on_positions
 from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.policy.vision import image_token_ids, media_arguments
 from rloo_cli.utils.errors import RunError
+from rloo_cli.utils.files import JsonObject
 
 MAX_FLOAT32_ERROR = 1e-3  # nats: the largest error of a token's log-probability in float32
 MAX_MEAN_ERROR = 0.05  # nats: the mean error per token in coarser dtypes
@@ -58,10 +61,18 @@ class SharedPrefix:
         batch.cache = SharedPrefixCache(lengths, counts, max_completion_length, device)
         ids = torch.tensor([[i for prompt in prompts for i in prompt]], device=device)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+        shown: JsonObject = {}
+        media, rows = [sequences[i].media for i in starts], list(range(len(starts)))
+        inputs = media_of_rows(media, rows, ids.cpu())
+        if inputs is not None:
+            parts = [torch.arange(n) for n in lengths]
+            axes = torch.cat(axis_positions(media, rows, parts), 1)[:, None].to(device)
+            positions = axes[0] if len(axes) == 1 else axes
+            shown = media_arguments(self.model, inputs.move_to(device))
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         batch.cache.begin_forward(is_prefill=True)
         with head_on_positions(self.model.get_output_embeddings(), last):
-            logits = self._run_model(batch.cache, ids, positions)
+            logits = self._run_model(batch.cache, ids, positions, **shown)
         group_of_sequence = torch.repeat_interleave(torch.tensor(counts, device=device))
         return batch, logits[group_of_sequence]
 
@@ -72,10 +83,11 @@ class SharedPrefix:
         return self._run_model(batch.cache, ids, positions)
 
     def _run_model(
-        self, prefix_cache: SharedPrefixCache, input_ids: Tensor, position_ids: Tensor
-    ) -> Tensor:
+        self, prefix_cache: SharedPrefixCache, input_ids: Tensor, position_ids: Tensor,
+        **shown: object,
+    ) -> Tensor:  # fmt: skip
         """(B, n), (B, n) -> (positions that the head sees, V)"""
-        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        inputs = shown | {"input_ids": input_ids, "position_ids": position_ids}
         out = self.model(**inputs, use_cache=False, prefix_cache=prefix_cache)
         prefix_cache.end_forward(self.num_layers)
         logits: Tensor = out.logits
@@ -86,8 +98,12 @@ class SharedPrefix:
 
         There are three sequences, then two, so that siblings, padding and empty slots all occur.
         """
-        first = sequences[0].prompt_ids[:PROBE_PROMPT_TOKENS]
-        last = sequences[-1].prompt_ids[: PROBE_PROMPT_TOKENS // 2]
+        special = image_token_ids(self.model.config)  # they want images, which probes lack
+        first, last = (
+            [i for i in sequence.prompt_ids if i not in special]
+            for sequence in (sequences[0], sequences[-1])
+        )
+        first, last = first[:PROBE_PROMPT_TOKENS], last[: PROBE_PROMPT_TOKENS // 2]
         probes = []
         for group, prompt, offset in ((0, first, 0), (0, first, 1), (1, last, 0)):
             forced = (prompt * (PROBE_COMPLETION_TOKENS + 1))[offset:][:PROBE_COMPLETION_TOKENS]

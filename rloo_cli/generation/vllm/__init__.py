@@ -10,9 +10,11 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     sampling_params  what a completion is asked with
     weight_sync      which weights an engine has, and which it must have
     parity           trainer and engine compared on prompts of the data
+    engine_images    images beside a prompt, and the ids they must become
     engine           what a generator asks of an engine, wherever it runs
     http_engine      rollout servers as an engine
-    http             HTTP to rollout servers
+    teacher          a served teacher's log-probabilities of given tokens
+    http             HTTP to these servers
     discovery        which rollout servers a run uses, and the state each is in
     handshake        what trainer and server must agree on before weights are sent
     deadlines        waiting for another process

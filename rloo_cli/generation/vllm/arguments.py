@@ -3,15 +3,17 @@
 It imports neither torch nor vLLM: a server's launcher, its checks and a trainer use it alike.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config import rules_model, synthetic
 from rloo_cli.config.agent import completion_token_limit
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS, max_prompt_tokens, model_context_length
+from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
 from rloo_cli.generation.vllm import lora_slot, versions
@@ -64,6 +66,8 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
     }
     if model.lm_head_fp32:
         given["hf_overrides"] = {"head_dtype": "float32"}
+    if keeps_masks(run.generation):
+        given["return_sampling_mask"] = True
     extra = {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
     return {name: value for name, value in given.items() if value is not None} | extra
 
@@ -132,6 +136,8 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         values["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, int(keys.kv_cache_gb or 1)))
     if keys.batch_invariant:
         values["VLLM_BATCH_INVARIANT"] = "1"
+    if keeps_masks(run.generation):
+        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one does not send masks
     if (
         getattr(keys, "host", LOOPBACK_HOSTS[0]) in LOOPBACK_HOSTS
         and Path("/sys/class/net/lo").exists()
@@ -169,6 +175,7 @@ def engine_problems(
         installed_vllm_version(), section, keys, run.model.lm_head_fp32
     )
     yield from _missing_gpu_problems(section, keys)
+    yield from mask_problems(run, engine_is_local=True)
     if visible_gpus() and not getattr(run.generation, "allow_untested", False):
         yield from _untested_problems(run, keys, local_ranks)
 
@@ -190,22 +197,14 @@ def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[
         why_not = "handles of one GPU's memory mean nothing to an engine's process on another GPU"
         fix = f"{section}.transfer=gloo, or {key}=1, or generation=vllm_server"
         yield Problem(f"{key} = {size} cannot be sent weights by ipc", key, why_not, fix)
-    if size > 1 and (name := expert_count_key(run)):
+    if keeps_masks(run.generation):
+        what = f"{MASK_KEY} = true was never tried with vLLM on a GPU"
+        yield Problem(what, MASK_KEY, f"{why}; masks need its model runner V2",
+                      f"{MASK_KEY}=false{untested}")  # fmt: skip
+    if size > 1 and (name := rules_model.expert_count_key(run)):
         what = f"{key} = {size} was never tried with a mixture of experts"
         fix = f"{key}=1 (generation.server.data_parallel_size=N for more GPUs){untested}"
         yield Problem(what, key, f"{why} ({name} in the model's config.json)", fix)
-
-
-def expert_count_key(run: RunConfig) -> str:
-    """The key of the model's config.json that counts its experts; "" if it has none."""
-    try:
-        values = hf_cache.read_model_config(run.model.path, run.model.revision)
-    except ValueError:
-        return ""
-    inner = values.get("text_config")
-    known = inner if isinstance(inner, dict) else values
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return next((n for n in names if isinstance(known.get(n), int) and known[n] > 1), "")
 
 
 def _version_problems(run: RunConfig) -> Iterator[Problem]:
@@ -225,6 +224,33 @@ def _version_problems(run: RunConfig) -> Iterator[Problem]:
     elif not getattr(run.generation, "allow_untested", False):
         fix = f"{install}, or generation.allow_untested=true"
         yield Problem(f"vLLM {found} is untested", where, why, fix)
+
+
+def mask_problems(run: RunConfig, engine_is_local: bool = False) -> Iterator[Problem]:
+    """Why a vLLM engine on this machine cannot send the sampling masks that a run wants.
+
+    `engine_is_local`: an engine is started here, whatever base_url says.
+    """
+    backend = run.generation.backend
+    if backend not in VLLM_SECTIONS or not keeps_masks(run.generation):
+        return
+    keys = getattr(run.generation, VLLM_SECTIONS[backend])
+    if getattr(keys, "base_url", None) is not None and not engine_is_local:
+        return  # the engine is another machine's business
+    version = installed_vllm_version()
+    what, fix = f"{MASK_KEY} = true needs vLLM's model runner V2", f"{MASK_KEY}=false"
+    if versions.is_old_vllm(version):
+        yield Problem(what, MASK_KEY, f"vLLM {version} sends no sampling masks: 0.32 does", fix)
+    elif not visible_gpus() and not has_cpu_triton():
+        why = "it is made of Triton kernels; without a GPU it needs triton-cpu, which is not here"
+        yield Problem(what, MASK_KEY, why, f"{fix}, or generation=transformers")
+
+
+def has_cpu_triton() -> bool:
+    """Whether Triton is installed here with a backend for CPUs; Triton is not imported."""
+    spec = importlib.util.find_spec("triton")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / "backends" / "cpu").is_dir() for folder in folders or ())
 
 
 def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:

@@ -14,12 +14,15 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.engine import EngineCompletion, EngineRequest
+from rloo_cli.generation.vllm.engine_images import check_expanded_ids, engine_prompt
+from rloo_cli.generation.vllm.sampling_params import engine_params
 from rloo_cli.utils.files import JsonObject
 
 CHILD_ENDED_CODE = 70  # our exit code where vLLM's core has ended
@@ -133,10 +136,10 @@ class ChildEngineCalls:
         """Sample; each completion is sent as soon as it is ready."""
         core, label, first = self.llm.llm_engine, self.version(), self.num_requests
         for i, ask in enumerate(requests):
-            params = SamplingParams(**ask.params)
+            params = engine_params(ask.params)
             params.flat_logprobs = True  # three lists, not an object for each token
             params.output_kind = RequestOutputKind.FINAL_ONLY
-            prompt = TokensPrompt(prompt_token_ids=ask.prompt_ids)
+            prompt = engine_prompt(ask.prompt_ids, ask.images)
             core.add_request(str(first + i), prompt, params, lora_request=self.adapter)
         self.num_requests += len(requests)
         while core.has_unfinished_requests():
@@ -146,6 +149,8 @@ class ChildEngineCalls:
             for output in core.step():
                 if output.finished:
                     i = int(output.request_id) - first
+                    if requests[i].images is not None:
+                        check_expanded_ids(output.prompt_token_ids, requests[i].prompt_ids)
                     self.pipe.send(("done", i, _to_engine_completion(output.outputs[0], label)))
             self.pipe.send(("alive",))
         if self.version() != label:
@@ -174,7 +179,9 @@ def _to_engine_completion(output: Any, label: str) -> EngineCompletion:
     if [told.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
     logp = [told.logprobs[i] for i in firsts]
-    return EngineCompletion(ids, logp, str(output.finish_reason), [label])
+    kept = getattr(output, "sampling_mask", None)  # versions below 0.28 have no such field
+    mask = None if kept is None else SamplingMask.from_lists(kept.token_ids)
+    return EngineCompletion(ids, logp, str(output.finish_reason), [label], mask)
 
 
 if __name__ == "__main__":

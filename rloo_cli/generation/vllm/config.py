@@ -25,6 +25,7 @@ RESERVED_ARGUMENTS = {
     "api_key": "nothing: a token is made for each server",
     "middleware": "nothing: the guard stands there",
     "logprobs_mode": "nothing: log-probabilities are the processed ones",
+    "return_sampling_mask": "generation.return_sampling_mask",
     "generation_config": "nothing: every sampling key is sent with each request",
     "weight_transfer_config": "generation.*.transfer",
     "worker_extension_cls": "nothing",

@@ -33,6 +33,7 @@ class RolloutServer:
     record: server_file.ServerRecord | None = None  # what its server.json said, if it has one
     num_workers: int = 0
     has_group_route: bool = False  # it has the route for the completions of a whole group
+    tells_counts: bool = False  # on that route, of tokens that were sampled so far
 
 
 class ServerFinder:
@@ -59,7 +60,7 @@ class ServerFinder:
         given = [urls] if isinstance(urls, str) else urls
         secret = os.environ.get(self.keys.api_key_env, "")
         limit = self.keys.reconnect_timeout_s if reconnecting else self.keys.ready_timeout_s
-        return [self._wait_for_url(self._client_url(url), secret, limit) for url in given]
+        return [self._wait_for_url(address_to_call(url, self.note), secret, limit) for url in given]
 
     def _wait_for_run_server(self, number: int, reconnecting: bool) -> RolloutServer:
         """The server of the run's own server.json (of its n-th node), once it answers."""
@@ -123,15 +124,16 @@ class ServerFinder:
             why = f"expected an answer within {limit_s:g} s; {said}"
             raise GenerationError(Problem(what, where, why, "rloo vllm-serve starts one")) from None
 
-    def _client_url(self, url: str) -> str:
-        """An address to listen on (0.0.0.0) cannot be called: it stands for this machine."""
-        parts = urlsplit(url)
-        if (parts.hostname or "") not in WILDCARD_HOSTS:
-            return url.rstrip("/")
-        port = f":{parts.port}" if parts.port else ""
-        called = parts._replace(netloc=f"127.0.0.1{port}").geturl().rstrip("/")
-        self.note(f"{url} is an address to listen on, none to call: {called} is asked")
-        return called
+
+def address_to_call(url: str, note: Callable[[str], None]) -> str:
+    """An address to listen on (0.0.0.0) cannot be called: it stands for this machine."""
+    parts = urlsplit(url)
+    if (parts.hostname or "") not in WILDCARD_HOSTS:
+        return url.rstrip("/")
+    port = f":{parts.port}" if parts.port else ""
+    called = parts._replace(netloc=f"127.0.0.1{port}").geturl().rstrip("/")
+    note(f"{url} is an address to listen on, none to call: {called} is asked")
+    return called
 
 
 def reset_server_state(http_client: HttpClient, server: RolloutServer) -> None:

@@ -6,8 +6,10 @@ and asks for what is missing. Every other error is a GenerationError, and final.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
+from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class EngineRequest:
 
     prompt_ids: list[int]
     params: JsonObject  # vLLM's SamplingParams, the completion's own seed among them
+    images: JsonObject | None = None  # of the prompt (`engine_images`); None = it has none
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class EngineCompletion:
 
     ids: list[int]
     logp: list[float]  # of each id, after temperature and filters
-    finish_reason: str  # stop, length; abort is an error
+    finish_reason: str  # stop, length; abort is an error, but where it was interrupted
     weight_versions: list[
         str
     ]  # of the weights that sampled it: one label, unless something is wrong
+    sampling_mask: SamplingMask | None = None  # of its ids; None = the engine sends none
 
 
 OnCompletion = Callable[[int, EngineCompletion], None]  # gets the request's index, too
@@ -79,3 +83,16 @@ class InferenceEngine(Protocol):
 
     def close(self) -> None:
         """End it if we started it; else leave it in the state of a new one."""
+
+
+class InterruptibleEngine(InferenceEngine, Protocol):
+    """An engine that can be interrupted, and then answers with what it has (overlap=carry)."""
+
+    def generate_until(
+        self, requests: Sequence[EngineRequest], on_completion: OnCompletion, interrupted: Event
+    ) -> None:
+        """`generate`, until `interrupted` is set.
+
+        Requests that have not ended are then answered with the finish reason `abort` and the tokens
+        so far, perhaps none; those that the engine had not begun may get no answer.
+        """

@@ -7,20 +7,29 @@ is missing, with the same seeds: a completion depends on its prompt, its seed an
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
 import torch
 
+from rloo_cli.config import rules_model
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
+from rloo_cli.config.rules_sampling import keeps_masks
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.device_count import visible_gpus
-from rloo_cli.generation import check_prompt_lengths, ignore_arrival, logprob_tolerance
+from rloo_cli.generation import (
+    OnLength,
+    check_prompt_lengths,
+    ignore_arrival,
+    logprob_tolerance,
+)
+from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
 from rloo_cli.generation.common.stop_rule import StopRule
 from rloo_cli.generation.vllm import arguments, handshake, lora_slot, parity, sampling_params
 from rloo_cli.generation.vllm.child_engine import ColocatedEngine
@@ -29,11 +38,14 @@ from rloo_cli.generation.vllm.engine import (
     EngineLost,
     EngineRequest,
     InferenceEngine,
+    InterruptibleEngine,
 )
+from rloo_cli.generation.vllm.engine_images import ban_image_tokens, images_to_send
 from rloo_cli.generation.vllm.handshake import ExpectedServer
 from rloo_cli.generation.vllm.http_engine import HttpEngine
 from rloo_cli.generation.vllm.weight_sync import WeightSync
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.policy.vision import image_token_ids
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
 PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
@@ -42,7 +54,8 @@ PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
 class VllmGenerator:
     """Samples with an engine that `weight_sync` keeps at the trainer's weights.
 
-    `max_engine_losses`: how often one call may lose its engine.
+    `max_engine_losses`: how often one call may lose its engine. `image_token_ids`: those that are
+    never sampled.
     """
 
     def __init__(
@@ -52,17 +65,25 @@ class VllmGenerator:
         config: GenerationConfig,
         context_length: int | None,
         max_engine_losses: int,
+        image_token_ids: Sequence[int] = (),
     ):
         self.weight_sync, self.engine = weight_sync, weight_sync.engine
         self.stop_rule, self.config, self.context_length = stop_rule, config, context_length
-        self.max_engine_losses = max_engine_losses
+        self.max_engine_losses, self.image_token_ids = max_engine_losses, image_token_ids
         self.metrics = weight_sync.metrics
         self.is_held_awake = False
+        self.on_length: OnLength | None = None
+        self.losses_in_a_row = 0  # of `extend`
 
     @property
     def tolerance(self) -> float:
         """Rms nats per token by which trainer and engine may differ."""
         return self.weight_sync.tolerance
+
+    @property
+    def version(self) -> int:
+        """The optimizer update whose weights it samples with."""
+        return self.weight_sync.version
 
     def load(self, policy: Any, version: int) -> None:
         """Send the weights of optimizer update `version` now, and read their label back.
@@ -93,29 +114,107 @@ class VllmGenerator:
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         places = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
-        asks = [
-            EngineRequest(
-                groups[g].prompt_ids,
-                sampling_params.completion_params(
-                    self.config, self.stop_rule.stop_ids, seeds[g][k], greedy, temperature
-                ),
-            )
-            for g, k in places
-        ]
+        images = [images_to_send(group.media) for group in groups]
+
+        def request(g: int, seed: int) -> EngineRequest:
+            stop_ids = self.stop_rule.stop_ids
+            asked = (self.config, stop_ids, seed, greedy, temperature)
+            params = self._without_images(sampling_params.completion_params(*asked))
+            return EngineRequest(groups[g].prompt_ids, params, images[g])
+
+        asks = [request(g, seeds[g][k]) for g, k in places]
         first = list(accumulate(map(len, seeds), initial=0))
         answers: dict[int, EngineCompletion] = {}
+        trained = not greedy and temperature is None
 
         def heard(place: int) -> None:
             g = places[place][0]
+            if trained:
+                self._check_mask(answers[place])
+            if self.on_length is not None:
+                self.on_length(place, len(answers[place].ids))
             mine = range(first[g], first[g] + len(seeds[g]))
             if all(i in answers for i in mine):
                 told = zip(mine, seeds[g], strict=True)
-                groups[g].rollouts = [self._to_rollout(answers[i], seed) for i, seed in told]
+                groups[g].rollouts = [
+                    self._to_rollout(answers[i], seed, trained) for i, seed in told
+                ]
                 arrived(g)
 
         self._generate_all(asks, groups, answers, heard)
         if not self.is_held_awake:
             self.weight_sync.sleep()
+
+    def make_ready(self, groups: list[Group]) -> None:
+        """Connect, send the weights and compare both sides, as far as it is not done yet."""
+        check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
+        self._ensure_engine_ready(groups)
+        self.losses_in_a_row = 0
+
+    def handle_engine_loss(self, error: Exception) -> None:
+        """Give a lost engine up. Raises GenerationError where it was lost too often in a row."""
+        assert isinstance(error, EngineLost), "it is another error"
+        self.losses_in_a_row += 1
+        self.weight_sync.handle_engine_loss(error)
+        if self.losses_in_a_row > self.max_engine_losses:
+            what = f"the sampler was lost {self.losses_in_a_row} times in a row"
+            raise GenerationError(Problem(what, why=str(error))) from error
+
+    def extend(
+        self, groups: list[OpenGroup], ended: Callable[[OpenGroup], None], interrupted: Event
+    ) -> None:
+        """Sample unfinished completions on (`CarryingGenerator.extend`).
+
+        Each goes on as a request whose prompt are its own tokens so far, too.
+        """
+        version, engine = self.version, cast(InterruptibleEngine, self.engine)
+        places = [(group, c) for group in groups for c in group.unfinished]
+        asks = [EngineRequest(_prefix(g, c), self._rest_params(c)) for g, c in places]
+
+        def heard(place: int, answer: EngineCompletion) -> None:
+            group, completion = places[place]
+            if answer.ids:
+                self._check_mask(self.weight_sync.check_completion(answer))
+            self._add_answer(completion, answer, version)
+            if not group.unfinished:
+                ended(group)
+
+        engine.generate_until(asks, heard, interrupted)
+
+    def _rest_params(self, completion: OpenCompletion) -> JsonObject:
+        """The sampling parameters of what a completion still may have."""
+        stop_ids, seed = self.stop_rule.stop_ids, completion.segment_seed
+        params = sampling_params.completion_params(self.config, stop_ids, seed, False, None)
+        return params | {"max_tokens": self.config.max_completion_length - len(completion.ids)}
+
+    def _add_answer(
+        self, completion: OpenCompletion, answer: EngineCompletion, version: int
+    ) -> None:
+        """Add an answer's tokens. A stop string that began before a cut is not known to the engine:
+        what it sampled behind that is no part of the completion."""
+        ids, logp, mask = answer.ids, answer.logp, answer.sampling_mask
+        reason = None if answer.finish_reason == "abort" else answer.finish_reason
+        known = len(completion.ids)
+        window = self.stop_rule.stop_window if self.config.stop and known else 0
+        for end in range(1, min(window, len(ids)) + 1):
+            if self.stop_rule.finish_reason(completion.ids + ids[:end]) == "stop":
+                ids, logp, reason = ids[:end], logp[:end], "stop"
+                break
+        if mask is not None:
+            mask = mask.slice_tokens(0, len(ids))
+        completion.add_tokens(ids, logp, version, reason, mask)
+
+    def _check_mask(self, completion: EngineCompletion) -> None:
+        """Check a completion's sampling mask, if the run keeps them.
+
+        Raises GenerationError, and ConfigError (exit 2) for an engine that sends none.
+        """
+        if not keeps_masks(self.config):
+            return
+        if completion.sampling_mask is None:
+            raise ConfigError(handshake.no_masks_problem("the engine"))
+        most = self.config.max_sampling_mask_ids
+        completion.sampling_mask.check_tokens(completion.ids, most)
 
     @contextmanager
     def stay_awake(self) -> Iterator[None]:
@@ -139,6 +238,18 @@ class VllmGenerator:
         finally:
             self.max_engine_losses = most
 
+    @contextmanager
+    def watch_lengths(self, on_length: OnLength) -> Iterator[None]:
+        """Report inside how many tokens each completion will have at least.
+
+        A server that tells no counts is known by the completions that have ended alone.
+        """
+        self.on_length = on_length
+        try:
+            yield
+        finally:
+            self.on_length = None
+
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()
@@ -155,7 +266,8 @@ class VllmGenerator:
             missing = [i for i in range(len(requests)) if i not in completions]
             try:
                 self._ensure_engine_ready(groups)
-                self._generate_chosen(requests, missing, completions, on_completion)
+                with self._watch_drawn(missing):
+                    self._generate_chosen(requests, missing, completions, on_completion)
             except EngineLost as gone:
                 lost += 1
                 self.weight_sync.handle_engine_loss(gone)
@@ -180,6 +292,19 @@ class VllmGenerator:
 
         self.engine.generate([requests[i] for i in request_indices], done)
 
+    @contextmanager
+    def _watch_drawn(self, request_indices: list[int]) -> Iterator[None]:
+        """Report lengths of these requests' completions inside, if somebody asks for them."""
+        engine, on_length = cast(Any, self.engine), self.on_length
+        if on_length is None or not hasattr(engine, "on_drawn"):
+            yield
+            return
+        engine.on_drawn = lambda place, least: on_length(request_indices[place], max(1, least))
+        try:
+            yield
+        finally:
+            engine.on_drawn = None
+
     def _ensure_engine_ready(self, groups: list[Group]) -> None:
         """Make sure that the engine answers, has the weights, and agrees on these prompts."""
         self.weight_sync.ensure_synced()
@@ -190,22 +315,31 @@ class VllmGenerator:
         asks = [
             EngineRequest(
                 g.prompt_ids,
-                sampling_params.parity_params(
-                    self.config, self.stop_rule.stop_ids, PARITY_SEED + i, most
+                self._without_images(
+                    sampling_params.parity_params(
+                        self.config, self.stop_rule.stop_ids, PARITY_SEED + i, most
+                    )
                 ),
+                images_to_send(g.media),
             )
             for i, g in enumerate(probes)
         ]
         answers: dict[int, EngineCompletion] = {}
         self._generate_chosen(asks, list(range(len(asks))), answers)
         told = [answers[i] for i in range(len(asks))]
+        for answer in told:
+            self._check_mask(answer)
         found = parity.check_parity(probes, told, self.weight_sync.policy, self.tolerance)
         self.weight_sync.parity_checked = True
         self.weight_sync.note(
             f"parity of trainer and vLLM on {len(probes)} prompts: rms {found:.2g} nats"
         )
 
-    def _to_rollout(self, completion: EngineCompletion, seed: int) -> Rollout:
+    def _without_images(self, params: JsonObject) -> JsonObject:
+        """The parameters, with which no token is sampled that stands for an image."""
+        return ban_image_tokens(params, self.image_token_ids)
+
+    def _to_rollout(self, completion: EngineCompletion, seed: int, trained: bool) -> Rollout:
         return Rollout(
             completion_ids=completion.ids,
             text=self.stop_rule.text(completion.ids),
@@ -214,7 +348,14 @@ class VllmGenerator:
             seed=seed,
             weight_version=self.weight_sync.version,
             behaviour_logp=completion.logp,
+            sampling_mask=completion.sampling_mask if trained else None,
         )
+
+
+def _prefix(group: OpenGroup, completion: OpenCompletion) -> list[int]:
+    """What a completion's next request reads; the same list for siblings without a token."""
+    prompt = group.group.prompt_ids
+    return prompt + completion.ids if completion.ids else prompt
 
 
 def build_server_generator(
@@ -231,6 +372,7 @@ def build_server_generator(
         max_model_len=given.get("max_model_len", 0),
         transfer=_transfer_backend(given),
         allow_untested=config.allow_untested,
+        sampling_mask=keeps_masks(config),
     )
     engine = HttpEngine(keys, folder, expected, note)
     most = keys.retries if keys.base_url else max(keys.retries, keys.max_restarts)
@@ -285,7 +427,8 @@ def _build_vllm_generator(
     run_id = f"{run.name}.{secrets.token_hex(4)}"
     supply = WeightSync(engine, getattr(torch, dtype), run_id, note, run_tolerance(run))
     rule = StopRule(tokenizer, model, run.generation)
-    return VllmGenerator(supply, rule, run.generation, context_length, max_engine_losses)
+    banned = sorted(image_token_ids(model.config))
+    return VllmGenerator(supply, rule, run.generation, context_length, max_engine_losses, banned)
 
 
 def run_tolerance(run: RunConfig) -> Callable[..., float]:
@@ -295,7 +438,7 @@ def run_tolerance(run: RunConfig) -> Callable[..., float]:
         return lambda *dtypes: float(fixed)
     keys = getattr(config, VLLM_SECTIONS[config.backend])
     cache = keys.kv_cache_dtype not in (None, "auto", "bfloat16", "float16")
-    coarse = bool(keys.quantization or cache or arguments.expert_count_key(run))
+    coarse = bool(keys.quantization or cache or rules_model.expert_count_key(run))
     return partial(logprob_tolerance, on_gpu=bool(visible_gpus()), coarse=coarse)
 
 

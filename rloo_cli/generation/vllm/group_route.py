@@ -2,25 +2,32 @@
 
 vLLM's own route takes one completion per request and answers with an object for every token; with
 many GPUs that is more than one process can write. Here the prompt is sent once, every completion
-has its own sampling parameters, seed included, and ids and log-probabilities are sent as bytes. It
-calls the engine as vLLM's route does, so the tokens are the same.
+has its own sampling parameters, seed included, and ids, log-probabilities and sampling masks are
+sent as bytes. It calls the engine as vLLM's route does, so the tokens are the same.
 """
 
 import asyncio
 import base64
+import json
 import os
 import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from vllm.sampling_params import RequestOutputKind
 
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.handshake import GROUP_ROUTE
+from rloo_cli.generation.vllm.engine_images import check_expanded_ids, engine_prompt
+from rloo_cli.generation.vllm.handshake import COUNTS, GROUP_ROUTE
+from rloo_cli.generation.vllm.sampling_params import engine_params
 from rloo_cli.utils.files import JsonObject
+
+# Samples a completion, under this name of its request.
+Sampling = Callable[[str], Coroutine[Any, Any, JsonObject]]
 
 
 def attach_group_route(app: FastAPI) -> None:
@@ -28,44 +35,93 @@ def attach_group_route(app: FastAPI) -> None:
     app.add_api_route(GROUP_ROUTE, _group_endpoint, methods=["POST"])
 
 
-async def _group_endpoint(raw_request: Request) -> JSONResponse:
+async def _group_endpoint(raw_request: Request) -> Response:
     body = await raw_request.json()
-    found: JSONResponse = await _generate_group(body, raw_request)
+    found: Response = await _generate_group(body, raw_request)
     return found
 
 
 @versions.import_vllm_module("api_utils").with_cancellation
-async def _generate_group(body: JsonObject, raw_request: Request) -> JSONResponse:
-    """Sample all completions at once; they are aborted when the client is gone."""
+async def _generate_group(body: JsonObject, raw_request: Request) -> Response:
+    """Sample all completions at once; they are aborted when the client is gone.
+
+    With `counts_every_s` the answer is lines of JSON: how many tokens each completion will have at
+    least, that often, and then what the answer would be without it.
+    """
     state = raw_request.app.state
     adapter = None
     if lora_slot.ADAPTER_FOLDER_VARIABLE in os.environ:
         adapter = state.openai_serving_models.lora_requests[lora_slot.ADAPTER_NAME]
-    prompt = TokensPrompt(prompt_token_ids=body["token_ids"])
+    shown = body.get("images")
+    prompt = engine_prompt(body["token_ids"], shown)
+    expanded = None if shown is None else body["token_ids"]
     number = uuid.uuid4().hex
-    outputs = await asyncio.gather(
-        *(
-            _generate_completion(state, prompt, params, f"rloo-{number}-{i}", adapter)
-            for i, params in enumerate(body["sampling_params"])
+    samplings = {
+        f"rloo-{number}-{i}": partial(
+            _generate_completion, state, prompt, params, adapter, expanded
         )
-    )
+        for i, params in enumerate(body["sampling_params"])
+    }
+    if "counts_every_s" in body:
+        lines = _count_lines(state.engine_client, samplings, float(body["counts_every_s"]))
+        return StreamingResponse(lines, media_type="application/jsonl")
+    outputs = await asyncio.gather(*(sample(name) for name, sample in samplings.items()))
     return JSONResponse({"completions": outputs})
 
 
+async def _count_lines(
+    engine: Any, samplings: Mapping[str, Sampling], interval_s: float
+) -> AsyncIterator[str]:
+    """The lines of an answer with counts. An error is the last one: its status is sent by then."""
+    tasks = {name: asyncio.create_task(sample(name)) for name, sample in samplings.items()}
+    waiting, told = {*tasks.values()}, [0] * len(tasks)
+    try:
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=interval_s)
+            counts = [
+                _count_sampled(task.result()) if task.done()
+                else versions.count_drawn_tokens(engine, name)
+                for name, task in tasks.items()
+            ]  # fmt: skip
+            if waiting and counts != told:
+                told = [max(pair) for pair in zip(counts, told, strict=True)]
+                yield json.dumps({COUNTS: told}) + "\n"
+        yield json.dumps({"completions": [task.result() for task in tasks.values()]}) + "\n"
+    except Exception as error:
+        yield json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n"
+    finally:  # the client is gone, or one failed: the engine aborts the others
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _count_sampled(completion: JsonObject) -> int:
+    return len(base64.b64decode(completion["ids"])) // np.dtype(np.int32).itemsize
+
+
 async def _generate_completion(
-    state: Any, prompt: TokensPrompt, sampling_params: JsonObject, request_id: str, adapter: Any
-) -> JsonObject:
-    params = SamplingParams(**sampling_params)
+    state: Any, prompt: Any, sampling_params: JsonObject, adapter: Any, expanded: list[int] | None,
+    request_id: str,
+) -> JsonObject:  # fmt: skip
+    """`expanded`: the ids that the prompt's images must become; None = it has none."""
+    params = engine_params(sampling_params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = True  # three lists, not an object for each token
     engine, before = state.engine_client, state.rloo_label
     outputs = [o async for o in engine.generate(prompt, params, request_id, lora_request=adapter)]
+    if expanded is not None:
+        check_expanded_ids(outputs[-1].prompt_token_ids, expanded)
     output = outputs[-1].outputs[0]
     told, ids = output.logprobs, list(output.token_ids)
     firsts = told.start_indices if told is not None else []
     if [told.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
-    return {
+    mask: JsonObject = {}
+    if getattr(output, "sampling_mask", None) is not None:  # versions below 0.28 have no such field
+        kept = output.sampling_mask.token_ids
+        mask["mask_ids"] = encode_numbers([i for row in kept for i in row], np.int32)
+        mask["mask_counts"] = encode_numbers([len(row) for row in kept], np.int32)
+    return mask | {
         "ids": encode_numbers(ids, np.int32),
         "logp": encode_numbers([told.logprobs[i] for i in firsts], np.float32),
         "finish_reason": str(output.finish_reason),

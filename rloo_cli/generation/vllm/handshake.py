@@ -10,19 +10,49 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rloo_cli.config.rules_sampling import MASK_KEY
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.http import HttpClient
+from rloo_cli.generation.vllm.http import HttpClient, not_a_server_problem
 from rloo_cli.generation.vllm.versions import MIN_VLLM_VERSION
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
 PROTOCOL_VERSION = 1  # of rloo's own routes and facts
 GROUP_ROUTE = "/rloo/generate"  # the route of `group_route`, where a server says that it has it
+# Among the routes of a server whose group route tells counts of tokens while it samples.
+GROUP_COUNTS = "/rloo/generate?counts"
+COUNTS = "at_least"  # the key of such a line: a number for each completion
 SERVER_INFO_VARIABLE = "RLOO_SERVER_FACTS"  # the environment variable by which the guard gets them
 FINGERPRINT_TEXTS = (
     "What is 17 + 25?", " leading and  double  spaces\n\nnew lines\t", "naïve café 東京 🙂",
     "def f(x):\n    return x ** 2", "0123456789 0.5e-3", "<|im_start|>user",
 )  # fmt: skip
+
+
+FACT_TYPES: dict[str, type | tuple[type, ...]] = {  # those that are read here
+    "model": str, "dtype": str, "tokenizer": str, "transfer": str, "logprobs_mode": str,
+    "vllm": str, "max_model_len": (int, type(None)), "routes": list, "sampling_mask": bool,
+}  # fmt: skip
+SAME_CONFIG = "rloo vllm-serve with the recipe and overrides of this run"
+
+
+def no_masks_problem(who: str) -> Problem:
+    """The error of an engine that does not say which ids its tokens were chosen from."""
+    why = "vLLM does so with its model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1) and"
+    why += " --return-sampling-mask alone, from 0.28 on; rloo vllm-serve sets both"
+    fix = f"{SAME_CONFIG}, or {MASK_KEY}=false"
+    return Problem(f"{who} does not send sampling masks", MASK_KEY, why, fix)
+
+
+def _check_facts(facts: object, url: str) -> None:
+    """Raise GenerationError where what a server says of itself has another form."""
+    wrong = "its facts are no object"
+    if isinstance(facts, dict):
+        kinds = FACT_TYPES.items()
+        bad = [n for n, kind in kinds if n in facts and not isinstance(facts[n], kind)]
+        wrong = f"its {bad[0]} is {str(facts[bad[0]])[:80]!r}" if bad else ""
+    if wrong:
+        raise GenerationError(not_a_server_problem(url, wrong))
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -49,11 +79,13 @@ class ExpectedServer:
     max_model_len: int  # prompt and completion, at most
     transfer: str  # gloo, nccl: where a server does not say
     allow_untested: bool
+    sampling_mask: bool = False  # whether it must send the ids that each token was chosen from
 
-    def check(self, http_client: HttpClient, url: str, token: str) -> tuple[str, bool]:
-        """How this server takes weights, and whether it has a route for whole groups.
+    def check(self, http_client: HttpClient, url: str, token: str) -> tuple[str, bool, bool]:
+        """How this server takes weights; whether it has a route for whole groups, and counts there.
 
-        Raises GenerationError with everything that differs.
+        Raises GenerationError with everything that differs, and ConfigError (exit 2) where it is
+        the sampling masks alone.
         """
         try:
             facts: JsonObject = http_client.get(url, "/rloo", token, HANDSHAKE_TIMEOUT_S)
@@ -61,10 +93,20 @@ class ExpectedServer:
             if not any("404" in p.why for p in error.problems):
                 raise
             facts = self._plain_vllm_info(http_client, url, token)
+        _check_facts(facts, url)
         problems = [*self._differences(facts, url)]
         if problems:
             raise GenerationError(*problems)
-        return str(facts.get("transfer", self.transfer)), GROUP_ROUTE in facts.get("routes", ())
+        has_masks = facts.get("sampling_mask", self.sampling_mask)  # a plain vLLM does not say
+        if self.sampling_mask and not has_masks:
+            raise ConfigError(no_masks_problem(f"the server at {url}"))
+        if has_masks and not self.sampling_mask:
+            what = f"the server at {url} sends sampling masks, and this run keeps none"
+            why = "it refuses every request without a top_k, and greedy ones"
+            raise ConfigError(Problem(what, MASK_KEY, why, SAME_CONFIG))
+        routes = facts.get("routes", ())
+        transfer = str(facts.get("transfer", self.transfer))
+        return transfer, GROUP_ROUTE in routes, GROUP_COUNTS in routes
 
     def _plain_vllm_info(self, http_client: HttpClient, url: str, token: str) -> JsonObject:
         """A vLLM that `rloo vllm-serve` did not start."""
@@ -75,14 +117,19 @@ class ExpectedServer:
                 url, "/weight_info", token, HANDSHAKE_TIMEOUT_S
             )  # 404 where it has no such routes
         except GenerationError:
-            if not versions.is_old_vllm(number := str(version["version"])):
+            number = str(version.get("version")) if isinstance(version, dict) else ""
+            if not versions.is_old_vllm(number):
                 raise
             raise GenerationError(versions.old_server_problem(url, number)) from None
-        first = models["data"][0]
-        return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
+        try:
+            first = models["data"][0]
+            return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
+        except (AttributeError, LookupError, TypeError):
+            why = f"its model is told as {str(models)[:80]}"
+            raise GenerationError(not_a_server_problem(url, why)) from None
 
     def _differences(self, server_info: JsonObject, url: str) -> Iterator[Problem]:
-        same = "rloo vllm-serve with the recipe and overrides of this run"
+        same = SAME_CONFIG
         for name in ("model", "dtype", "tokenizer"):
             ours, theirs = getattr(self, name), server_info.get(name, getattr(self, name))
             if ours != theirs:

@@ -1,4 +1,4 @@
-"""HTTP to rollout servers: many requests in flight on a thread of their own, each with a deadline.
+"""HTTP to vLLM's servers: many requests in flight on a thread of their own, each with a deadline.
 
 What a server answers decides which error is raised: a closed connection is EngineLost, a 5xx
 EngineRefused; a 401, a 404 or a page of HTML comes from a server that is not what the config says,
@@ -6,7 +6,8 @@ and is final.
 """
 
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
@@ -21,14 +22,38 @@ KEEPALIVE_S = 2.0
 MAX_ERROR_CHARS = 300  # characters of an answer in an error
 
 
+@dataclass(frozen=True)
+class ServerKind:
+    """What errors call a kind of server, and what they say to do."""
+
+    name: str
+    section: str  # of the config
+    expected: str  # the API that it must have
+    token: str  # where its token is found
+    start: str  # how one is started
+
+
+ROLLOUT_SERVER = ServerKind(
+    "a rollout server", "generation.server",
+    "vLLM's API with its reinforcement-learning routes", "the token in the server's server.json",
+    "rloo vllm-serve starts one",
+)  # fmt: skip
+TEACHER_SERVER = ServerKind(
+    "a teacher's server", "algorithm.teacher", "vLLM's OpenAI-compatible API",
+    "the key that the server was started with", "vllm serve MODEL starts one",
+)  # fmt: skip
+
+
 class HttpClient:
-    """A loop thread and its connections to rollout servers.
+    """A loop thread and its connections to servers of one kind.
 
     `token_variable`: the environment variable that has the servers' token, for errors.
     """
 
-    def __init__(self, token_variable: str = "RLOO_SERVER_TOKEN"):
-        self.token_variable = token_variable
+    def __init__(
+        self, token_variable: str = "RLOO_SERVER_TOKEN", kind: ServerKind = ROLLOUT_SERVER
+    ):
+        self.token_variable, self.kind = token_variable, kind
         self.loop_thread = http.EventLoopThread("http")
         # Servers hang up after an error of 500, and on connections that were idle for 5 s: the next
         # request on one would look like a server that died. Only completions keep theirs.
@@ -57,25 +82,28 @@ class HttpClient:
 
     async def request(
         self, method: str, url: str, path: str, token: str, body: object, limit_s: float,
-        keep_alive: bool = False,
+        keep_alive: bool = False, on_line: Callable[[str], None] | None = None,
     ) -> Any:  # fmt: skip
         """Send one request, on the loop. Raises EngineLost, GenerationError.
 
         `keep_alive`: on a connection that is used again. It is sent once more if the server had
-        hung up on that meanwhile, so it must be one that may be repeated.
+        hung up on that meanwhile, so it must be one that may be repeated. `on_line`: gets every
+        line of the answer as it arrives, the last of which is returned.
         """
         where = url.rstrip("/") + path
         session = self.keepalive_session if keep_alive else self.fresh_session
         try:
-            answer = await http.send_json(session, method, where, body, token, limit_s)
+            answer = await http.send_json(
+                session, method, where, body, token, limit_s, on_line=on_line
+            )
         except http.RequestFailed as failed:
             if failed.reason == "closed" and keep_alive:
-                return await self.request(method, url, path, token, body, limit_s)
+                return await self.request(method, url, path, token, body, limit_s, on_line=on_line)
             if failed.reason == "address":
-                problem = not_a_server_problem(where, "this is not an address")
+                problem = not_a_server_problem(where, "this is not an address", self.kind)
                 raise GenerationError(problem) from None
             raise EngineLost(str(failed)) from None
-        return parse_answer(where, answer, self.token_variable)
+        return parse_answer(where, answer, self.token_variable, self.kind)
 
     def close(self) -> None:
         """Close every connection and end the thread."""
@@ -86,36 +114,39 @@ class HttpClient:
         await self.fresh_session.close()
 
 
-def parse_answer(url: str, answer: http.HttpAnswer, token_variable: str) -> Any:
+def parse_answer(
+    url: str, answer: http.HttpAnswer, token_variable: str, kind: ServerKind = ROLLOUT_SERVER
+) -> Any:
     """The answer's JSON. Raises EngineRefused (an error of the server), GenerationError."""
     status, text = answer.status, answer.text
     if status == 200:
         try:
             return json.loads(text or "null")
-        except ValueError:
-            raise GenerationError(not_a_server_problem(url, f"it answered {text[:80]!r}")) from None
+        except (ValueError, RecursionError):
+            why = f"it answered {text[:80]!r}"
+            raise GenerationError(not_a_server_problem(url, why, kind)) from None
     said = answer.error_message()[:MAX_ERROR_CHARS]
     if status in (401, 403):
         raise GenerationError(
             Problem(
                 f"{status} from {url}: the server wants another token",
-                "generation.server",
+                kind.section,
                 said,
-                f"set {token_variable} (generation.server.api_key_env) to the token in the server's"
-                " server.json",
+                f"set {token_variable} ({kind.section}.api_key_env) to {kind.token}",
             )
         )
     if status in (404, 405) or status < 400:
-        raise GenerationError(not_a_server_problem(url, f"it answered {status} {said}"))
+        raise GenerationError(not_a_server_problem(url, f"it answered {status} {said}", kind))
     if status >= 500:
         raise EngineRefused(f"{url}: {status} {said}")
-    raise GenerationError(Problem(f"{url} refused a request", "generation", f"{status} {said}"))
+    raise GenerationError(Problem(f"{url} refused a request", kind.section, f"{status} {said}"))
 
 
-def not_a_server_problem(url: str, why: str) -> Problem:
+def not_a_server_problem(url: str, why: str, kind: ServerKind = ROLLOUT_SERVER) -> Problem:
+    """The problem of something at `url` that is no server of this kind, as `why` says."""
     return Problem(
-        f"{url} is not a rollout server",
-        "generation.server.base_url",
-        f"expected vLLM's API with its reinforcement-learning routes; {why}",
-        "rloo vllm-serve starts one",
+        f"{url} is not {kind.name}",
+        f"{kind.section}.base_url",
+        f"expected {kind.expected}; {why}",
+        kind.start,
     )

@@ -8,15 +8,19 @@ after a loss the engine connects again, which first asks the server for its stat
 import asyncio
 import base64
 import contextlib
+import json
 import logging
 import struct
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
+from rloo_cli.data.sampling_mask import ID_TYPE, SamplingMask
 from rloo_cli.generation.vllm import handshake, lora_slot
 from rloo_cli.generation.vllm.deadlines import run_with_deadline
 from rloo_cli.generation.vllm.discovery import (
@@ -49,7 +53,10 @@ from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 
 log = logging.getLogger(__name__)
+INTERRUPT_POLL_S = 0.02  # between two looks whether completions are to be interrupted
+INTERRUPT_ANSWER_S = 0.5  # seconds in which a paused server answers what it had begun
 DEFAULT_MAX_IN_FLIGHT = 1024  # completions in flight on one engine: more than it decodes at once
+COUNTS_EVERY_S = 0.2  # a line from each group then; faster ones would be work for a server
 ServerRequest = tuple[str, RolloutServer, str, object]  # method, server, path, body
 
 
@@ -75,13 +82,19 @@ class HttpEngine:
         self.weight_sender: WeightSender | None = None  # one for all servers together
         self.restarts = 0
         self.label = ""
+        # Called with a request's index and a number of tokens that its completion will have at
+        # least, while a call of `generate` goes on; None = nobody asks.
+        self.on_drawn: Callable[[int, int], None] | None = None
+        self.noted_missing_counts = False
 
     def connect(self) -> None:
         reconnecting, client = bool(self.servers), self.http_client
         self.servers = self.finder.find_servers(reconnecting)
         for server in self.servers:
             url, token = server.url, server.token
-            server.transfer, server.has_group_route = self.expected.check(client, url, token)
+            server.transfer, server.has_group_route, server.tells_counts = self.expected.check(
+                client, url, token
+            )
             reset_server_state(client, server)
             answer = client.get(url, "/get_world_size", token, SERVER_CALL_TIMEOUT_S)
             server.num_workers = int(answer["world_size"])
@@ -149,22 +162,41 @@ class HttpEngine:
         return self.http_client.run(everything(), limit_s + 5)
 
     def generate(self, requests: Sequence[EngineRequest], on_completion: OnCompletion) -> None:
+        self._generate_all(requests, on_completion, None)
+
+    def generate_until(
+        self, requests: Sequence[EngineRequest], on_completion: OnCompletion, interrupted: Event
+    ) -> None:
+        self._generate_all(requests, on_completion, interrupted)
+
+    def _generate_all(
+        self,
+        requests: Sequence[EngineRequest],
+        on_completion: OnCompletion,
+        interrupted: Event | None,
+    ) -> None:
         capacity = self.keys.max_in_flight or DEFAULT_MAX_IN_FLIGHT * self.keys.data_parallel_size
         calls = self._split_calls(requests)
+        self._note_missing_counts()
         gates = [InFlightLimit(capacity) for _ in self.servers]
 
         async def one(call: GenerateCall) -> None:
             async with gates[call.server_index].acquire(len(call.request_indices)):
+                if interrupted is not None and interrupted.is_set():
+                    return
                 for _ in call.request_indices:
                     trigger_fault("gen.request")
-                completions = await self._send_call(call, requests)
+                completions = await self._send_call(call, requests, interrupted is not None)
             for index, completion in zip(call.request_indices, completions, strict=True):
                 on_completion(index, completion)
 
         async def everything() -> None:
             tasks = [asyncio.create_task(one(call)) for call in calls]
             try:
-                await asyncio.gather(*tasks)
+                if interrupted is None:
+                    await asyncio.gather(*tasks)
+                else:
+                    await self._gather_until(tasks, interrupted)
             finally:  # one failed: the others are closed, and the server aborts them
                 for task in tasks:
                     task.cancel()
@@ -173,7 +205,44 @@ class HttpEngine:
         count = Counter(call.server_index for call in calls for _ in call.request_indices)
         rounds = -(-max(count.values(), default=0) // capacity)
         limit = rounds * self.keys.request_timeout_s + SERVER_CALL_TIMEOUT_S
-        self.http_client.run(everything(), limit, interruptible=True)
+        # One that can be interrupted is not called by the trainer's thread, which hears signals.
+        self.http_client.run(everything(), limit, interruptible=interrupted is None)
+
+    async def _gather_until(self, tasks: list["asyncio.Task[None]"], interrupted: Event) -> None:
+        """Wait for the tasks; once interrupted, let the servers answer with what they have."""
+        open_tasks = set(tasks)
+        while open_tasks and not interrupted.is_set():
+            done, open_tasks = await asyncio.wait(
+                open_tasks, timeout=INTERRUPT_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in done:
+                task.result()
+        while open_tasks:
+            await self._post_all_async("/pause?mode=abort")
+            # A request that reaches a server behind the pause is not answered: it is begun by the
+            # end of the pause, and ended by the next one.
+            done, open_tasks = await asyncio.wait(open_tasks, timeout=INTERRUPT_ANSWER_S)
+            await self._post_all_async("/resume")
+            for task in done:
+                task.result()
+
+    async def _post_all_async(self, path: str) -> None:
+        """POST to every server at once, on the loop."""
+        calls = (
+            self.http_client.request("POST", s.url, path, s.token, None, SERVER_RESET_TIMEOUT_S)
+            for s in self.servers
+        )
+        await asyncio.gather(*calls)
+
+    def _note_missing_counts(self) -> None:
+        """Say once which servers do not tell how many tokens they have sampled."""
+        silent = [server.url for server in self.servers if not server.tells_counts]
+        if self.on_drawn is not None and silent and not self.noted_missing_counts:
+            self.noted_missing_counts = True
+            what = f"{', '.join(silent)}: no counts of tokens while it samples, so groups are"
+            self.finder.note(
+                f"{what} trained on later than they could be (rloo vllm-serve has them)"
+            )
 
     def _split_calls(self, requests: Sequence[EngineRequest]) -> list[GenerateCall]:
         """One call for a whole group if the server has the route for that, else one per request."""
@@ -185,25 +254,37 @@ class HttpEngine:
         return calls
 
     async def _send_call(
-        self, call: GenerateCall, requests: Sequence[EngineRequest]
+        self, call: GenerateCall, requests: Sequence[EngineRequest], may_be_cut: bool = False
     ) -> list[EngineCompletion]:
+        """`may_be_cut`: completions that were aborted are answers, too."""
         server, limit = self.servers[call.server_index], self.keys.request_timeout_s
         chosen = [requests[i] for i in call.request_indices]
         body: JsonObject = {"token_ids": chosen[0].prompt_ids}
         if server.has_group_route:
             path = handshake.GROUP_ROUTE
             body["sampling_params"] = [ask.params for ask in chosen]
+            if chosen[0].images is not None:
+                body["images"] = chosen[0].images
+        elif chosen[0].images is not None:
+            what, why = f"{server.url} cannot be sent images", "only rloo vllm-serve's route can"
+            raise GenerationError(Problem(what, "generation.server.base_url", why))
         else:
             path = "/inference/v1/generate"
             body["sampling_params"] = chosen[0].params
             if server.transfer == lora_slot.ADAPTER_TRANSFER:
                 body["model"] = lora_slot.ADAPTER_NAME
+        on_line = None
+        if self.on_drawn is not None and server.tells_counts:
+            body["counts_every_s"] = COUNTS_EVERY_S
+            on_line = partial(note_counts, self.on_drawn, call.request_indices)
         answer = await self.http_client.request(
-            "POST", server.url, path, server.token, body, limit, keep_alive=True
+            "POST", server.url, path, server.token, body, limit, keep_alive=True, on_line=on_line
         )
         if server.has_group_route:
-            return parse_group_completions(answer, server.url, len(chosen))
-        return [parse_completion(answer, server.url)]
+            if on_line is not None and "error" in answer:
+                raise EngineRefused(f"{server.url}: {answer['error']}")
+            return parse_group_completions(answer, server.url, len(chosen), may_be_cut)
+        return [parse_completion(answer, server.url, may_be_cut)]
 
     def is_healthy(self) -> bool:
         try:
@@ -294,6 +375,13 @@ class InFlightLimit:
                 self.semaphore.release()
 
 
+def note_counts(on_drawn: Callable[[int, int], None], indices: Sequence[int], line: str) -> None:
+    """Pass a line of counts (`group_route`) on: a number of tokens for each of these requests."""
+    if line.startswith(f'{{"{handshake.COUNTS}"'):
+        for index, at_least in zip(indices, json.loads(line)[handshake.COUNTS], strict=True):
+            on_drawn(index, at_least)
+
+
 def group_by_prompt(requests: Sequence[EngineRequest]) -> list[list[int]]:
     """The indices of requests, group by group: siblings share a prompt, which is sent once."""
     found: list[list[int]] = []
@@ -319,7 +407,9 @@ def transfer_addresses(
     return outside[0], [peer if host not in LOOPBACK_HOSTS else outside[0] for host, peer in pairs]
 
 
-def parse_group_completions(response: JsonObject, url: str, count: int) -> list[EngineCompletion]:
+def parse_group_completions(
+    response: JsonObject, url: str, count: int, may_be_cut: bool = False
+) -> list[EngineCompletion]:
     """A group's JSON (`group_route`) as completions, in order. Raises as `parse_completion`."""
     try:
         items = response["completions"]
@@ -331,13 +421,22 @@ def parse_group_completions(response: JsonObject, url: str, count: int) -> list[
                 decode_numbers(item["logp"], "f"),
                 str(item["finish_reason"]),
                 [str(version) for version in item["versions"]],
+                _packed_mask(item),
             )
             for item in items
         ]
     except (KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
         raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
-    return [_check_finished(completion, url) for completion in completions]
+    return completions if may_be_cut else [_check_finished(c, url) for c in completions]
+
+
+def _packed_mask(item: JsonObject) -> SamplingMask | None:
+    """The sampling mask of a group's completion; None where the server sends none."""
+    if "mask_ids" not in item:
+        return None
+    parts = (decode_numbers(item[name], "i") for name in ("mask_ids", "mask_counts"))
+    return SamplingMask(*(array(ID_TYPE, part) for part in parts))
 
 
 def decode_numbers(text: str, struct_code: str) -> list[Any]:
@@ -345,19 +444,23 @@ def decode_numbers(text: str, struct_code: str) -> list[Any]:
     return [value for (value,) in struct.iter_unpack(f"<{struct_code}", base64.b64decode(text))]
 
 
-def parse_completion(response: JsonObject, url: str) -> EngineCompletion:
-    """A completion's JSON. Raises EngineLost if it was aborted, GenerationError."""
+def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -> EngineCompletion:
+    """A completion's JSON. Raises EngineLost if it was aborted and may not be `may_be_cut`,
+    GenerationError."""
     try:
         choice = response["choices"][0]
-        logp = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        told = choice["logprobs"] if choice["token_ids"] else {"content": []}
+        logp = [float(entry["logprob"]) for entry in told["content"]]
         spans = choice.get("weight_versions") or []
         versions = sorted({str(span["version"]) for span in spans})
         reason = str(choice["finish_reason"])
-        completion = EngineCompletion(list(choice["token_ids"]), logp, reason, versions)
+        kept = choice.get("sampling_mask")
+        mask = None if kept is None else SamplingMask.from_lists(kept)
+        completion = EngineCompletion(list(choice["token_ids"]), logp, reason, versions, mask)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
         raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
-    return _check_finished(completion, url)
+    return completion if may_be_cut else _check_finished(completion, url)
 
 
 def _check_finished(completion: EngineCompletion, url: str) -> EngineCompletion:

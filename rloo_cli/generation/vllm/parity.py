@@ -32,7 +32,9 @@ def check_parity(
     difference is above `tolerance`, or is NaN.
     """
     probes = [
-        Group(g.prompt_offset, g.example, g.prompt, g.prompt_ids, [_probe_rollout(a)])
+        Group(
+            g.prompt_offset, g.example, g.prompt, g.prompt_ids, [_probe_rollout(a)], media=g.media
+        )
         for g, a in zip(groups, completions, strict=True)
     ]
     micro_batch = policy.pack(probes, whole_group_slices(probes, range(len(probes))))
@@ -60,4 +62,6 @@ def rms_difference(ours: Tensor, theirs: Tensor) -> float:
 
 def _probe_rollout(completion: EngineCompletion) -> Rollout:
     ids, logp = completion.ids, list(completion.logp)
-    return Rollout(ids, "", completion.finish_reason, False, 0, 0, behaviour_logp=logp)
+    mask = completion.sampling_mask
+    reason = completion.finish_reason
+    return Rollout(ids, "", reason, False, 0, 0, behaviour_logp=logp, sampling_mask=mask)

@@ -11,6 +11,7 @@ import logging
 import os
 from typing import Any
 
+from rloo_cli.generation.vllm import engine_images
 from rloo_cli.utils import child_process
 
 RECEIVERS = {
@@ -53,6 +54,7 @@ def register() -> None:
     for name, kind in RECEIVERS.items():
         if name not in Factory._registry:
             Factory.register_engine(name, f"rloo_cli.generation.vllm.receive.{kind.lower()}", kind)
+    engine_images.drop_video_parts()
     if current_platform.is_cpu():
         sleep_between_messages()
 

@@ -167,7 +167,8 @@ def _server_info(run: RunConfig, keys: ServerSection, engine_arguments: JsonObje
         "logprobs_mode": engine_arguments["logprobs_mode"],
         "transfer": arguments.weight_transfer_backend(run, keys),
         "devices": arguments.visible_gpus(),
-        "routes": [handshake.GROUP_ROUTE],
+        "sampling_mask": bool(engine_arguments.get("return_sampling_mask")),
+        "routes": [handshake.GROUP_ROUTE, handshake.GROUP_COUNTS],
     }
 
 

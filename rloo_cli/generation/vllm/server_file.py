@@ -13,10 +13,12 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from rloo_cli.utils import child_process
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import RunError
-from rloo_cli.utils.files import JsonObject, write_text
+from rloo_cli.utils.files import write_text
 
 SERVER_FILE = "server.json"
 SERVER_NUMBER_VARIABLE = "RLOO_SERVER_NUMBER"
@@ -53,6 +55,9 @@ class ServerRecord:
         ours = slurm_job_attempt()
         same_job = self.job.partition(".")[0] == ours.partition(".")[0]
         return self.job != ours and (same_job or bool(self.failed))
+
+
+RECORD = TypeAdapter(ServerRecord)
 
 
 def serving_node_number() -> int:
@@ -107,9 +112,8 @@ def read_server_file(folder: Path, node_number: int | None = None) -> ServerReco
     """The content of a serving node's file (`server_file_path`); None where there is no such file,
     or it is not valid."""
     try:
-        values: JsonObject = json.loads(server_file_path(folder, node_number).read_text())
-        return ServerRecord(**values)
-    except (OSError, ValueError, TypeError):
+        return RECORD.validate_json(server_file_path(folder, node_number).read_bytes(), strict=True)
+    except (OSError, ValueError):
         return None
 
 

@@ -391,6 +391,19 @@ def completion_weight_versions(output: Any, before: str | None, after: str | Non
     return sorted({str(label) for label in (before, after)})
 
 
+def count_drawn_tokens(engine: Any, request_id: str) -> int:
+    """The tokens that an AsyncLLM has sampled so far for a request under way; 0 = not known.
+
+    Its output processor is asked, in this process: an output for every token would cost more than
+    all else that a server's API process does.
+    """
+    processor = getattr(engine, "output_processor", None)
+    states = getattr(processor, "request_states", {})
+    numbers = getattr(processor, "external_req_ids", {}).get(request_id, [request_id])
+    found = [state.detokenizer for n in numbers if (state := states.get(n)) is not None]
+    return sum(detokenizer.num_output_tokens() for detokenizer in found if detokenizer is not None)
+
+
 def old_vllm_routes() -> "dict[str, tuple[str, RouteHandler]]":
     """Routes of 0.32 that an older server lacks, or answers otherwise: path -> method and handler.
 

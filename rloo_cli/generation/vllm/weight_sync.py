@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rloo_cli.generation import logprob_tolerance
 from rloo_cli.generation.vllm.engine import (
@@ -115,12 +115,18 @@ class WeightSync:
         return self.source
 
     def _make_weight_source(self, model: nn.Module) -> WeightSource:
+        is_sharded = getattr(self.policy, "gather_weights", None) is not None
+
+        def gather_weights() -> Iterator[dict[str, Tensor]]:
+            # The policy may be another one by the time the weights are gathered.
+            weights: Iterator[dict[str, Tensor]] = self.policy.gather_weights()
+            return weights
+
         if lora.has_adapter(model):
-            return AdapterWeightSource(model, self.dtype)
-        if getattr(self.policy, "gather_weights", None) is None:
+            return AdapterWeightSource(model, self.dtype, gather_weights if is_sharded else None)
+        if not is_sharded:
             return ModelWeightSource(model, self.dtype)
-        # The policy may be another one by the time the weights are gathered.
-        return GatheredWeightSource(model, self.dtype, lambda: self.policy.gather_weights())
+        return GatheredWeightSource(model, self.dtype, gather_weights)
 
     def sleep(self) -> None:
         """Let the engine free memory. If it frees its weights, they are sent again later."""

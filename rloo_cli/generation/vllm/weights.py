@@ -117,22 +117,37 @@ def _cast_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AdapterWeightSource:
-    """A model's trained adapter and nothing else; `gather` makes a sharded tensor whole."""
+    """A model's trained adapter and nothing else.
+
+    `gather_weights` yields its tensors, whole, by the names of peft's files; all ranks gather
+    together. None = the model has them whole.
+    """
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype,
-        gather: Callable[[Tensor], Tensor] = Tensor.contiguous,
+        gather_weights: Callable[[], Iterator[dict[str, Tensor]]] | None = None,
     ):  # fmt: skip
-        self.model, self.dtype, self.gather = model, dtype, gather
+        self.model, self.dtype, self.gather_weights = model, dtype, gather_weights
         self.scales = lora.adapter_scales(model)
 
     def metadata(self) -> list[TensorMeta]:
-        named = lora.adapter_tensors(self.model)
-        return [TensorMeta(name, self.dtype, tuple(t.shape)) for name, t in named.items()]
+        whole = self.gather_weights is None
+        named = lora.adapter_tensors(self.model) if whole else lora.adapter_parameters(self.model)
+        return [TensorMeta(name, self.dtype, weight_shape(t)) for name, t in named.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in lora.adapter_tensors(self.model).items():
-            whole = self.gather(tensor.detach()).float()
+        if self.gather_weights is None:
+            yield from self._scaled(lora.adapter_tensors(self.model))
+            return
+        for tensors in self.gather_weights():
+            wait_for_stream()
+            for name, tensor in self._scaled(tensors):
+                yield name, _cast_copy(tensor, self.dtype)
+            wait_for_device()
+
+    def _scaled(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            whole = tensor.detach().float()
             if "lora_B" in name or "lora_embedding_B" in name:
                 layer = name.removeprefix(lora.PEFT_NAME_PREFIX).partition(".lora_")[0]
                 whole = whole * self.scales[layer]

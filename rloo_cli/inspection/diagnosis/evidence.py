@@ -155,6 +155,11 @@ def prompt_text(sample: SampleRecord) -> str:
     return last_message(sample.get("prompt", ""))
 
 
+def shown_prompt(sample: SampleRecord) -> str:
+    """The prompt's words with its images: two prompts are equal if both are."""
+    return "".join([prompt_text(sample), *(str(image) for image in sample.get("images") or [])])
+
+
 def episode_turns(sample: SampleRecord) -> list[JsonObject]:
     """The turns of an episode; [] for one answer to a prompt."""
     turns = sample.get("turns")

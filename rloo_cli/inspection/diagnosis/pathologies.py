@@ -16,7 +16,7 @@ from rloo_cli.inspection.diagnosis.evidence import (
     finite_field,
     group_pairs,
     pair_correlation,
-    prompt_text,
+    shown_prompt,
     whole_text,
 )
 from rloo_cli.inspection.sample_files import SampleRecord
@@ -221,6 +221,8 @@ def truncated_sampling(run: RunEvidence) -> str | None:
         "min_p": lambda value: value > 0,
         "repetition_penalty": lambda value: value != 1,
     }
+    if run.config_value("generation.return_sampling_mask") is True:  # the others are exact then
+        limits = {"repetition_penalty": limits["repetition_penalty"]}
     set_keys = [
         f"generation.{name}={value:g}"
         for name, biased in limits.items()
@@ -289,12 +291,12 @@ def data_seen_twice(run: RunEvidence) -> str | None:
     rows: dict[tuple[int, str], set[int]] = defaultdict(set)
     prompts: set[str] = set()
     for group in run.groups():
-        draw, text = group[0].get("draw"), prompt_text(group[0])
+        draw, text = group[0].get("draw"), shown_prompt(group[0])
         prompts.add(text)
         if draw in run.draw_examples:
             rows[run.draw_epochs[draw], text].add(run.draw_examples[draw])
     doubled = [text for (_, text), found in rows.items() if len(found) > 1]
-    held_out = {prompt_text(sample) for sample in run.held_out}
+    held_out = {shown_prompt(sample) for sample in run.held_out}
     both = held_out & prompts
     if doubled and len(doubled) >= DOUBLED_SHARE * len(rows):
         return (
@@ -372,7 +374,8 @@ PATHOLOGIES: dict[str, tuple[PathologyRule, str]] = {
     ),
     "sampling is truncated": (
         truncated_sampling,
-        "generation.top_p=1.0, top_k=0, min_p=null, repetition_penalty=1.0",
+        "generation.return_sampling_mask=true; or top_p=1.0, top_k=0, min_p=null,"
+        " repetition_penalty=1.0",
     ),
     "sampler and trainer disagree": (
         sampler_mismatch,

@@ -60,6 +60,7 @@ def _inspect_experiment(lines: CheckLines, run: RunConfig, deep: bool) -> None:
     experiment.check_run_disk(lines, run, plan)
     experiment.check_asked_ports(lines, run)
     experiment.check_rollout_servers(lines, run)
+    experiment.check_teacher_server(lines, run)
     opened = experiment_data.check_data_rows(lines, run)
     rewards = experiment_data.check_reward_signatures(lines, run, opened)
     if deep:

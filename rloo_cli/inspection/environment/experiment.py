@@ -19,7 +19,12 @@ from rloo_cli.config import hf_cache, rules, rules_paths, synthetic
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
-from rloo_cli.generation.vllm.http import HttpClient
+from rloo_cli.generation.vllm.http import (
+    ROLLOUT_SERVER,
+    TEACHER_SERVER,
+    HttpClient,
+    ServerKind,
+)
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, WILDCARD_HOSTS, ServerSection
 from rloo_cli.inspection.environment import machine_state
 from rloo_cli.inspection.environment.check_lines import CheckLines
@@ -231,6 +236,14 @@ def check_rollout_servers(lines: CheckLines, run: RunConfig) -> None:
         _check_server_file(lines, folder, number, own=not keys.num_nodes)
 
 
+def check_teacher_server(lines: CheckLines, run: RunConfig) -> None:
+    """The server that has the teacher of a distillation, if one has it."""
+    keys = run.algorithm.teacher_server
+    if keys is not None:
+        token = os.environ.get(keys.api_key_env, "")
+        _ask_servers(lines, [(str(keys.base_url), token)], keys.api_key_env, TEACHER_SERVER)
+
+
 def _check_server_file(lines: CheckLines, folder: Path, number: int, own: bool) -> None:
     """A server that is found by its file. `own`: `rloo train` starts one where none runs."""
     path, record = server_file.server_file_path(folder, number), None
@@ -252,9 +265,13 @@ def _check_server_file(lines: CheckLines, folder: Path, number: int, own: bool) 
         _ask_servers(lines, [(record.url, record.token)], "RLOO_SERVER_TOKEN")
 
 
-def _ask_servers(lines: CheckLines, servers: list[tuple[str, str]], token_variable: str) -> None:
-    """Ask every server for its health, and with the token whether it is paused, at once."""
-    client = HttpClient(token_variable)
+def _ask_servers(
+    lines: CheckLines, servers: list[tuple[str, str]], token_variable: str,
+    kind: ServerKind = ROLLOUT_SERVER,
+) -> None:  # fmt: skip
+    """Ask every server for its health, and with the token what its kind must answer, at once."""
+    client = HttpClient(token_variable, kind)
+    name = "teacher" if kind is TEACHER_SERVER else "server"
     try:
         with ThreadPoolExecutor(len(servers)) as pool:
             answers = list(pool.map(lambda server: _ask_server(client, *server), servers))
@@ -262,9 +279,9 @@ def _ask_servers(lines: CheckLines, servers: list[tuple[str, str]], token_variab
         client.close()
     for (url, _), (problem, seconds) in zip(servers, answers, strict=True):
         if problem is None:
-            lines.add_ok("server", f"{url} answers ({1000 * seconds:.0f} ms) and takes the token")
+            lines.add_ok(name, f"{url} answers ({1000 * seconds:.0f} ms) and takes the token")
         else:
-            lines.add_problem("server", problem)
+            lines.add_problem(name, problem)
 
 
 def _ask_server(client: HttpClient, url: str, token: str) -> tuple[Problem | None, float]:
@@ -273,12 +290,13 @@ def _ask_server(client: HttpClient, url: str, token: str) -> tuple[Problem | Non
         if wildcard and f"//{wildcard}:" in url:
             url = url.replace(f"//{wildcard}:", "//127.0.0.1:")
     try:
-        for path in ("/health", "/is_paused"):
+        paths = ("/health", "/is_paused") if client.kind is ROLLOUT_SERVER else ("/v1/models",)
+        for path in paths:
             client.get(url, path, token, SERVER_TIMEOUT_S)
     except GenerationError as error:
         return error.problems[0], 0.0
     except (EngineLost, EngineRefused) as error:
-        key = "generation.server.base_url"
-        what, fix = f"no server answers at {url}", "rloo vllm-serve starts one"
+        key, fix = f"{client.kind.section}.base_url", client.kind.start
+        what = f"no server answers at {url}"
         return Problem(what, key, str(error), fix), 0.0
     return None, time.monotonic() - began

@@ -5,10 +5,13 @@
     token_strips  Shows completions token by token, their numbers as colours
 
 The page holds all that it needs, the script of its charts too: it sends no request, and the same
-run folder gives the same bytes wherever it lies.
+run folder gives the same bytes wherever it lies. Every text is escaped where it is put in; should
+one get past that, the page's own policy lets a browser run no script but its two, and ask nobody.
 """
 
+import base64
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
+DRAW_SCRIPT = Path(__file__).with_name("draw_charts.js")
 
 
 def make_report(folder: Path) -> tuple[str, JsonObject]:
@@ -46,6 +50,7 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
         for number, chart in enumerate(found)
     }
     template = _environment().from_string(TEMPLATE.read_text(encoding="utf-8"))
+    scripts = [_chart_script(), DRAW_SCRIPT.read_text(encoding="utf-8")] if specs else ["", ""]
     page = template.render(
         s=built,
         charts=groups,
@@ -53,7 +58,9 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
         advice=diagnosis.advice,
         problems=[text.replace(f"{folder}/", "") for text in diagnosis.problems],
         specs=_script_json(specs),
-        script=_chart_script() if specs else "",
+        script=scripts[0],
+        draw=scripts[1],
+        policy=_page_policy(scripts if specs else []),
     )
     figures = sections.sections_json(built) | {
         "findings": [asdict(finding) for finding in diagnosis.findings],
@@ -80,6 +87,18 @@ def _environment() -> "Environment":
     return Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+
+
+def _page_policy(scripts: Sequence[str]) -> str:
+    """What a browser may do for the page: these scripts, by their digests, and its own styles.
+
+    Vega compiles the expressions of its charts, which are ours, and so may evaluate.
+    """
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    named = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    runs = " ".join(["'unsafe-eval'", *named]) if named else "'none'"
+    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {runs}; {rest}"
 
 
 def _script_json(values: JsonObject) -> str:

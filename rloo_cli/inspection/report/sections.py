@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
+from rloo_cli.data.images import THUMBNAIL_PREFIX
 from rloo_cli.inspection.diagnosis import Diagnosis
 from rloo_cli.inspection.diagnosis.evidence import (
     RunEvidence,
@@ -60,6 +61,7 @@ class ShownSample:
     figures: str
     # Of an episode: (told, said or called; who; the text); it then stands for the completion.
     parts: Sequence[tuple[str, str, str]] = ()
+    images: Sequence[str] = ()  # of the prompt, as `data:` URLs
 
 
 @dataclass
@@ -239,6 +241,7 @@ def _shown_sample(sample: SampleRecord) -> ShownSample:
         _shortened(str(sample.get("completion", ""))),
         " · ".join(figures),
         _shown_parts(sample),
+        [x for x in sample.get("images") or [] if str(x).startswith(THUMBNAIL_PREFIX)],
     )
 
 

@@ -71,12 +71,14 @@ def _token_strip(step: int, sample: SampleRecord) -> TokenStrip:
     advantages = [whole if value is None else value for value in columns["advantage"]]
     gap_scale = max([MIN_GAP_SCALE, *(abs(gap) for gap in gaps if gap is not None)])
     scale = max([1e-9, *(abs(value) for value in advantages if value is not None)])
+    lags = _numbers(tokens.get("lags"), len(texts))
     lag = tokens["lag"] if isinstance(tokens.get("lag"), int) else 0
     shown = [
         ShownToken(
             _visible_token(text),
             _token_style(gap, gap_scale, advantage, scale),
-            _token_words(gap, advantage, {name: column[i] for name, column in columns.items()}),
+            _token_words(gap, advantage, {name: column[i] for name, column in columns.items()})
+            + ("" if lags[i] is None else f", lag {lags[i]:.0f}"),
         )
         for i, (text, gap, advantage) in enumerate(zip(texts, gaps, advantages, strict=True))
     ]

@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check, hf_cache, messages
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
 from rloo_cli.launch import preflight
 from rloo_cli.launch.launcher import KEYS_OF_SAME_JOB
 from rloo_cli.launch.sweep.state import Rung, Trial, override_key
@@ -19,7 +21,7 @@ from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
 
 OFFLOADED_GPU_SHARE = 0.125  # of a GPU, for trials that wait: plans leave more than that unused
-REFUSED_KEYS = ("hydra/launcher", "hydra.launcher")
+REFUSED_KEYS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
 
 
 def check_sweep_overrides(
@@ -30,7 +32,9 @@ def check_sweep_overrides(
     for override in overrides:
         if override_key(override).startswith(REFUSED_KEYS):
             why, fix = "members run side by side on this machine", "rloo train --multirun ..."
-            what = f"{override}: a sweep has no launcher"
+            what = (
+                f"{override}: a sweep has no {'launcher' if 'launcher' in override else 'sweeper'}"
+            )
             problems.append(Problem(what, "command line", why, fix))
         if override.startswith(("--cfg", "-c")) and not override.startswith("--config"):
             fix = "rloo sweep --dry-run, or rloo train --multirun --cfg job"
@@ -81,11 +85,8 @@ def rung_problems(
 
 def trial_problems(run: RunConfig) -> Iterator[Problem]:
     """Why a run cannot be a trial: in a sweep it would not do what it does alone."""
-    backend, distributed = run.generation.backend, run.distributed
-    if backend not in ("transformers", "replay"):
-        why = "its engine would hold the device, or the weights of one member, while others train"
-        what = f"generation.backend = {backend} is not for a sweep"
-        yield Problem(what, "generation.backend", why, "generation=transformers")
+    distributed = run.distributed
+    yield from vllm_trial_problems(run, bool(device_count.visible_gpus()))
     if distributed.engine != "single" or distributed.num_nodes > 1:
         engine = f"distributed.engine = {distributed.engine}"
         why = f"{engine}: its processes would wait for each other's turns"
@@ -93,12 +94,46 @@ def trial_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem("a member of a sweep is one process", "distributed.engine", why, fix)
 
 
-def max_open_trials(devices: int, memory: float) -> int:
+def vllm_trial_problems(run: RunConfig, has_gpu: bool) -> Iterator[Problem]:
+    """Why this run's vLLM cannot be a trial's own, which leaves the device to others meanwhile.
+
+    `has_gpu`: members share GPUs. In the CPU's memory engines wait beside each other.
+    """
+    keys: Any = run.generation
+    server, own = "vllm_server", "each member has an engine of its own"
+    if keys.backend == server and keys.server.base_url is not None:
+        key, why = "generation.server.base_url", f"{own}; a server has the weights of one trainer"
+        what = f"{key} = {keys.server.base_url} is not for a sweep"
+        yield Problem(what, key, why, f"{key}=null, or generation=transformers")
+    elif keys.backend == server and keys.server.num_nodes:
+        key, why = "generation.server.num_nodes", f"{own}, on this machine"
+        what = f"{key} = {keys.server.num_nodes} is not for a sweep"
+        yield Problem(what, key, why, f"{key}=0, or rloo train --multirun ...")
+    elif keys.backend == server and has_gpu:
+        key, why = "generation.backend", "its server would hold a GPU while other members train"
+        fix = "generation=vllm_colocate generation.colocate.sleep=weights, generation=transformers"
+        yield Problem(f"{key} = {server} is not for a sweep on GPUs", key, why, f"{fix}, or"
+                      " rloo train --multirun ...")  # fmt: skip
+    elif keys.backend == "vllm_colocate" and has_gpu and keys.colocate.sleep != "weights":
+        key = "generation.colocate.sleep"
+        why = "the engine would hold weights or keys and values on the GPU while others train"
+        what = f"{key} = {keys.colocate.sleep} is not for a sweep on GPUs"
+        yield Problem(what, key, why, f"{key}=weights, or generation=transformers")
+    elif keys.backend == "vllm_colocate" and has_gpu and not keys.allow_untested:
+        key = "generation.backend"
+        why = "engines that take turns on one GPU were not yet tried on one"
+        fix = "generation.allow_untested=true, or generation=transformers"
+        yield Problem(f"{key} = vllm_colocate in a sweep on GPUs", key, why, fix)
+
+
+def max_open_trials(devices: int, memory: float, with_engines: bool = False) -> int:
     """The trials that a sweep can have open at a time on `devices` GPUs of `memory` bytes each.
 
-    One trains on each GPU, and every other one keeps some of its memory while it waits.
+    One trains on each GPU, and every other one keeps some of its memory while it waits; twice as
+    much where an inference engine sleeps beside it.
     """
-    return devices * (1 + int(OFFLOADED_GPU_SHARE * memory / environment.OFFLOADED_TRIAL_BYTES))
+    each = environment.OFFLOADED_TRIAL_BYTES * (1 + with_engines)
+    return devices * (1 + int(OFFLOADED_GPU_SHARE * memory / each))
 
 
 def too_many_trials_problems(num_trials: int, max_trials: int | None) -> Iterator[Problem]:

@@ -5,7 +5,8 @@ a read-only system of nothing but Python and the libraries it needs, a private /
 size, an empty environment, no capabilities, no further namespaces. The home folder and the
 checkout are not there. When the time is over, or the harness ends, the kernel ends every process
 in it. rlimits hold each process (memory, CPU, file size, open files); the harness counts processes
-and memory of all of them together every 20 ms, since the kernel does not count the root user's.
+and memory of all of them together every 20 ms, since the kernel does not count the root user's, and
+with it what no process holds: shared memory of System V, names of files.
 
 What is promised: the harness (a process that the model's code can neither read nor write to)
 reports a test as passed only with the nonce and, in a test of asserts, a token that is made for it
@@ -101,6 +102,7 @@ def run_sandboxed_tests(
         "file": limits.file_mb * MB,
         "open_files": limits.open_files,
         "own_user": mode == "bwrap" and kernel >= (5, 14),
+        "own_namespaces": mode == "bwrap",
     }
     max_bytes = 1 << 16
     max_bytes += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON writes a byte as up to six
@@ -142,7 +144,8 @@ def bwrap_command(limits: SandboxLimits) -> list[str]:
     size = str(limits.file_mb * MB)
     # Temporary folders first: what is bound may lie below one of them.
     words = [shutil.which("bwrap") or "bwrap", *BWRAP_ISOLATION_ARGS]
-    words += ["--proc", "/proc", "--dev", "/dev"]
+    # To the kernel a sandbox of root is still root: it could write what it finds in /proc/sys.
+    words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     words += ["--size", str(MB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     words += ["--size", size, "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM_PATHS:

@@ -31,6 +31,10 @@ from typing import Any
 
 SUPERVISE_POLL_S = 0.02  # seconds between two checks of the processes
 PAGE_BYTES = resource.getpagesize()
+# Folders of the sandbox that can be written, and what a file without content takes of the kernel.
+PRIVATE_FOLDERS, INODE_BYTES = ("/tmp", "/dev/shm"), 1 << 10
+# System V objects of the sandbox's own namespace: the columns whose sum counts, and bytes of one.
+SYSV_TABLES = (("shm", ("rss", "swap"), 1), ("msg", ("cbytes",), 1), ("sem", ("nsems",), 128))
 CONTROL_FD, REPORT_FD = 3, 4  # a test's pipes
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # prctl
 JobDict = dict[str, Any]  # JSON: a job, one of its tests, or a result
@@ -185,8 +189,8 @@ def exceeded_limit(job: JobDict, deadline: float) -> str:
     found = descendant_processes()
     if sum(threads for threads, _ in found.values()) > job["processes"]:
         return "processes"
-    used = sum(pages for _, pages in found.values()) * PAGE_BYTES
-    if used + memfd_bytes(found) > job["memory"]:
+    used = sum(pages for _, pages in found.values()) * PAGE_BYTES + memfd_bytes(found)
+    if used + (namespace_bytes() if job["own_namespaces"] else 0) > job["memory"]:
         return "memory"
     return "time" if time.monotonic() > deadline else ""
 
@@ -207,6 +211,27 @@ def memfd_bytes(pids: Iterable[int]) -> int:
             except OSError:
                 continue  # it was closed
     return sum(sizes.values())
+
+
+def namespace_bytes() -> int:
+    """Bytes that no process holds: System V objects, and the inodes of the private folders.
+
+    Both outlive the process that made them. Where the namespaces are not the sandbox's own, those
+    of other programs would count.
+    """
+    used = 0
+    for folder in PRIVATE_FOLDERS:
+        status = os.statvfs(folder)
+        used += (status.f_files - status.f_ffree) * INODE_BYTES
+    for name, columns, size in SYSV_TABLES:
+        try:
+            with open(f"/proc/sysvipc/{name}", encoding="ascii") as file:
+                head, *lines = (line.split() for line in file)
+        except OSError:
+            continue  # a kernel without System V objects
+        places = [head.index(column) for column in columns]
+        used += size * sum(int(line[place]) for line in lines for place in places)
+    return used
 
 
 def reap_children() -> dict[int, int]:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 from rloo_cli.data.batch import Group, Prompt, Rollout, Turn
@@ -41,7 +42,7 @@ RESERVED_REWARD_METRIC = re.compile(
 RESERVED_SAMPLE_FIELDS = frozenset((
     "draw", "k", "prompt", "completion", "finish_reason", "terminated", "prompt_length",
     "completion_length", "seed", "weight_version", "score", "shaped", "kl", "reward",
-    "advantage", "rewards", "token_strip", "turns", "episode", "failed",
+    "advantage", "rewards", "token_strip", "turns", "episode", "failed", "images",
 ))  # fmt: skip
 
 
@@ -61,6 +62,21 @@ class TrainerState:
     num_input_tokens_seen: int
     num_train_epochs: float
     log_history: list[JsonObject] = field(default_factory=list)
+    # The further fields of transformers' TrainerState, which rewards written for TRL may read.
+    logging_steps: int = 1
+    eval_steps: int = 0
+    save_steps: int = 0
+    train_batch_size: int = 0  # completions of a step, over all ranks
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+    total_flos: float = 0.0  # is not counted
+    best_metric: float | None = None  # no checkpoint is chosen by a metric
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: JsonObject | None = None
+    stateful_callbacks: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,7 @@ class CompletionTable:
     def __post_init__(self) -> None:
         names = {c: None for g in self.groups for c in g.example if c not in HIDDEN_COLUMNS}
         self.columns = list(names)  # in the data set's order
+        self.image_columns = sorted({c for g in self.groups for c in _image_columns(g)})
 
     def __len__(self) -> int:
         return len(self.groups) * self.k
@@ -152,6 +169,7 @@ class CompletionTable:
         }
         for column in self.columns:
             makers[column] = lambda c=column: [g.example.get(c) for g, _ in pairs]  # type: ignore[misc]
+        makers |= {c: partial(_shown_images, pairs, c) for c in self.image_columns}
         returned = {c: None for _, r in pairs for c in r.columns or {}}  # with its rollouts
         for column in returned:
             makers[column] = lambda c=column: [(r.columns or {}).get(c) for _, r in pairs]  # type: ignore[misc]
@@ -188,6 +206,20 @@ def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
             said["tool_calls"] = [{"type": "function", "function": dict(c)} for c in turn.calls]
         messages.append(said)
     return messages
+
+
+def _image_columns(group: Group) -> list[str]:
+    """The name under which rewards get a prompt's images: its column's, `images` without one."""
+    return [] if group.media is None else [group.media.column or "images"]
+
+
+def _shown_images(pairs: Sequence[tuple[Group, Rollout]], column: str) -> list[object]:
+    """The images of each prompt, a list of them but for a column `image`; None without any."""
+    shown: list[object] = []
+    for group, _ in pairs:
+        images = None if group.media is None else [one.copy() for one in group.media.images]
+        shown.append(images[0] if images and column == "image" and len(images) == 1 else images)
+    return shown
 
 
 def _copy_prompt(prompt: Prompt) -> Prompt:

@@ -52,6 +52,8 @@ def score_cache_key(table: CompletionTable, index: int) -> Hashable:
     All columns are part of it: one prompt with two gold answers is two questions.
     """
     group, rollout = table.group_and_rollout(index)
+    if group.media is not None:
+        return object()  # the words of two prompts may be equal, and their images not
     if not _has_exact_repr(group.example) or not _has_exact_repr(group.prompt):
         return object()  # an image's repr is its address, which another one may have later
     return repr(group.prompt), repr(group.example), tuple(rollout.completion_ids)

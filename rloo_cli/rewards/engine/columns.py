@@ -27,7 +27,7 @@ def check_reward_splits(
         check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
     for name, source in splits.split_configs(config, None in opened).items():
         if name in opened and not splits.is_mixture_key(name):
-            columns = [c for c in opened[name].column_names if c != source.prompt_column]
+            columns = [c for c in opened[name].column_names if c != source.prompts_in]
             with splits.errors_naming_split(name, source):
                 check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
 

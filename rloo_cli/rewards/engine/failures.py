@@ -1,7 +1,8 @@
 """Decides which failures of rewards stop the run, and reports them."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rloo_cli.rewards.engine.arguments import CompletionTable
 from rloo_cli.rewards.engine.build import Reward
@@ -32,13 +33,65 @@ class RewardResult:
     seconds: float
 
 
-def check_reward_failures(results: Sequence[RewardResult], table: CompletionTable) -> None:
-    """Raises RewardFailed, with one problem for each reward whose failures stop the run."""
-    stopping = [v for v in results if v.failures and _stops_run(v, len(table))]
+@dataclass(frozen=True)
+class ToleratedFailures:
+    """One reward's failures that stop no run by themselves: those of a rank's share of a step."""
+
+    reward: str
+    count: int
+    limit: float  # `max_error_rate`: the share of the step's completions that may fail
+    problem: Problem  # the error that it is if all ranks' failures are too many
+    detail: JsonObject
+
+
+def check_reward_failures(
+    results: Sequence[RewardResult], table: CompletionTable, num_completions: int
+) -> list[ToleratedFailures]:
+    """-> the failures that do not stop the run. `num_completions`: those of the whole step
+
+    Raises RewardFailed, with one problem for each reward whose failures stop the run.
+    """
+    failed = [v for v in results if v.failures]
+    stopping = [v for v in failed if _stops_run(v, num_completions)]
+    step = getattr(table.context.trainer_state, "step", None)
     if stopping:
-        step = getattr(table.context.trainer_state, "step", None)
         detail = {"step": step, "rewards": [_failure_detail(v, table) for v in stopping]}
-        raise RewardFailed(*(_failure_problem(v, table, step) for v in stopping), detail=detail)
+        problems = (
+            _failure_problem(v, table, step, len(v.failures), num_completions) for v in stopping
+        )
+        raise RewardFailed(*problems, detail=detail)
+    return [
+        ToleratedFailures(
+            v.reward.name, len(v.failures), v.reward.config.max_error_rate,
+            _failure_problem(v, table, step, len(v.failures), num_completions),
+            {"step": step, "rewards": [_failure_detail(v, table)]},
+        )
+        for v in failed
+    ]  # fmt: skip
+
+
+def check_failures_of_ranks(failures: Sequence[ToleratedFailures], num_completions: int) -> None:
+    """Check the failures of all ranks together. `num_completions`: those of the whole step
+
+    Raises RewardFailed for the first reward with more failures than it may have.
+    """
+    counts: Counter[str] = Counter()
+    for failure in failures:
+        counts[failure.reward] += failure.count
+    for failure in failures:
+        count = counts[failure.reward]
+        if count <= failure.limit * num_completions:
+            continue
+        cause = failure.problem.why.rpartition("\n")[0]
+        why = f"{cause}\n{_share_text(failure.reward, count, num_completions, failure.limit)}"
+        raise RewardFailed(replace(failure.problem, why=why), detail=failure.detail)
+
+
+def _share_text(name: str, count: int, num_completions: int, limit: float) -> str:
+    return (
+        f"{count} of {num_completions} rows failed,"
+        f" more than reward.{name}.max_error_rate = {limit:g} of them"
+    )
 
 
 def _stops_run(result: RewardResult, num_completions: int) -> bool:
@@ -47,16 +100,19 @@ def _stops_run(result: RewardResult, num_completions: int) -> bool:
     return config.on_error == "raise" or too_many
 
 
-def _failure_problem(result: RewardResult, table: CompletionTable, step: int | None) -> Problem:
+def _failure_problem(
+    result: RewardResult, table: CompletionTable, step: int | None, count: int, num_completions: int
+) -> Problem:
     name, config = result.reward.name, result.reward.config
     index, failure = next(iter(result.failures.items()))
     which = describe_completion(table, index)
     of_call = [i for i, f in result.failures.items() if f is failure]
     if len(of_call) > 1:  # the whole call failed
         which = f"rows {of_call[0]} to {of_call[-1]}; the first: {which}"
-    why = f"{failure.frames}{failure.message}\n{len(result.failures)} of {len(table)} rows failed"
+    share = f"{count} of {num_completions} rows failed"
     if config.on_error != "raise":
-        why += f", more than reward.{name}.max_error_rate = {config.max_error_rate:g} of them"
+        share = _share_text(name, count, num_completions, config.max_error_rate)
+    why = f"{failure.frames}{failure.message}\n{share}"
     verb = "" if failure.kind == "invalid" else "failed: "
     return Problem(
         f"reward {name!r} {verb}{failure.message.splitlines()[-1]}",

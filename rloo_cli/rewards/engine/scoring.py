@@ -7,7 +7,7 @@ counts in `error_rate`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rloo_cli.data.batch import Group
 from rloo_cli.rewards.engine import failures
 from rloo_cli.rewards.engine.arguments import CompletionTable, RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.rewards.engine.failures import RewardFailed, RewardResult
+from rloo_cli.rewards.engine.failures import RewardFailed, RewardResult, ToleratedFailures
 from rloo_cli.rewards.engine.results import CallResult
 from rloo_cli.rewards.engine.step_calls import StepCalls
 
@@ -37,6 +37,7 @@ class Scores:
     extras: dict[str, list[object]] = field(default_factory=dict)  # log_extra: column -> P*K values
     metrics: dict[str, float] = field(default_factory=dict)  # log_metric's name -> mean
     warnings: list[str] = field(default_factory=list)  # to be printed once per run
+    tolerated: list[ToleratedFailures] = field(default_factory=list)  # that stop no run alone
 
 
 class ScoringStep(StepCalls):
@@ -48,8 +49,8 @@ class ScoringStep(StepCalls):
         Raises RewardFailed (exit code 5).
         """
         results = self.wait_for_results()
-        failures.check_reward_failures(results, self.table)
-        return _build_scores(results, self.table)
+        tolerated = failures.check_reward_failures(results, self.table, self.num_completions)
+        return replace(_build_scores(results, self.table), tolerated=tolerated)
 
 
 def score_groups(
@@ -100,7 +101,7 @@ def _collect_logs(scores: Scores, call_results: list[CallResult], num_completion
 
 def _warn_unscored(scores: Scores, table: CompletionTable) -> None:
     unscored = scores.raw.isnan().all(dim=0).reshape(-1).nonzero().flatten().tolist()
-    if unscored:
+    if unscored and scores.names:  # a distillation may have no reward at all
         group, _ = table.group_and_rollout(unscored[0])
         scores.warnings.append(
             f"no reward scored {len(unscored)} of {len(table)} rows; they are left out. The first: "

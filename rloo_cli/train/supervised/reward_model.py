@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from rloo_cli.config.schema import RewardModelConfig
+from rloo_cli.policy.model import replaced_forward
 from rloo_cli.train.supervised import fit
 from rloo_cli.train.supervised.sft import tokenize_with_eos
 
@@ -69,7 +70,14 @@ def score_sequences(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
     hidden = model.base_model(input_ids=ids, attention_mask=mask)[0]  # (N, T, H)
     last = mask.sum(1) - 1
     read = hidden[torch.arange(len(sequences), device=ids.device), last]
-    return nn.functional.linear(read.float(), model.score.weight.float()).squeeze(-1)
+    head = model.score
+
+    def float32_head(states: Tensor) -> Tensor:
+        return nn.functional.linear(states.float(), head.weight.float())
+
+    with replaced_forward(head, float32_head):  # by a call, for which its weights are gathered
+        scores: Tensor = head(read).squeeze(-1)
+    return scores
 
 
 def tokenize_pair(

@@ -12,19 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rloo_cli.config import check
+from rloo_cli.checkpoint import export
+from rloo_cli.config import check, synthetic
 from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from rloo_cli.config.supervised import training_data, training_model
 from rloo_cli.data import dataset
-from rloo_cli.distributed.world import World, single_process_world
+from rloo_cli.distributed import gather, meta_load
+from rloo_cli.distributed.engine import ParallelEngine
+from rloo_cli.distributed.world import World, is_printed_elsewhere, join_ranks
 from rloo_cli.policy import load
-from rloo_cli.train.supervised import examples, reward_model, sft
+from rloo_cli.policy.model import Policy
+from rloo_cli.train.supervised import examples, parallel, reward_model, sft
 from rloo_cli.train.supervised.examples import PreparedExamples
-from rloo_cli.train.supervised.fit import MetricsObject, Objective, SupervisedTrainer
+from rloo_cli.train.supervised.fit import MetricsObject, SupervisedTrainer, optimizer_config
+from rloo_cli.train.supervised.parallel import Objective
 from rloo_cli.utils import process_exit, rng
 from rloo_cli.utils.errors import DataError, Problem, RunError
 from rloo_cli.utils.files import write_json
@@ -45,10 +51,13 @@ def run_supervised_training(folder: Path, section: str) -> MetricsObject:
     run = check.read_config(folder / "training" / "config.yaml")
     settings: TrainingConfig = getattr(run, section)
     rng.seed_generators(run.seed)
-    world = single_process_world(run.distributed)
+    world = join_ranks(run)
     model_config, source = training_model(run, section), training_data(run, section)
-    print("loading data ...", flush=True)
+    say = print_line if world.is_main else print_nothing
+    say("loading data ...")
     with _errors_name_section(section):
+        for path in filter(None, (model_config.path, model_config.tokenizer)):
+            world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
         datasets = _load_examples(source, settings, section)
         tokenizer = load.load_policy_tokenizer(model_config)
         limits = (settings.max_length, load.read_max_positions(model_config), sys.maxsize)
@@ -56,8 +65,8 @@ def run_supervised_training(folder: Path, section: str) -> MetricsObject:
         read = examples.EXAMPLE_READERS[section]
         prepared = [read(data, source, settings, tokenizer, run, limit) for data in datasets]
     for name, part in zip(("trained on", "measured on"), prepared, strict=False):
-        print(f"{name}: {part.describe(limit)}", flush=True)
-    print("loading the model ...", flush=True)
+        say(f"{name}: {part.describe(limit)}")
+    say("loading the model ...")
     with _errors_name_section(section):
         trainer = _build_trainer(section, model_config, run, world, folder, tokenizer)
     return _train_and_save(trainer, prepared, folder, tokenizer)
@@ -91,16 +100,42 @@ def _build_trainer(
 ) -> SupervisedTrainer[Any]:
     settings: TrainingConfig = getattr(run, section)
     objective: Objective[Any] = sft.SftObjective()
-    if section == "sft":
-        model = load.load_causal_lm(model_config, model_config.path, world.device)
-    else:
-        model = load.load_sequence_classifier(model_config, model_config.path, world.device)
-        model.config.pad_token_id = tokenizer.pad_token_id
-        reward_model.init_score_head(model, run.seed)
+    if section == "reward_model":
         center = run.reward_model.center_rewards_coefficient
         objective = reward_model.PreferenceObjective(center)
-    write = _metrics_writer(folder / "training")
-    return SupervisedTrainer(model, objective, settings, run.seed, write)
+    write = _metrics_writer(folder / "training") if world.is_main else print_nothing
+    engine = parallel.build_supervised_engine(run, model_config, optimizer_config(settings), world)
+    pad_id = tokenizer.pad_token_id
+    model, meta_weights = _load_model(section, model_config, run, engine, pad_id)
+    module = parallel.TrainedModule(model, world.device, meta_weights)
+    return SupervisedTrainer(model, objective, settings, run.seed, write, (engine, module))
+
+
+def _load_model(
+    section: str,
+    model_config: ModelConfig,
+    run: RunConfig,
+    engine: ParallelEngine,
+    pad_id: int | None,
+) -> tuple[PreTrainedModel, gather.MetaWeights | None]:
+    """Load the model, with a new head if it becomes a reward model. -> it, or a shell of it and its
+    weights where the engine shards them"""
+    world = engine.world
+
+    def read(device: torch.device) -> PreTrainedModel:
+        if section == "sft":
+            return load.load_causal_lm(model_config, model_config.path, device, world.device)
+        keys = (model_config, model_config.path, device, world.device)
+        loaded, _ = load.load_classifier_with_head(*keys)
+        loaded.config.pad_token_id = pad_id
+        reward_model.init_score_head(loaded, run.seed)
+        return loaded
+
+    if not engine.sharded:
+        return read(world.device), None
+    if section == "sft":
+        return meta_load.load_causal_shell(model_config, world, lambda: read(gather.CPU))
+    return meta_load.load_classifier_shell(model_config, world, lambda: read(gather.CPU))
 
 
 def _train_and_save(
@@ -110,6 +145,7 @@ def _train_and_save(
     tokenizer: PreTrainedTokenizerBase,
 ) -> MetricsObject:
     began, trained = time.monotonic(), example_sets[0]
+    trainer.distribute(len(trained.examples))
     held_out = example_sets[1].examples if len(example_sets) > 1 else []
     before = trainer.evaluate_loss(held_out) if held_out else {}
     if before:
@@ -122,10 +158,32 @@ def _train_and_save(
     counts = {"rows": len(trained.examples), "left_out": left_out}
     seconds = round(time.monotonic() - began, 2)
     summary = {"steps": steps, **counts, "seconds": seconds, "before": before, "after": after}
-    trainer.model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_json(folder / "training" / "summary.json", summary)
+    trainer.world.run_on_all_ranks(lambda: _save_model(trainer, folder, tokenizer))
+    if trainer.world.is_main:
+        write_json(folder / "training" / "summary.json", summary)
+    trainer.world.run_on_rank0(lambda: None)  # the others end when all is written
     return summary
+
+
+def _save_model(
+    trainer: SupervisedTrainer[Any], folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write the model's folder; all ranks take part where its weights are in shards."""
+    if trainer.engine is not None and trainer.engine.sharded:
+        module = cast(Policy, trainer.module)
+        export.write_gathered_model(trainer.engine, module, tokenizer, folder)
+    elif trainer.world.is_main:
+        trainer.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def print_line(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def print_nothing(line: object) -> None:
+    """Print nothing: rank 0 does it."""
 
 
 def _metrics_writer(folder: Path) -> Callable[[MetricsObject], None]:
@@ -171,5 +229,7 @@ def main() -> None:
     """Run the process that `cli/supervised` starts; its exit code says what stopped it."""
     folder, section = Path(sys.argv[1]), sys.argv[2]
     process_exit.run_and_exit(
-        lambda: run_supervised_training(folder, section), f"lower {section}.micro_batch_size"
+        lambda: run_supervised_training(folder, section),
+        f"lower {section}.micro_batch_size",
+        is_printed_elsewhere,
     )

@@ -124,3 +124,30 @@ def test_a_trainer_of_whole_models_is_refused_by_a_server_for_an_adapter(
     with pytest.raises(GenerationError, match="has another transfer"):
         sampler.load(vllm_cases.policy(), 1)
     sampler.close()
+
+
+OVERLAPPED = {
+    "stream": ("train.micro_batch_order=virtual_time", "reward.digits.scope=group"),
+    "ahead": (),
+    "carry": ("generation.max_lag=2",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", OVERLAPPED)
+def test_an_adapter_is_trained_while_the_server_samples(
+    mode: str, adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLOO_SERVER_TOKEN", adapting.token)
+    found = make(
+        tmp_path, *vllm_cases.WORDS, f"generation.server.base_url={adapting.url}", "lora=default",
+        "max_steps=4", "train.learning_rate=0.01", "data.eval_split=null", "checkpoint.every=1000",
+        f"generation.overlap={mode}", *OVERLAPPED[mode], noise=0.0,
+    )  # fmt: skip
+    before = {n: t.clone() for n, t in lora.adapter_tensors(found.policy.model).items()}
+    run_training_loop(found)  # it stops where a token is of other weights than it is told to be
+    found.generator.close()
+    after = lora.adapter_tensors(found.policy.model)
+    assert found.state.updates == 4 and any(not torch.equal(before[n], after[n]) for n in after)
+    if mode != "stream":
+        assert max(row["staleness/mean"] for row in found.log.metrics_lines) > 0

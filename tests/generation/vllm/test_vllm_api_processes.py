@@ -87,7 +87,8 @@ def test_the_guard_stands_in_each(lines: list[Line]) -> None:
         for path in ("/rloo/generate", "/pause", "/finish_weight_update"):
             assert line.ask("POST", path, {}, token=False)[0] == 401
         assert line.ask("POST", "/collective_rpc", {})[0] == 403
-        assert line.ask("GET", "/rloo")[1]["routes"] == ["/rloo/generate"]
+        routes = ["/rloo/generate", "/rloo/generate?counts"]
+        assert line.ask("GET", "/rloo")[1]["routes"] == routes
 
 
 def test_a_pause_and_an_update_by_one_hold_for_the_requests_of_the_other(

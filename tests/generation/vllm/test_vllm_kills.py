@@ -152,6 +152,44 @@ def test_a_killed_engine_is_replaced_and_only_what_is_missing_is_drawn_again(
     check(run, alone, [first, replaced(run, first)])
 
 
+OVERLAPPED = {
+    "stream": (
+        "train.micro_batch_order=virtual_time", "reward.unique_chars.scope=group",
+        "reward.length_tokens.scope=group",
+    ),
+    "ahead": (),
+    "carry": ("generation.max_lag=2",),
+}  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize("mode", OVERLAPPED)
+def test_so_is_one_that_is_killed_while_the_training_goes_on(
+    tmp_path: Path, alone: Going, mode: str
+) -> None:
+    run = Going(tmp_path / "runs", f"generation.overlap={mode}", *OVERLAPPED[mode])
+    first = kill(run, "EngineCore")
+    groups = [first, replaced(run, first)]
+    assert run.ends() == 0, run.said
+    assert [row["step"] for row in run.rows] == [*range(1, STEPS + 1)]
+    assert run.rows[-1]["vllm/restarts"] == 1.0
+    drawn = [row[:3] for row in run.samples]
+    steps = {name: int(name[5:11]) for name, *_ in run.samples}
+    lags = [steps[name] - 1 - version for name, _, _, version in run.samples]
+    if mode == "carry":  # which group a step takes is the clock's; none is lost or too old
+        assert len(set(drawn)) == len(drawn) == len(alone.samples)
+        assert all(0 <= lag <= 2 for lag in lags)
+    else:
+        assert drawn == [row[:3] for row in alone.samples]
+        assert all(
+            lag == (mode == "ahead" and steps[name] > 1)
+            for lag, (name, *_) in zip(lags, run.samples, strict=True)
+        )
+    ledger = [sys.executable, "-m", "rloo_cli", "ledger", str(run.folder)]
+    assert "conserved" in subprocess.run(ledger, capture_output=True, text=True).stdout
+    assert not any(members(group) for group in groups)
+
+
 @slow
 @pytest.mark.parametrize("name", ["Worker", "API"])
 def test_so_is_a_killed_worker_and_a_killed_api_process(

@@ -398,6 +398,7 @@ def test_one_with_two_api_processes_ends_when_asked_and_leaves_nothing(
     assert "Traceback" not in served.said() + Path(server.log).read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_server_takes_its_engine_along(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -92,6 +92,8 @@ class Pair:
         return float((self.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max())
 
 
+# Nats that two programs may be apart by rounding, whatever the CPU; other weights are above 1e-3.
+ROUNDING = 1e-4
 # Two of the engines have their core in a process of its own, as on a GPU; they lose it at the end.
 KINDS = [
     "qwen3-tied", "qwen3-untied", pytest.param("neox-untied", marks=pytest.mark.slow),
@@ -113,7 +115,7 @@ def pair(
 
 def test_an_update_of_each_family_of_tensors_reaches_the_engine(pair: Pair) -> None:
     pair.load()
-    assert pair.gap(pair.sample([1, 2])) < 1e-5
+    assert pair.gap(pair.sample([1, 2])) < ROUNDING
     families = QWEN if isinstance(pair.model, Qwen3ForCausalLM) else NEOX
     for family in families.split():
         chosen = [p for n, p in pair.model.named_parameters() if family in n]
@@ -125,7 +127,7 @@ def test_an_update_of_each_family_of_tensors_reaches_the_engine(pair: Pair) -> N
         if chosen:
             assert pair.gap(before) > 1e-3, f"{family}: the change is too small to be seen"
         pair.load()
-        assert pair.gap(pair.sample([3])) < 1e-5, family
+        assert pair.gap(pair.sample([3])) < ROUNDING, family
 
 
 def test_a_seed_draws_the_same_tokens_again_and_in_another_batch(pair: Pair) -> None:
@@ -160,7 +162,7 @@ def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
         pair.load()
     monkeypatch.undo()
     pair.load()
-    assert pair.gap(pair.sample([5])) < 1e-5
+    assert pair.gap(pair.sample([5])) < ROUNDING
 
 
 def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
@@ -179,7 +181,7 @@ def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
         pair.load()
     monkeypatch.undo()
     pair.load()
-    assert pair.gap(pair.sample([6])) < 1e-5
+    assert pair.gap(pair.sample([6])) < ROUNDING
 
 
 def cores(pair: Pair) -> list[int]:
@@ -219,7 +221,7 @@ def test_a_core_that_was_killed_is_replaced_with_the_same_weights(tmp_path: Path
         assert [[r.completion_ids for r in g.rollouts] for g in again] == [
             [r.completion_ids for r in g.rollouts] for g in first
         ]
-        assert pair.gap(again) < 1e-5
+        assert pair.gap(again) < ROUNDING
     finally:
         pair.generator.close()
 

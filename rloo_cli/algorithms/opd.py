@@ -1,0 +1,285 @@
+"""On-policy distillation: a student learns from a teacher on the student's own completions.
+
+The teacher q is the model of `model.ref_path`, frozen, with the student's vocabulary, or the model
+of a server (`teacher.base_url`), which tells log-probabilities of given tokens. kl_in=reward:
+reverse KL, token by token, from the log-probabilities of the sampled tokens alone ("On-Policy
+Distillation", Thinking Machines Lab, 2025),
+
+    d_t  = old_logp_t - teacher_logp_t                        k1 of KL(student || teacher)
+    A_t  = A_i - beta sum_{u >= t} kl_discount^(u-t) d_u      A_i: of the rewards alone, 0 without
+    loss = -mean_t min(rho_t A_t, clip(rho_t) A_t)            rho_t = pi(y_t) / pi_old(y_t)
+
+kl_discount 0 is the gradient of each token's own KL(pi_t || q_t); with 1 a token also answers for
+what follows, which is the gradient of the completions' KL. kl_in=loss: the generalised
+Jensen-Shannon divergence over the whole vocabulary (GKD, arXiv 2306.13649, eq. 1), b = jsd_beta,
+
+    m_t  = b q_t + (1 - b) pi_t
+    D_t  = b KL(q_t || m_t) + (1 - b) KL(pi_t || m_t)         0: KL(q || pi); 1: KL(pi || q)
+    loss = policy term of A_i + beta mean_t D_t               its gradient is through pi_t alone
+
+Without a reward, or with weights of 0 only, every score is 0, and the teacher alone teaches. A
+completion that no reward has scored is taught all the same, with A_i = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.algorithms.common import advantage, aggregate, kl
+from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.forward_plan import ForwardPlan
+from rloo_cli.algorithms.common.loss import LossInputs, micro_batch_loss
+from rloo_cli.algorithms.rloo import RLOO
+from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
+from rloo_cli.config.schema import RunConfig, key
+from rloo_cli.config.teacher import TeacherConfig
+from rloo_cli.utils.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.algorithms.common.policy_loss import Loss
+    from rloo_cli.data.packing import MicroBatch
+
+BY_TOKEN = ("reinforce", "cispo", "vespo")  # policy losses with a term for every token
+URL_KEY = "algorithm.teacher.base_url"
+WHOLE = ("single", "ddp")  # engines that leave each process its whole models
+
+
+class Config(Switches):
+    name: Literal["opd"] = key("On-policy distillation from a teacher")
+    kl_discount: float = key(
+        "kl_in=reward: what a token is charged of a later token's KL, to the power of their"
+        " distance; 0 = its own alone, 1 = all that follows",
+        ge=0,
+        le=1,
+    )
+    jsd_beta: float = key(
+        "kl_in=loss: the teacher's share of the mixture in GKD's divergence; 0 ="
+        " KL(teacher || student), 1 = KL(student || teacher)",
+        ge=0,
+        le=1,
+    )
+    teacher: TeacherConfig = key(
+        "A teacher that a vLLM server has, in place of model.ref_path", since="0.2", before={}
+    )
+
+    @property
+    def teacher_server(self) -> TeacherConfig | None:
+        """The teacher's server; None where the teacher is loaded here."""
+        return None if self.teacher.base_url is None else self.teacher
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the teacher is loaded here."""
+        return super().needs_reference and self.teacher_server is None
+
+    @property
+    def learns_without_rewards(self) -> bool:
+        """The teacher alone is enough."""
+        return True
+
+    @property
+    def teacher_jsd_beta(self) -> float | None:
+        """`jsd_beta` where the teacher's whole distributions are needed; else None."""
+        return self.jsd_beta if self.kl_in == "loss" else None
+
+
+class OnPolicyDistillation(RLOO[Config]):
+    """Advantages of the scores alone; the teacher's part is added token by token, in the loss."""
+
+    def combine_rewards(self, raw: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """As everywhere, and a score of 0 for each completion if no reward has a weight.
+
+        (F, P, K), F -> (P, K), (P, K) bool
+        """
+        if any(weights):
+            return super().combine_rewards(raw, weights)
+        score = raw.new_zeros(raw.shape[1:])
+        return score, score == 0
+
+    def advantages(self, inputs: AdvantageInputs) -> Advantages:
+        """Rewards with the KL, for the metrics; advantages without it. (P, K) each -> (P, K)"""
+        score, config = inputs.score, self.config
+        penalty = score * 0.0 if inputs.kl is None else config.beta * inputs.kl
+        reward = (score - penalty).masked_fill(~inputs.scorable, 0.0)
+        a = advantage.subtract_baseline(score, config, inputs)
+        usable = advantage.usable_completions(inputs.scorable, config)
+        a = advantage.scale_advantages(a, score, inputs.scorable, config)
+        return advantage.normalize_over_step(reward, a, usable, inputs, config)
+
+    def loss(self, inputs: LossInputs) -> Loss:
+        """The policy term with each token's charge in it, or with the divergence beside it."""
+        config, micro_batch = self.config, inputs.micro_batch
+        if config.kl_in == "reward":
+            assert inputs.ref_logp is not None
+            old = inputs.old_logp if micro_batch.kl_logp is None else micro_batch.kl_logp
+            k = micro_batch.mask * kl.estimate_kl(old.detach() - inputs.ref_logp, config)
+            a = inputs.advantage
+            a = a if a.shape == k.shape else a[micro_batch.sequence_ids]
+            a = a - config.beta * discount_later_tokens(k, micro_batch, config.kl_discount)
+            return micro_batch_loss(replace(inputs, advantage=a), config)
+        assert inputs.divergence is not None
+        found = micro_batch_loss(replace(inputs, ref_logp=None), config)
+        pull = aggregate.aggregate_loss(inputs.divergence, micro_batch, config)
+        pull = config.beta * pull / inputs.denominator
+        return replace(found, total=found.total + pull, kl=pull.detach())
+
+    def forward_plan(self, run: RunConfig) -> ForwardPlan:
+        """The teacher teaches in every completion, also in groups of equal scores."""
+        return replace(super().forward_plan(run), every_completion=True)
+
+    def rules(self, run: RunConfig) -> Iterator[Problem]:
+        """What a teacher needs, and keys of a reference that a teacher does not read."""
+        in_loss = self.config.kl_in == "loss"
+        for problem in super().rules(run):
+            # k1 in the loss is refused because of its gradient; here the divergence has its own.
+            if not (in_loss and problem.where == "algorithm.kl_estimator"):
+                yield problem
+        yield from _teacher_problems(self.config, run)
+        yield from _idle_choices(self.config)
+        if in_loss:
+            yield from _whole_distribution_problems(run)
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        """Without those on rewards that a distillation does without."""
+        return (w for w in super().warnings(run) if not w.startswith("every reward has the weight"))
+
+
+def discount_later_tokens(values: Tensor, micro_batch: MicroBatch, discount: float) -> Tensor:
+    """sum_{u >= t} discount^(u-t) x_u over the later tokens of the same completion. (N,) -> (N,)
+
+    Tokens of a completion are neighbours and in order, as in a `MicroBatch`.
+    """
+    if discount == 0:
+        return values
+    total, sequence = values.clone(), micro_batch.sequence_ids
+    reach, factor = 1, discount
+    # Each round doubles how far a sum reaches: a loop over tokens would wait for each of them.
+    longest = int(micro_batch.sequence_ids.bincount().max()) if len(values) else 0
+    while reach < longest:
+        same = sequence[:-reach] == sequence[reach:]
+        later = total.new_zeros(len(total))
+        later[:-reach] = total[reach:].where(same, 0.0)
+        total, reach, factor = total + factor * later, reach * 2, factor * factor
+    return total
+
+
+def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
+    if config.teacher_server is not None:
+        yield from _server_problems(config, config.teacher_server, run)
+    elif run.model.ref_path is None:
+        yield Problem(
+            "on-policy distillation needs a teacher",
+            "model.ref_path",
+            "it is null: the student would be taught by a copy of itself",
+            "model.ref_path=a larger model with the student's tokens, or"
+            " algorithm.teacher.base_url=the address of a vLLM server that has one",
+        )
+    if config.beta == 0 or config.kl_in == "none":
+        yield Problem(
+            "nothing would be distilled",
+            "algorithm.beta" if config.beta == 0 else "algorithm.kl_in",
+            f"beta={config.beta:g} and kl_in={config.kl_in} leave the teacher out of the loss",
+            "algorithm.beta=1.0 algorithm.kl_in=reward",
+        )
+    if run.model.ref_sync.every:
+        yield Problem(
+            "a teacher does not follow its student",
+            "model.ref_sync.every",
+            f"found {run.model.ref_sync.every}",
+            "model.ref_sync.every=0",
+        )
+
+
+def _server_problems(config: Config, keys: TeacherConfig, run: RunConfig) -> Iterator[Problem]:
+    """What a server cannot do: it tells log-probabilities of given ids, at temperature 1."""
+    if not str(keys.base_url).startswith(("http://", "https://")):
+        yield Problem(
+            f"{URL_KEY} = {keys.base_url!r} is not the address of a server",
+            URL_KEY,
+            "expected http://HOST:PORT",
+            f"{URL_KEY}=http://{str(keys.base_url).rpartition('://')[2]}",
+        )
+    if run.model.ref_path is not None:
+        yield Problem(
+            "there are two teachers",
+            URL_KEY,
+            f"a server at {keys.base_url}, and model.ref_path={run.model.ref_path}",
+            f"model.ref_path=null, or {URL_KEY}=null",
+        )
+    if config.kl_in == "loss":
+        yield Problem(
+            "a divergence over the whole vocabulary needs the teacher here",
+            "algorithm.kl_in",
+            "a server tells the log-probabilities of the tokens that were sampled, and kl_in=loss"
+            " compares whole distributions",
+            f"algorithm=opd (kl_in=reward), or model.ref_path=TEACHER {URL_KEY}=null",
+        )
+    if config.kl_temperature == "sampling" and run.generation.temperature != 1:
+        yield Problem(
+            "a server tells the teacher's log-probabilities at temperature 1",
+            "algorithm.kl_temperature",
+            f"kl_temperature=sampling asks for them at {run.generation.temperature:g}"
+            " (generation.temperature)",
+            "algorithm.kl_temperature=one, or generation.temperature=1",
+        )
+    if keeps_masks(run.generation):
+        yield Problem(
+            "a server tells the teacher's log-probabilities over its whole vocabulary",
+            MASK_KEY,
+            "with sampling masks the student's are over the ids that were let through",
+            f"{MASK_KEY}=false, or model.ref_path=TEACHER {URL_KEY}=null",
+        )
+
+
+def _idle_choices(config: Config) -> Iterator[Problem]:
+    """Switches under which a token has no advantage of its own, or which are not read."""
+    by_token = config.ratio_level == "token" or config.policy_loss in BY_TOKEN
+    if config.kl_in == "reward" and not by_token:
+        yield Problem(
+            "the teacher gives every token an advantage, which a completion's one ratio has not",
+            "algorithm.ratio_level",
+            f"ratio_level={config.ratio_level} with policy_loss={config.policy_loss}",
+            "algorithm.ratio_level=token, or algorithm.kl_in=loss",
+        )
+    plain = {"kl_in_baseline": False, "kl_credit": "sequence", "kl_ratio_weighted": False}
+    plain |= {"turn_rewards": "sum", "dialect": None}
+    for name, value in plain.items():
+        found = getattr(config, name)
+        if found != value:
+            shown = "null" if value is None else str(value).lower()
+            yield Problem(
+                f"algorithm=opd does not read {name}",
+                f"algorithm.{name}",
+                f"found {str(found).lower()}; kl_discount says what a token answers for",
+                f"algorithm.{name}={shown}",
+            )
+    if config.zero_std_groups != "keep":
+        yield Problem(
+            "a group of equal scores is taught like any other",
+            "algorithm.zero_std_groups",
+            f"{config.zero_std_groups} would leave it out, and its teacher with it",
+            "algorithm.zero_std_groups=keep",
+        )
+
+
+def _whole_distribution_problems(run: RunConfig) -> Iterator[Problem]:
+    """kl_in=loss needs all logits of student and teacher, side by side."""
+    if run.distributed.engine not in WHOLE:
+        yield Problem(
+            "a divergence over the whole vocabulary needs whole models on each process",
+            "algorithm.kl_in",
+            f"kl_in=loss with distributed.engine={run.distributed.engine}",
+            "distributed=ddp, or algorithm.kl_in=reward",
+        )
+    if run.model.ref_offload:
+        yield Problem(
+            "the teacher's logits are needed beside the student's in every forward pass",
+            "model.ref_offload",
+            "kl_in=loss with ref_offload=true would move the teacher for each of them",
+            "model.ref_offload=false, or algorithm.kl_in=reward",
+        )

@@ -1,0 +1,102 @@
+"""`rloo migrate`: turn an old RLOO, GRPO or PPO command into a recipe that means the same.
+
+    rloo migrate accelerate launch ... rloo_tldr.py --rloo_k 2 ...     the old command itself
+    rloo migrate run.sh | config.yaml | config.json | train.py         or the file it is in
+    --world-size N     processes the old run had, if its command does not say
+    --from TRAINER     rloo or grpo (TRL's), swift, openrlhf, verl; or a version of TRL:
+                       trl_0_9 (<=0.10), trl_0_21 (0.11-0.21), trl_0_28 (0.22-0.28),
+                       grpo_0_16 (0.14-0.16), grpo_0_28 (0.22-0.28);
+                       trl: RLOO or GRPO as its settings say
+    --json             the recipe's text as JSON, or the command's
+
+The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. Of
+`trl vllm-serve`, `swift rollout` and TRL's generate_tldr.py it is a command of ours. The old tool's
+defaults are written out where they differ from ours, with what was corrected. If nothing says
+whether the old run was RLOO or GRPO, --from has to. OpenRLHF's train_ppo_ray and verl's main_ppo
+need no --from; ms-swift's Megatron is recognised and refused.
+"""
+
+import json
+
+from rloo_cli.compat.migrate import tables
+from rloo_cli.compat.migrate.commands import convert_other_command
+from rloo_cli.compat.migrate.convert import DIALECTS, choose_dialect, convert_to_recipe
+from rloo_cli.compat.migrate.foreign_run import read_foreign_run
+from rloo_cli.compat.migrate.old_run import OldRun
+from rloo_cli.compat.migrate.openrlhf import convert_openrlhf
+from rloo_cli.compat.migrate.parse import read_old_run
+from rloo_cli.compat.migrate.verl import convert_verl
+from rloo_cli.utils.errors import ConfigError, Problem
+
+FROM_CHOICES = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
+
+
+def run(args: list[str]) -> int:
+    """Print the recipe of an old run. Raises ConfigError for what cannot be read or converted."""
+    options, old_args = _options(args)
+    if "--help" in options or not old_args:
+        print(__doc__)
+        return 0 if "--help" in options else 2
+    if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
+        why = f"one of {', '.join(FROM_CHOICES)}"
+        raise ConfigError(Problem(f"--from {chosen}: no such trainer", why=why))
+    if foreign := read_foreign_run(old_args, chosen or ""):
+        convert = convert_openrlhf if foreign.tool == "openrlhf" else convert_verl
+        return _print_answer("recipe", convert(foreign), options)
+    if chosen in tables.FOREIGN_TITLES:
+        what = f"this is not a run of {tables.FOREIGN_TITLES[chosen]}"
+        raise ConfigError(Problem(what, "the old run", "no setting of it is there"))
+    try:
+        if len(old_args) > 1 and (command := convert_other_command(old_args)):
+            return _print_answer("command", command, options)
+        old_run = read_old_run(old_args)
+    except ConfigError:
+        if len(old_args) == 1 and (command := convert_other_command(old_args)):
+            return _print_answer("command", command, options)
+        raise
+    world = _world_size(options, old_run)
+    recipe = convert_to_recipe(old_run, choose_dialect(old_run, chosen or ""), world)
+    return _print_answer("recipe", recipe, options)
+
+
+def _print_answer(kind: str, text: str, options: dict[str, str]) -> int:
+    print(json.dumps({kind: text}) if "--json" in options else text.rstrip("\n"))
+    return 0
+
+
+def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Our own flags, before the old command or after a file, and the arguments that are left."""
+    options: dict[str, str] = {}
+    rest = list(args)
+    while rest and rest[0] != "--":
+        at = 0 if rest[0].startswith("--") else 1  # `rloo migrate FILE --world-size 8`
+        name, equals, value = rest[at].partition("=") if len(rest) > at else ("", "", "")
+        if name in ("-h", "--help") and at == 0:
+            return {"--help": ""}, []
+        if name == "--json":
+            options[name] = ""
+            del rest[at]
+            continue
+        if name not in ("--from", "--world-size"):
+            break
+        if not equals and len(rest) < at + 2:
+            raise ConfigError(Problem(f"{name} needs a value", fix=f"{name} N"))
+        options[name] = value if equals else rest[at + 1]
+        del rest[at : at + (1 if equals else 2)]
+    return options, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def _world_size(options: dict[str, str], old_run: OldRun) -> int:
+    """W, the old run's processes: by --world-size, by its launcher, or 1 with a note."""
+    if text := options.get("--world-size"):
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(Problem(f"--world-size {text}: a whole number >= 1 is expected"))
+        return int(text)
+    if old_run.processes is None:
+        old_run.notes.append(
+            "the old run's number of processes is not known: 1 is assumed. With more, the batch was"
+            " larger: rloo migrate --world-size N ..."
+        )
+        return 1
+    old_run.notes.append(f"{old_run.processes} processes, by {old_run.processes_from}")
+    return old_run.processes

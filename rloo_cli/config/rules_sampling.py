@@ -1,0 +1,68 @@
+"""Settings with which the sampler's distribution is not the model's, and what a mask makes exact.
+
+top_p, top_k and min_p cut the distribution that a token is sampled from. With
+`generation.return_sampling_mask` the ids that were left are known, and the trainer computes its
+log-probabilities over them; so whatever else only forbids ids is accounted for, too. A setting that
+changes how likely the ids are among themselves (a penalty, a bias) is not.
+"""
+
+from collections.abc import Iterator
+
+from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.utils.errors import Problem
+
+MASK_KEY, LIMIT_KEY = "generation.return_sampling_mask", "generation.max_sampling_mask_ids"
+# Of generation.kwargs of the transformers backend: what cuts the distribution; what only bans ids.
+CUTTING_KWARGS = ("typical_p", "epsilon_cutoff", "eta_cutoff")
+BANNING_KWARGS = ("bad_words_ids", "suppress_tokens")
+
+
+def cutting_settings(generation: GenerationConfig) -> list[str]:
+    """Settings that cut the distribution, as `key=value`."""
+    active = {
+        "top_p": generation.top_p < 1,
+        "top_k": generation.top_k > 0,
+        "min_p": bool(generation.min_p),
+    }
+    found = [f"{name}={getattr(generation, name):g}" for name, on in active.items() if on]
+    return found + [f"kwargs={{{n}: {v}}}" for n, v in generation.kwargs.items()
+                    if n in CUTTING_KWARGS]  # fmt: skip
+
+
+def keeps_masks(generation: GenerationConfig) -> bool:
+    """Whether the sampler keeps the ids that each token was chosen from."""
+    return generation.return_sampling_mask and bool(cutting_settings(generation))
+
+
+def inexact_settings(generation: GenerationConfig, with_masks: bool = False) -> list[str]:
+    """Settings with which logp does not describe the sampler, as `key=value`.
+
+    `with_masks`: as if masks were kept. min_tokens is one: no stop id can be sampled before, so
+    every other token is likelier.
+    """
+    masked = (with_masks or generation.return_sampling_mask) and bool(cutting_settings(generation))
+    kwargs = dict(generation.kwargs)
+    found = []
+    if not masked:
+        found = [name for name in cutting_settings(generation) if not name.startswith("kwargs")]
+    if generation.repetition_penalty != 1:
+        found.append(f"repetition_penalty={generation.repetition_penalty:g}")
+    stops = bool(generation.stop_token_ids) or not generation.ignore_eos
+    if generation.min_tokens > 0 and stops and not masked:
+        found.append(f"min_tokens={generation.min_tokens:g}")
+    if masked:
+        exact = (*CUTTING_KWARGS, *BANNING_KWARGS)
+        kwargs = {name: value for name, value in kwargs.items() if name not in exact}
+    return [*found, *([f"kwargs={kwargs}"] if kwargs else [])]
+
+
+def mask_problems(run: RunConfig) -> Iterator[Problem]:
+    """What does not go with generation.return_sampling_mask."""
+    generation, most = run.generation, run.generation.max_sampling_mask_ids
+    if not keeps_masks(generation):
+        return
+    if generation.top_k > most:
+        what = f"generation.top_k = {generation.top_k} keeps more ids than {LIMIT_KEY} = {most}"
+        why = "every token would have a mask that is too long"
+        fix = f"generation.top_k={most}, or {LIMIT_KEY}={generation.top_k}"
+        yield Problem(what, LIMIT_KEY, why, fix)

@@ -1,0 +1,62 @@
+"""The families of vision-language models that are known, and how each is computed.
+
+A family is a `model_type` of config.json. Another model with a vision tower is refused by name: its
+tower may hand the language model more than one vector for an image token (Qwen3-VL does), and such
+a model would train without an error on the wrong numbers.
+"""
+
+from dataclasses import dataclass, replace
+
+from rloo_cli.utils.files import JsonObject
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How the models of one family take images."""
+
+    # What the processor makes of images besides ids, and the tower takes.
+    tensor_names: tuple[str, ...]
+    towers: tuple[str, ...]  # names of the modules that see the images
+    projectors: tuple[str, ...] = ()  # of those between tower and language model, if apart
+    axes: int = 1  # of a token's rotary position: 3 = time, height, width
+    two_way_images: bool = False  # the tokens of an image attend to each other both ways
+    # The processor's class, if transformers' own for it wants more packages for the same result.
+    processor: str | None = None
+
+
+_QWEN = VisionFamily(("pixel_values", "image_grid_thw"), ("visual",), axes=3)
+_IDEFICS = VisionFamily(
+    ("pixel_values", "pixel_attention_mask"), ("vision_model",), ("connector",)
+)  # fmt: skip
+VISION_FAMILIES = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "gemma3": VisionFamily(
+        ("pixel_values",), ("vision_tower",), ("multi_modal_projector",), two_way_images=True
+    ),
+    "llava_next": VisionFamily(
+        ("pixel_values", "image_sizes"), ("vision_tower",), ("multi_modal_projector",)
+    ),
+    "idefics3": _IDEFICS,
+    "smolvlm": replace(_IDEFICS, processor="Idefics3Processor"),  # its own wants num2words
+    "internvl": VisionFamily(("pixel_values",), ("vision_tower",), ("multi_modal_projector",)),
+}
+
+
+def vision_family(values: JsonObject) -> VisionFamily | None:
+    """The family of the model of this config.json; None for a model without a vision tower."""
+    return VISION_FAMILIES.get(str(values.get("model_type"))) if has_tower(values) else None
+
+
+def has_tower(values: JsonObject) -> bool:
+    """Whether config.json describes a model with a vision tower."""
+    return isinstance(values.get("vision_config"), dict)
+
+
+def unknown_vision_reason(values: JsonObject) -> str:
+    """Why a model with a vision tower is not taken; "" = it has none, or is known."""
+    if not has_tower(values) or vision_family(values) is not None:
+        return ""
+    known = ", ".join(VISION_FAMILIES)
+    kind = values.get("model_type")
+    return f"it has a vision tower, and model_type {kind!r} is none of those known: {known}"

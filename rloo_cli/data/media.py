@@ -1,0 +1,171 @@
+"""The images of a prompt, from their files to what a forward pass needs of them.
+
+`Group.media` holds those of one group. They are read and processed once, when the group is first
+computed, and are forgotten with the group: a data set's pixels never lie in memory together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rloo_cli.data.images import BadImage, ImageReader, encode_png, encode_thumbnail
+from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
+from rloo_cli.utils.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass
+class Media:
+    """The images of one prompt, in the order in which it shows them."""
+
+    sources: list[object]  # what `ImageReader` reads
+    column: str | None  # the data's column that they came from; None = parts of messages
+    text: str  # the rendered prompt, with a placeholder for each image
+    prompt_ids: list[int]  # with as many tokens for an image as it needs
+    reader: ImageReader = field(repr=False)
+    vision: VisionProcessor = field(repr=False)
+
+    def copy_unread(self) -> "Media":
+        """The same, before its images were read."""
+        return Media(
+            self.sources, self.column, self.text, self.prompt_ids, self.reader, self.vision
+        )
+
+    @cached_property
+    def images(self) -> "list[Image]":
+        """The images themselves. Raises DataError for one that was changed meanwhile."""
+        try:
+            return [self.reader.read_image(source) for source in self.sources]
+        except BadImage as error:
+            what = "an image cannot be read any more"
+            raise DataError(Problem(what, "data.path", str(error))) from None
+
+    @cached_property
+    def png_files(self) -> list[str]:
+        """The images as an engine is sent them: the base64 of PNG files, which lose nothing."""
+        return [encode_png(image) for image in self.images]
+
+    @cached_property
+    def thumbnails(self) -> list[str]:
+        """The images in small, as `data:` URLs of JPEG files: what samples show of them."""
+        return [encode_thumbnail(image) for image in self.images]
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """What the tower takes, by the names of the model's family."""
+        return self.vision.image_tensors(self.text, self.images, self.prompt_ids)
+
+    @cached_property
+    def plain_ids(self) -> list[int]:
+        """The prompt's ids with one placeholder for each image, as an engine expands them."""
+        return self.vision.plain_ids(self.text)
+
+    @cached_property
+    def is_image_token(self) -> Tensor:
+        """Which of the prompt's ids stand for a part of an image. (L,) bool"""
+        return torch.tensor(self.prompt_ids) == self.vision.image_token_id
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The rotary positions of the prompt's ids. (axes, L), axes 1 or 3
+
+        Of Qwen's three, time stands still within an image, and height and width count its rows and
+        columns; after it all three go on from the largest (arXiv 2409.12191, section 2.1).
+        """
+        length = len(self.prompt_ids)
+        if self.vision.family.axes == 1:
+            return torch.arange(length)[None]
+        merge, columns = self.vision.merge_size, []
+        place, at = 0, 0  # the next position, and the next id
+        of_image = self.is_image_token.tolist()
+        for time, height, width in self.tensors["image_grid_thw"].tolist():
+            start = of_image.index(True, at)
+            columns.append(place + torch.arange(start - at).expand(3, -1))
+            place += start - at
+            grid = (torch.arange(n) for n in (time, height // merge, width // merge))
+            axes = torch.stack(torch.meshgrid(*grid, indexing="ij")).flatten(1)
+            columns.append(place + axes)
+            place += max(height, width) // merge
+            at = start + axes.shape[1]
+        columns.append(place + torch.arange(length - at).expand(3, -1))
+        return torch.cat(columns, dim=1)
+
+    @property
+    def next_position(self) -> int:
+        """The position of the first token of a completion, on every axis."""
+        return int(self.positions.max()) + 1
+
+
+@dataclass
+class MediaInputs:
+    """The images of a micro-batch, and where its rows show them.
+
+    The tower sees each prompt's images once, however many rows show them.
+    """
+
+    tensors: dict[str, Tensor]
+    # (F,) for each image token of the rows, in order: which of the tower's vectors it is
+    feature_index: Tensor
+    token_type_ids: Tensor | None  # as input_ids, 1 on image tokens; for images read both ways
+    num_features: int  # vectors that the tower must make
+
+    def move_to(self, device: torch.device | str) -> "MediaInputs":
+        """The same on a device."""
+        types = self.token_type_ids
+        return MediaInputs(
+            {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()},
+            self.feature_index.to(device, non_blocking=True),
+            None if types is None else types.to(device, non_blocking=True),
+            self.num_features,
+        )
+
+
+def media_of_rows(
+    media: "Sequence[Media | None]", rows: Sequence[int], input_ids: Tensor
+) -> MediaInputs | None:
+    """The images of prompts, as rows show them. None if no prompt has one.
+
+    `rows`: the index of the prompt that each row begins with, in the order of the rows' tokens in
+    `input_ids`, (rows, L), or (1, R) with all of them.
+    """
+    shown = [one for one in media if one is not None]
+    if not shown:
+        return None
+    counts = [0 if one is None else int(one.is_image_token.sum()) for one in media]
+    vectors = torch.split(torch.arange(sum(counts)), counts)
+    vision, types = shown[0].vision, None
+    if vision.family.two_way_images:
+        types = (input_ids == vision.image_token_id).long()
+    return MediaInputs(
+        merge_image_tensors([one.tensors for one in shown]),
+        torch.cat([vectors[i] for i in rows]),
+        types,
+        sum(counts),
+    )
+
+
+def axis_positions(
+    media: "Sequence[Media | None]", rows: Sequence[int], positions: Sequence[Tensor]
+) -> list[Tensor]:
+    """Rotary positions of rows on each axis, from their plain ones. (n,) each -> (axes, n) each
+
+    `rows`: the index of the prompt that each row begins with; `positions` count from its first
+    token on.
+    """
+    axes = max(one.vision.family.axes for one in media if one is not None)
+    found = []
+    for i, plain in zip(rows, positions, strict=True):
+        one = media[i]
+        if one is None or axes == 1:
+            found.append(plain.expand(axes, -1))
+            continue
+        length = len(one.prompt_ids)
+        of_prompt = one.positions[:, plain.clamp(max=length - 1)]
+        found.append(torch.where(plain < length, of_prompt, one.next_position + plain - length))
+    return found

@@ -1,0 +1,78 @@
+"""Images for an engine: sent as files beside the prompt, and expanded by the engine itself.
+
+The engine is given the prompt's ids with one placeholder for each image, processes the images by
+its own processor, and must arrive at the trainer's ids: `check_expanded_ids` compares them with
+those that it reports, in every request. Imports neither torch nor, before it is called, vLLM.
+"""
+
+import base64
+import importlib
+import importlib.util
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from rloo_cli.data.media import Media
+
+# Processors of transformers with a part for videos, which wants torchvision.
+VIDEO_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
+NEVER_SAMPLED = -100.0  # vLLM's least bias: exp(-100) is 0 beside any other token
+
+
+def images_to_send(media: "Media | None") -> JsonObject | None:
+    """A prompt's images as JSON has them; None for none."""
+    if media is None:
+        return None
+    return {"plain_ids": media.plain_ids, "files": media.png_files}
+
+
+def engine_prompt(token_ids: list[int], images: JsonObject | None) -> Any:
+    """vLLM's prompt of these ids, with images if there are any."""
+    from vllm.inputs import TokensPrompt  # lazy: slow
+
+    if images is None:
+        return TokensPrompt(prompt_token_ids=token_ids)
+    shown = [decode_png(text) for text in images["files"]]
+    return TokensPrompt(prompt_token_ids=images["plain_ids"], multi_modal_data={"image": [*shown]})
+
+
+def decode_png(text: str) -> Any:
+    """The image of a PNG file in base64."""
+    from PIL import Image  # lazy: only with images
+
+    return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+def check_expanded_ids(found: Sequence[int] | None, token_ids: Sequence[int]) -> None:
+    """Raise RuntimeError where an engine's prompt is not the trainer's, token for token."""
+    found = list(found or [])
+    if found == list(token_ids):
+        return
+    pairs = zip(found, token_ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(token_ids)))
+    raise RuntimeError(
+        f"the engine expands the prompt's images to {len(found)} tokens, the trainer to"
+        f" {len(token_ids)}; they differ from token {at} on"
+    )
+
+
+def ban_image_tokens(params: JsonObject, image_ids: Sequence[int]) -> JsonObject:
+    """Sampling parameters that never sample these ids: such a token would want an image."""
+    if not image_ids:
+        return params
+    bias = {str(i): NEVER_SAMPLED for i in image_ids}
+    return params | {"logit_bias": bias | (params.get("logit_bias") or {})}
+
+
+def drop_video_parts() -> None:
+    """Let transformers' processors do without their part for videos, if torchvision is missing."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    transformers = importlib.import_module("transformers")
+    for name in VIDEO_PROCESSORS:
+        kind = getattr(transformers, name)
+        kept = [part for part in kind.get_attributes() if part != "video_processor"]
+        kind.get_attributes = classmethod(lambda cls, kept=kept: list(kept))

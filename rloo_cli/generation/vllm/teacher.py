@@ -1,0 +1,274 @@
+"""A teacher that a vLLM server has: its log-probabilities of tokens that were sampled here.
+
+A row of ids is sent as a prompt, with `prompt_logprobs` 0 and one token to sample, which is thrown
+away; vLLM answers with the log-probability of each id after those before it, at temperature 1. So
+any `vllm serve MODEL` is enough, and nothing is sent but ids. Requests are made side by side. One
+that is lost is asked for again, as a rollout server's: the answer depends on the ids alone.
+
+At the start the server is asked for its model, for its context, and for ids from all over the
+student's vocabulary, which must be the same tokens there.
+"""
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli.config.teacher import TeacherConfig
+from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import sampled_positions, store_column
+from rloo_cli.generation.vllm.deadlines import poll_until_ready
+from rloo_cli.generation.vllm.discovery import SERVER_CALL_TIMEOUT_S, address_to_call
+from rloo_cli.generation.vllm.engine import EngineLost
+from rloo_cli.generation.vllm.http import TEACHER_SERVER, HttpClient
+from rloo_cli.generation.vllm.http_engine import DEFAULT_MAX_IN_FLIGHT
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import JsonObject
+
+COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
+URL_KEY, MODEL_KEY = "algorithm.teacher.base_url", "algorithm.teacher.model"
+PROBE_IDS = 64  # ids of the vocabulary that are compared at the start, at most
+ZERO_LOGP = -9999.0  # what vLLM writes for a probability of 0, as JSON has no infinity
+NO_TEXT = "\ufffd"  # what bytes that are no character by themselves are decoded to
+
+TeacherRow = tuple[list[int], list[int]]  # ids, and the indices of those that are asked for
+
+
+class TeacherServer:
+    """The client of one server. Nothing is opened before `connect`. `note` prints a line."""
+
+    def __init__(self, keys: TeacherConfig, note: Callable[[str], None]):
+        self.keys = keys
+        self.url = address_to_call(keys.base_url or "", note)
+        self.model = ""  # its name on the server, once that is known
+        self.max_model_len: int | None = None  # tokens of a request; None = the server does not say
+        self.http_client: HttpClient | None = None
+
+    @property
+    def client(self) -> HttpClient:
+        """The HTTP client, opened where it is first asked for."""
+        if self.http_client is None:
+            self.http_client = HttpClient(self.keys.api_key_env, TEACHER_SERVER)
+        return self.http_client
+
+    @property
+    def token(self) -> str:
+        """The server's token; "" where its variable is not set."""
+        return os.environ.get(self.keys.api_key_env, "")
+
+    def connect(self, tokenizer: Any, longest: int) -> str:
+        """Wait for the server, and check its model, context and tokens. -> the model's name there
+
+        `longest`: tokens of a prompt with its completion, at most. Raises ConfigError where it is
+        not a teacher for this student, and GenerationError where it does not answer.
+        """
+        self._wait_for_model(self.keys.ready_timeout_s)
+        room = self.max_model_len
+        if room is not None and room < longest + 1:
+            why = f"prompt and completion may take {longest} tokens, and one more is sampled and"
+            why += f" thrown away; its limit is {room}"
+            fix = f"vllm serve {self.model} --max-model-len {longest + 1}, or fewer tokens:"
+            fix += " data.max_prompt_length, generation.max_completion_length"
+            what = f"the teacher at {self.url} has too little room"
+            raise ConfigError(Problem(what, URL_KEY, why, fix))
+        self._check_tokens(tokenizer)
+        return self.model
+
+    def logprobs(self, rows: Sequence[TeacherRow]) -> list[list[float]]:
+        """The teacher's log-probabilities of the ids at each row's indices, in nats.
+
+        Raises GenerationError where the server is lost too often, or stays away, and Stopped.
+        """
+        found: dict[int, list[float]] = {i: [] for i, (_, wanted) in enumerate(rows) if not wanted}
+        lost = 0
+        while len(found) < len(rows):
+            try:
+                self._ask_missing(rows, found)
+            except EngineLost as gone:
+                lost += 1
+                if lost > self.keys.retries:
+                    missing = f"{len(rows) - len(found)} of {len(rows)} rows were missing; {gone}"
+                    what = f"the teacher at {self.url} was lost {lost} times in one batch"
+                    raise GenerationError(Problem(what, URL_KEY, missing)) from gone
+                self._wait_for_model(self.keys.reconnect_timeout_s)
+        return [found[i] for i in range(len(rows))]
+
+    def fill_reference(
+        self, batch: Batch, forwarded: Tensor, run_on_rank0: Callable[..., list[list[float]]]
+    ) -> None:
+        """Ask for ref_logp of all completions that are forwarded, (P, K), and have none yet.
+
+        It does not depend on the weights that are trained: each completion is asked for once,
+        before the step's first update. Rank 0 asks, for all ranks. Raises GenerationError.
+        """
+        groups = batch.groups
+        missing = [i for i in batch.active if groups[i].ref_logp is None]
+        chosen = [(i, tuple(forwarded[i].nonzero().flatten().tolist())) for i in missing]
+        slices = [(i, ks) for i, ks in chosen if ks]
+        pairs = [(groups[i], groups[i].rollouts[k]) for i, ks in slices for k in ks]
+        rows = [row for g, r in pairs for row in sampled_positions(g.prompt_ids, r)]
+        if rows:
+            found = run_on_rank0(lambda: self.logprobs(rows))
+            column = torch.tensor([logp for row in found for logp in row], dtype=torch.float32)
+            store_column(column, slices, groups, "ref_logp")
+
+    def close(self) -> None:
+        """Close every connection."""
+        if self.http_client is not None:
+            self.http_client.close()
+            self.http_client = None
+
+    def _ask_missing(self, rows: Sequence[TeacherRow], found: dict[int, list[float]]) -> None:
+        """Ask for every row that is not in `found`, side by side. Raises EngineLost."""
+        missing = [i for i in range(len(rows)) if i not in found]
+        capacity = self.keys.max_in_flight or DEFAULT_MAX_IN_FLIGHT
+
+        async def everything() -> None:
+            gate = asyncio.Semaphore(capacity)
+
+            async def one(index: int) -> None:
+                async with gate:
+                    found[index] = await self._ask_row(*rows[index])
+
+            tasks = [asyncio.create_task(one(i)) for i in missing]
+            try:
+                await asyncio.gather(*tasks)
+            finally:  # one failed: the others are closed, and the server aborts them
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        rounds = -(-len(missing) // capacity)
+        limit = rounds * self.keys.request_timeout_s + SERVER_CALL_TIMEOUT_S
+        self.client.run(everything(), limit, interruptible=True)
+
+    async def _ask_row(self, ids: list[int], wanted: list[int]) -> list[float]:
+        trigger_fault("teacher.request")
+        entries = await self._ask_ids(ids[: wanted[-1] + 1])
+        return [self._read_logprob(entries[n]) for n in wanted]
+
+    async def _ask_ids(self, ids: list[int]) -> list[JsonObject]:
+        """What the server says of each id; {} of the first, which follows nothing.
+
+        Raises EngineLost, and GenerationError for an answer that is not of these ids.
+        """
+        body = {
+            "model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
+            "prompt_logprobs": 0, "add_special_tokens": False,
+        }  # fmt: skip
+        limit = self.keys.request_timeout_s
+        answer = await self.client.request(
+            "POST", self.url, COMPLETIONS, self.token, body, limit, keep_alive=True
+        )
+        try:
+            (choice,) = answer["choices"]
+            first, *others = choice["prompt_logprobs"]
+            if first is not None or len(others) != len(ids) - 1:
+                raise ValueError(f"{1 + len(others)} log-probabilities for {len(ids)} ids")
+            return [{}] + [told[str(i)] for i, told in zip(ids[1:], others, strict=True)]
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}, in {str(answer)[:200]}"
+            what = f"the teacher at {self.url} does not tell log-probabilities of the ids it gets"
+            fix = "a vLLM server, whose /v1/completions has prompt_logprobs"
+            raise GenerationError(Problem(what, URL_KEY, why, fix)) from None
+
+    def _read_logprob(self, entry: JsonObject) -> float:
+        """The number in an entry. Raises GenerationError for what is none, or stands for -inf."""
+        value = entry.get("logprob")
+        if not isinstance(value, float | int) or not math.isfinite(value) or value <= ZERO_LOGP:
+            what = f"the teacher at {self.url} gives a sampled token no probability"
+            raise GenerationError(Problem(what, URL_KEY, f"it answered {str(entry)[:200]}"))
+        return float(value)
+
+    def _wait_for_model(self, limit_s: float) -> None:
+        """Wait until the server tells its models, and choose the teacher among them.
+
+        Raises GenerationError where it does not answer in time, and ConfigError.
+        """
+        said = ""
+
+        def ask() -> JsonObject | None:
+            nonlocal said
+            try:
+                answer: JsonObject = self.client.get(self.url, MODELS, self.token, 5)
+                return answer
+            except EngineLost as lost:
+                said = str(lost)
+                return None
+
+        try:
+            answer = poll_until_ready(limit_s, self.url + MODELS, ask)
+        except EngineLost:
+            why = f"expected an answer within {limit_s:g} s; {said}"
+            what = f"no teacher answers at {self.url}"
+            raise GenerationError(Problem(what, URL_KEY, why, TEACHER_SERVER.start)) from None
+        self._choose_model(answer)
+
+    def _choose_model(self, answer: JsonObject) -> None:
+        try:
+            served = {str(card["id"]): card for card in answer["data"]}
+        except (KeyError, TypeError):
+            why = f"it answered {str(answer)[:200]}"
+            raise GenerationError(Problem(f"{self.url} lists no models", URL_KEY, why)) from None
+        name = self.keys.model
+        names = ", ".join(served)
+        if name is None and len(served) != 1:
+            what = f"the server at {self.url} has {len(served)} models"
+            fix = f"{MODEL_KEY}={next(iter(served), 'NAME')}"
+            raise ConfigError(Problem(what, MODEL_KEY, f"found {names or 'none'}", fix))
+        chosen = next(iter(served)) if name is None else name
+        if chosen not in served:
+            what = f"the server at {self.url} has no model {chosen}"
+            fix = f"{MODEL_KEY}={next(iter(served), 'NAME')}"
+            raise ConfigError(Problem(what, MODEL_KEY, f"it has {names or 'none'}", fix))
+        if self.model and chosen != self.model:
+            what = f"the server at {self.url} has another model than it had"
+            why = f"it was {self.model}, and is {chosen}"
+            raise GenerationError(Problem(what, MODEL_KEY, why))
+        self.model, self.max_model_len = chosen, served[chosen].get("max_model_len")
+
+    def _check_tokens(self, tokenizer: Any) -> None:
+        """Compare ids from all over the vocabulary. Raises ConfigError where one is another token.
+
+        A teacher may know ids beyond the student's: embeddings of one family have several sizes.
+        """
+        room = PROBE_IDS if self.max_model_len is None else self.max_model_len - 2
+        ids = probe_ids(tokenizer, min(PROBE_IDS, room))
+        limit = self.keys.request_timeout_s
+        try:
+            entries = self.client.run(self._ask_ids([ids[0], *ids]), limit, interruptible=True)
+        except GenerationError as error:
+            if not any("vocabulary" in p.why for p in error.problems):
+                raise
+            raise ConfigError(_other_tokens_problem(self.url, error.problems[0].why)) from None
+        except EngineLost as lost:
+            what = f"the teacher at {self.url} does not answer"
+            raise GenerationError(Problem(what, URL_KEY, str(lost))) from None
+        differing = []
+        for i, entry in zip(ids, entries[1:], strict=True):
+            self._read_logprob(entry)
+            ours, theirs = tokenizer.decode([i]), entry.get("decoded_token")
+            # A server without a tokenizer has no texts, and part of a character is no text.
+            if theirs is not None and NO_TEXT not in ours and ours.strip() != str(theirs).strip():
+                differing.append(f"{i} is {ours!r} here and {theirs!r} there")
+        if differing:
+            why = f"of {len(ids)} ids {len(differing)} are others: {'; '.join(differing[:3])}"
+            raise ConfigError(_other_tokens_problem(self.url, why))
+
+
+def probe_ids(tokenizer: Any, count: int) -> list[int]:
+    """At most `count` ids of a tokenizer, evenly spread, the lowest and the highest among them."""
+    known = sorted(set(tokenizer.get_vocab().values()))
+    if len(known) <= count:
+        return known
+    return [known[round(n * (len(known) - 1) / (count - 1))] for n in range(count)]
+
+
+def _other_tokens_problem(url: str, why: str) -> Problem:
+    what = f"student and the teacher at {url} differ in vocabulary"
+    return Problem(what, URL_KEY, why, f"{URL_KEY}=the address of a model of the student's family")

@@ -1,0 +1,73 @@
+"""The processes of `rloo eval`, `rloo sft` and `rloo reward-model`: several ranks of one machine.
+
+Imports no torch. A run's own processes are `topology`'s, which knows Slurm and torchrun too.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
+from rloo_cli.launch.processes import ProcessCallbacks, ProcessSpec
+from rloo_cli.launch.topology import (
+    LOOPBACK,
+    ProcessTopology,
+    open_store_socket,
+    rank_process_specs,
+)
+from rloo_cli.utils.errors import ConfigError, Problem
+
+
+def count_local_ranks(run: RunConfig) -> int:
+    """How many processes a verb of this machine has: `distributed` says it, but no more than there
+    are GPUs, where there are any, as the run may be from a larger machine."""
+    wanted = device_count.local_process_count(run)
+    gpus = len(device_count.visible_gpus()) - device_count.local_server_gpus(run)
+    return min(wanted, gpus) if gpus > 0 else wanted
+
+
+def check_not_a_rank(verb: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError where another launcher started this process as one of several ranks."""
+    if environment.get("RANK") and environment.get("WORLD_SIZE", "1") != "1":
+        number = environment["WORLD_SIZE"]
+        what = f"rloo {verb} was started as one of {number} processes"
+        why = f"RANK and WORLD_SIZE are set; rloo {verb} starts its processes itself"
+        fix = f"rloo {verb} ... distributed=ddp distributed.num_processes={number}"
+        raise ConfigError(Problem(what, "environment", why, fix))
+
+
+@contextmanager
+def local_rank_specs(
+    run: RunConfig,
+    num_ranks: int,
+    env: Mapping[str, str] | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[list[ProcessSpec], ProcessCallbacks]]:
+    """While inside: the processes to start, and what is called while they run.
+
+    `env`: variables for each of them. `poll`: is called twice a second.
+    """
+    given = dict(env or {})
+    if num_ranks == 1:
+        yield [ProcessSpec(given)], ProcessCallbacks(poll=poll)
+        return
+    topology = ProcessTopology(
+        num_started=num_ranks, world_size=num_ranks, local_world_size=num_ranks
+    )
+    with contextlib.ExitStack() as stack:
+        listening = open_store_socket(run, topology)
+        assert listening is not None
+        stack.enter_context(listening)
+        host, port = listening.getsockname()[:2]
+        specs = rank_process_specs(topology, host or LOOPBACK, port, listening)
+        specs = [ProcessSpec({**given, **spec.env}, spec.open_files) for spec in specs]
+        yield (
+            specs,
+            ProcessCallbacks(
+                lambda pids: listening.close(),  # rank 0 has it
+                poll=poll,
+                silence_timeout_s=run.distributed.timeout_s,
+            ),
+        )

@@ -1,0 +1,175 @@
+"""Seconds of a step under each `generation.overlap`, simulated from the seconds of its parts.
+
+The sampler decodes in lock step: an iteration gives every active completion one token, and takes as
+long as `iteration_s` says of their number. Trainer and sampler have hardware of their own. Nothing
+is random: the same parts give the same seconds (docs/overlap.md, When it pays).
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rloo_cli.generation.common.pacing import choose_groups, group_capacity
+
+CARRY_STEPS, CARRY_WARMUP_STEPS = 16, 6  # of `carry`, which has no two equal steps at its start
+STEP_OF_PERMUTATION = 7919  # a prime: it deals the quantiles of lengths out to groups
+WORTH_IT = 1.1  # what is faster by less than this factor is not worth being further off-policy
+MODES = ("none", "stream", "ahead", "carry")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step consists of. All seconds are of a whole step, alone on its hardware."""
+
+    lengths: Sequence[Sequence[int]]  # P of K, sampled tokens of each completion
+    iteration_s: Callable[[int], float]  # of one decoding iteration with so many completions
+    max_active: int  # completions that are decoded at once
+    prefill_s: float = 0.0
+    train_s: float = 0.0  # forward passes, backward passes and the optimizer
+    reward_s: float = 0.0  # scoring on the trainer's hardware
+    sync_s: float = 0.0  # sending weights; the sampler waits, too
+    micro_batches: int = 1
+
+
+@dataclass
+class LockStepSampler:
+    """A sampler in virtual time. Groups are begun in order, each as soon as it has room."""
+
+    parts: StepParts
+    now: float = 0.0  # seconds
+    decoded: float = 0.0  # tokens that a completion has which was there from the start
+    ends: list[tuple[float, int]] = field(default_factory=list)  # heap: `decoded` at the end, group
+    unfinished: dict[int, int] = field(default_factory=dict)  # group -> completions left
+    waiting: list[int] = field(default_factory=list)
+    finished_at: dict[int, float] = field(default_factory=dict)  # group -> seconds
+
+    def submit_groups(self, groups: range) -> None:
+        """Let the sampler begin these groups after all that it has."""
+        self.waiting += groups
+
+    def _begin_waiting(self) -> None:
+        while self.waiting:
+            lengths = self.parts.lengths[self.waiting[0] % len(self.parts.lengths)]
+            if self.ends and len(self.ends) + len(lengths) > self.parts.max_active:
+                return
+            group = self.waiting.pop(0)
+            self.now += self.parts.prefill_s / len(self.parts.lengths)
+            self.unfinished[group] = len(lengths)
+            for length in lengths:
+                heapq.heappush(self.ends, (self.decoded + length, group))
+
+    def decode(self, until: float = math.inf) -> bool:
+        """Decode until the next completion ends, or `until`. -> whether anything was decoded"""
+        self._begin_waiting()
+        if not self.ends or self.now >= until:
+            return False
+        seconds = self.parts.iteration_s(len(self.ends))
+        end, group = self.ends[0]
+        if self.now + (end - self.decoded) * seconds > until:
+            self.decoded += (until - self.now) / seconds
+            self.now = until
+            return True
+        self.now += (end - self.decoded) * seconds
+        self.decoded = end
+        heapq.heappop(self.ends)
+        self.unfinished[group] -= 1
+        if not self.unfinished[group]:
+            del self.unfinished[group]
+            self.finished_at[group] = self.now
+        return True
+
+
+def simulate_overlap(parts: StepParts, max_lag: int = 2) -> dict[str, float]:
+    """Seconds of a step under each mode, between steps that are alike."""
+    sampler = LockStepSampler(parts)
+    sampler.submit_groups(range(len(parts.lengths)))
+    while sampler.decode():
+        pass
+    sampling_s, training_s = sampler.now, parts.train_s + parts.reward_s
+    return {
+        "none": sampling_s + training_s + parts.sync_s,
+        "stream": _stream_seconds(parts, sorted(sampler.finished_at.values())),
+        "ahead": max(sampling_s, training_s) + parts.sync_s,
+        "carry": _carry_seconds(parts, max_lag),
+    }
+
+
+def _stream_seconds(parts: StepParts, finished_at: Sequence[float]) -> float:
+    """Each micro-batch is trained on once its groups have ended and the one before is done."""
+    count = min(parts.micro_batches, len(finished_at))
+    training_s, now = parts.train_s + parts.reward_s, 0.0
+    for n in range(count):
+        last = (n + 1) * len(finished_at) // count - 1
+        now = max(now, finished_at[last]) + training_s / count
+    return now + parts.sync_s
+
+
+def _carry_seconds(parts: StepParts, max_lag: int) -> float:
+    """The mean of later steps, where the sampler has up to `max_lag` batches and never drains."""
+    per_step, sampler, begun = len(parts.lengths), LockStepSampler(parts), 0
+    deadlines: dict[int, int] = {}  # of the groups that are outstanding
+    ends: list[float] = []
+    for step in range(CARRY_STEPS):
+        most = group_capacity(step, max_lag, per_step, CARRY_STEPS + max_lag)
+        deadlines |= dict.fromkeys(range(begun, most), step + max_lag)
+        sampler.submit_groups(range(begun, most))
+        begun = most
+        while (chosen := _choose_finished(deadlines, sampler.finished_at, step, per_step)) is None:
+            sampler.decode()
+        for group in chosen:
+            del deadlines[group], sampler.finished_at[group]
+        trained = sampler.now + parts.train_s + parts.reward_s
+        while sampler.decode(trained):
+            pass
+        sampler.now = max(sampler.now, trained) + parts.sync_s
+        ends.append(sampler.now)
+    counted = CARRY_STEPS - CARRY_WARMUP_STEPS
+    return (ends[-1] - ends[CARRY_WARMUP_STEPS - 1]) / counted
+
+
+def _choose_finished(
+    deadlines: dict[int, int], finished_at: dict[int, float], step: int, per_step: int
+) -> list[int] | None:
+    """The groups that `step` takes, as a run chooses them; None = it waits for more."""
+    finished = sorted(finished_at)
+    left = [due for group, due in deadlines.items() if group not in finished_at]
+    due = [deadlines[group] for group in finished]
+    chosen = choose_groups(due, left, step, per_step, per_step)
+    return None if chosen is None else [finished[i] for i in chosen]
+
+
+def advised_mode(seconds: dict[str, float]) -> str:
+    """The mode that is worth it: the most exact one within a tenth of the fastest.
+
+    `seconds`: by mode, in the order of MODES, which is that of how far they are from the policy's
+    own samples; with `turns`, trainer and sampler taking turns on the same hardware, if known.
+    """
+    least = WORTH_IT * min(seconds.values())
+    exact_first = sorted(seconds, key=lambda mode: ("turns", *MODES).index(mode))
+    return next(mode for mode in exact_first if seconds[mode] <= least)
+
+
+def spread_lengths(prompts: int, completions: int, mean: float, limit: int) -> list[list[int]]:
+    """Lengths of a step's completions with this mean: exponential, cut at `limit`. -> P of K
+
+    They are the quantiles of that distribution, dealt out to the groups. Runs of reasoning models
+    have such tails; a mean near the limit leaves none.
+    """
+    scale, total = _exponential_scale(mean, limit), prompts * completions
+    shares = [(i + 0.5) / total for i in range(total)]
+    lengths = [max(1, min(limit, round(-scale * math.log1p(-share)))) for share in shares]
+    step = next(s for s in range(STEP_OF_PERMUTATION, 10**6) if math.gcd(s, total) == 1)
+    dealt = [lengths[i * step % total] for i in range(total)]
+    return [dealt[i * completions : (i + 1) * completions] for i in range(prompts)]
+
+
+def _exponential_scale(mean: float, limit: int) -> float:
+    """The scale m of an exponential that has this mean once it is cut: m (1 - exp(-limit / m))."""
+    low, high = mean, 1e4 * limit
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (
+            (low, middle) if -middle * math.expm1(-limit / middle) > mean else (middle, high)
+        )
+    return low

@@ -1,0 +1,61 @@
+"""Loads a reward model that is an adapter: peft's folder over a base that it names.
+
+TRL's RewardTrainer leaves one with `--use_peft`. The base becomes a sequence classifier, the
+adapter (of any kind that peft can merge) is merged into it, and its own score head takes the place
+of the base's: what scores is a plain model, as any other.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from rloo_cli.config import synthetic
+from rloo_cli.policy import lora
+from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.files import JsonObject
+
+
+def find_adapter_folder(path: str) -> Path | None:
+    """The folder of an adapter; None where `path` is a model or a name of the hub."""
+    folder = Path(path).expanduser()
+    is_adapter = (folder / lora.PEFT_CONFIG_FILE).is_file()
+    return folder if is_adapter and not (folder / "config.json").is_file() else None
+
+
+def load_merged_classifier(folder: Path, key: str, options: JsonObject) -> PreTrainedModel:
+    """Load the base of an adapter as a classifier with one label, and merge the adapter into it.
+
+    `options`: arguments of the base's `from_pretrained`. Raises MachineError for an adapter that
+    has no score head, or cannot be merged; other errors are the libraries'.
+    """
+    peft = lora.import_peft()
+    about = lora.read_adapter_config(folder)
+    if peft.PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
+        why = f"its peft_type is {about.get('peft_type')}, which has no weights to merge"
+        fix = f"{key}.path=FOLDER of a LoRA, or of the whole model"
+        raise MachineError(Problem(f"{folder} cannot be merged", f"{key}.path", why, fix))
+    base_path = str(about.get("base_model_name_or_path") or "")
+    options = options | {"num_labels": 1, "output_loading_info": True, "revision": None}
+    call = AutoModelForSequenceClassification.from_pretrained
+    base, info = call(synthetic.resolve_model_path(base_path), **_given(options))
+    _check_score_head(folder, key, sorted(info["missing_keys"]))
+    model: Any = peft.PeftModel.from_pretrained(base, str(folder))
+    merged: PreTrainedModel = model.merge_and_unload()
+    return merged
+
+
+def _given(options: JsonObject) -> JsonObject:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_score_head(folder: Path, key: str, missing: list[str]) -> None:
+    """Raise MachineError if neither the base nor the adapter has all weights of the classifier."""
+    with safe_open(folder / lora.PEFT_WEIGHTS_FILE, "pt") as file:
+        own = {name.removeprefix(lora.PEFT_NAME_PREFIX) for name in file.keys()}  # noqa: SIM118
+    if absent := [name for name in missing if name not in own]:
+        what = f"the adapter {folder} is not a reward model"
+        why = f"neither it nor its base has {', '.join(absent[:5])}; they would be random numbers"
+        fix = f"{key}.path=FOLDER of an adapter with modules_to_save: [score]"
+        raise MachineError(Problem(what, f"{key}.path", why, fix))

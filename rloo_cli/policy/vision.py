@@ -1,0 +1,104 @@
+"""Images in a forward pass: the tower once for each prompt, its vectors wherever rows show them.
+
+The tower is not run by the model's own forward, which would run it for every row. transformers'
+vision models take what it made as `mm_encoder_outputs`, and put these vectors in place of the image
+tokens, in order. Gradients of all rows meet in the prompt's vectors, and pass the tower once.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from rloo_cli.config.vision_models import VISION_FAMILIES, VisionFamily
+from rloo_cli.data.media import MediaInputs
+from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
+from rloo_cli.utils.files import JsonObject
+
+
+def family_of_model(model: PreTrainedModel) -> VisionFamily | None:
+    """How this model takes images; None for a model of text."""
+    config = getattr(model, "config", None)  # not every part of a model has one
+    if getattr(config, "vision_config", None) is None:
+        return None
+    return VISION_FAMILIES.get(str(model.config.model_type))
+
+
+def image_token_ids(config: PretrainedConfig) -> set[int]:
+    """The ids that stand for images and videos, which no completion may have."""
+    if getattr(config, "vision_config", None) is None:
+        return set()
+    found = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
+    size = config.get_text_config().vocab_size
+    return {i for i in found if isinstance(i, int) and 0 <= i < size}
+
+
+def media_arguments(model: PreTrainedModel, media: MediaInputs) -> JsonObject:
+    """The arguments of a forward of the model that show it these images."""
+    vectors = image_vectors(model, media).index_select(0, media.feature_index)
+    shown = BaseModelOutputWithPooling(pooler_output=_as_model_reads(model, vectors))
+    arguments: JsonObject = {"mm_encoder_outputs": {"image": shown}}
+    if media.token_type_ids is not None:
+        arguments["token_type_ids"] = media.token_type_ids
+    return arguments
+
+
+def image_vectors(model: PreTrainedModel, media: MediaInputs) -> Tensor:
+    """What tower and projector make of the images, one after the other. -> (F, H)
+
+    Raises NumbersError if that is not a vector for each image token.
+    """
+    made: Any = model.get_image_features(**media.tensors, return_dict=True).pooler_output
+    parts = made if isinstance(made, list | tuple) else [made]
+    vectors = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+    if len(vectors) != media.num_features:
+        what = f"the vision tower makes {len(vectors)} vectors for {media.num_features} tokens"
+        why = "the processor and the model's config.json do not belong together"
+        raise NumbersError(Problem(what, "model.path", why))
+    return vectors
+
+
+def _as_model_reads(model: PreTrainedModel, vectors: Tensor) -> Any:
+    """Vectors in the form in which the model's own tower returns them."""
+    config = model.config
+    if config.model_type == "smolvlm":  # it puts whole tiles in place, and asks how long one is
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        return vectors.view(-1, side**2 // config.scale_factor**2, vectors.shape[-1])
+    listed = config.model_type in ("qwen2_vl", "qwen2_5_vl", "llava_next")
+    return [vectors] if listed else vectors[None]
+
+
+def freeze_parts(model: PreTrainedModel, parts: Sequence[str]) -> int:
+    """Let `model.freeze`'s parts keep their weights. -> how many parameters do
+
+    Raises ConfigError for a model that has no such part.
+    """
+    names = {"vision": "towers", "projector": "projectors"}
+    frozen = 0
+    for part in parts:
+        family = family_of_model(model)
+        modules = getattr(family, names[part]) if family is not None else ()
+        found = [w for name, w in model.named_parameters() if {*modules} & {*name.split(".")}]
+        if not found:
+            what = f"model.freeze names {part}, and the model has no such part"
+            why = f"{type(model).__name__} has {', '.join(n for n, _ in model.named_children())}"
+            raise ConfigError(Problem(what, "model.freeze", why, "model.freeze=[]"))
+        for weight in found:
+            weight.requires_grad_(False)
+            frozen += weight.numel()
+    return frozen
+
+
+def language_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that compute text: all of a model without a tower."""
+    family = family_of_model(model)
+    if family is None:
+        yield from model.modules()
+        return
+    apart = {*family.towers, *family.projectors}
+    for name, module in model.named_modules():
+        if not apart & {*name.split(".")}:
+            yield module

@@ -1,0 +1,59 @@
+"""How old the weights were that sampled a step's tokens, in updates, and what came of it.
+
+Without `generation.overlap` every token has the lag 0. With `carry` a completion may have tokens of
+several versions, and siblings of different ones.
+"""
+
+import torch
+from torch import Tensor
+
+from rloo_cli.data.batch import Batch
+
+MetricValues = dict[str, float]
+
+
+def staleness_metrics(batch: Batch, version: int) -> MetricValues:
+    """Mean and largest lag of the step's tokens; `version`: of the weights that are trained.
+
+    Where groups are carried over steps, also the most versions in one completion, each lag's share
+    of the tokens, and the sampler's difference from the trainer by lag.
+    """
+    lags = version - token_versions(batch)
+    metrics = {"staleness/mean": float(lags.double().mean()), "staleness/max": float(lags.max())}
+    if batch.pending is None:
+        return metrics
+    spans = [len(r.version_spans or [0]) for g in batch.groups for r in g.rollouts]
+    metrics["staleness/span_max"] = float(max(spans))
+    gap = _logp_gaps(batch)
+    for lag in sorted(set(lags.tolist())):
+        of_lag = lags == lag
+        metrics[f"staleness/frac_lag{lag}"] = float(of_lag.double().mean())
+        known = gap[of_lag & ~gap.isnan()]
+        if known.numel():
+            metrics[f"sampling/logp_diff_lag{lag}"] = float(known.square().mean().sqrt())
+    return metrics
+
+
+def token_versions(batch: Batch) -> Tensor:
+    """The version of the weights that sampled each token of a batch. -> (N,) int64"""
+    spans = [
+        span
+        for group in batch.groups
+        for r in group.rollouts
+        for span in r.version_spans or [(r.weight_version, r.length)]
+    ]
+    versions, counts = torch.tensor(spans, dtype=torch.int64).unbind(1)
+    return versions.repeat_interleave(counts)
+
+
+def _logp_gaps(batch: Batch) -> Tensor:
+    """Trainer's minus sampler's log-probability of each token, NaN where one is missing. -> (N,)"""
+    parts = []
+    for group in batch.groups:
+        for k, rollout in enumerate(group.rollouts):
+            theirs, ours = rollout.sampled_logp, group.old_logp
+            if theirs is None or ours is None:
+                parts.append(torch.full((rollout.length,), torch.nan, dtype=torch.float64))
+            else:
+                parts.append(ours[k].double() - torch.tensor(theirs, dtype=torch.float64))
+    return torch.cat(parts)

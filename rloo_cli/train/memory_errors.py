@@ -1,0 +1,87 @@
+"""Says where memory ran out: the phase, the longest sequence, and the keys that this phase reads.
+
+Phases are those of the log (`log.phase`, `clock.phase`): what was begun last when torch found no
+memory for a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rloo_cli.utils.errors import OutOfMemory, Problem
+
+if TYPE_CHECKING:
+    from rloo_cli.config.schema import RunConfig
+    from rloo_cli.run import Run
+
+BUILDING = ("the start", "loading", "making", "finding", "checking", "waiting")  # how these begin
+SAMPLING = ("generation", "exposed", "sync")
+NO_GRADIENT = ("old_logp", "reference", "value")
+SAVING = ("save", "saving")
+
+
+def out_of_memory_error(
+    error: Exception, when: str, phase: str, settings: RunConfig, run: Run | None = None
+) -> OutOfMemory:
+    """The error of a GPU that is full, with the keys that this phase of this run reads."""
+    why = str(error).splitlines()[0]
+    why += f"; {describe_longest(settings, run)}"
+    fix = " or ".join(memory_keys(phase, settings))
+    return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, fix))
+
+
+def describe_longest(settings: RunConfig, run: Run | None) -> str:
+    """The longest sequence of the step in tokens; before there is one, what limits it."""
+    progress = None if run is None else run.step_progress
+    if progress is None:
+        most = settings.generation.max_completion_length
+        limit = settings.data.max_prompt_length
+        prompt = "" if limit is None else f" after prompts of up to {limit}"
+        return f"completions may have {most} tokens{prompt}"
+    pairs = [(len(g.prompt_ids), r.length) for g in progress.batch.groups for r in g.rollouts]
+    prompt_tokens, tokens = max(pairs, key=sum)
+    return (
+        f"the longest sequence of the step has {prompt_tokens + tokens} tokens,"
+        f" {tokens} of them sampled"
+    )
+
+
+def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
+    """What to write to need less memory in a phase, what helps most first."""
+    backend = settings.generation.backend
+    colocated = "generation.colocate.gpu_memory_utilization lower"
+    if phase.startswith(BUILDING):
+        yield from _loading_keys(settings)
+    elif phase in SAMPLING or phase == "evaluation":
+        if phase == "evaluation":
+            yield f"eval.batch_size lower than {settings.eval.batch_size}"
+        if backend == "transformers":
+            yield "generation.transformers.batch_tokens=N, tokens decoded at once"
+        yield f"generation.max_completion_length below {settings.generation.max_completion_length}"
+    elif phase == "reward":
+        yield "reward.NAME.batch_size lower, or reward.NAME.offload=true"
+    elif phase in NO_GRADIENT:
+        yield "train.no_grad_batch_size lower, or train.micro_batch_tokens"
+    elif phase == "optimizer":
+        yield "lora=default, distributed=zero2, or distributed.offload=optimizer"
+    else:  # an update, or a save beside what it left
+        yield "train.micro_batch_tokens lower"
+        if settings.model.gradient_checkpointing is not True and phase not in SAVING:
+            yield "model.gradient_checkpointing=true"
+    if backend == "vllm_colocate":
+        yield colocated
+
+
+def _loading_keys(settings: RunConfig) -> Iterator[str]:
+    """Weights, and what is kept of them while they wait."""
+    if settings.model.dtype == "float32":
+        yield "model.dtype=bfloat16"
+    if settings.model.lora is None:
+        yield "lora=default"
+    if settings.model.quantization is None:
+        yield "quantization=4bit"
+    if settings.algorithm.needs_reference and not settings.model.ref_offload:
+        yield "model.ref_offload=true"
+    if settings.generation.backend == "transformers":
+        yield "generation=vllm_server on another GPU"

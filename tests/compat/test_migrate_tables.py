@@ -1,0 +1,150 @@
+"""The tables of `rloo migrate` against our schema, and against the TRL that is installed."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from rloo_cli.compat import migrate
+from rloo_cli.compat.migrate import openrlhf, tables, verl
+from rloo_cli.compat.migrate.foreign_table import foreign_rows
+from rloo_cli.compat.migrate.recipe import (
+    TABLE_SCHEMAS,
+    Recipe,
+    our_defaults,
+    schema_field,
+    schema_refusal,
+)
+from rloo_cli.config import registry
+from rloo_cli.utils import paths
+
+TOOLS = Path(migrate.__file__).parent
+SECTION = "algorithm checkpoint data distributed eval generation logging model train"
+KEY = re.compile(rf"({SECTION.replace(' ', '|')})(\.[a-z_]+)+")
+
+
+def exists(key: str) -> bool:
+    algorithms = ("rloo", "grpo", "reinforce_pp", "ppo")
+    return any(schema_field(key, name) is not None for name in algorithms)
+
+
+def keys_in_the_code() -> set[str]:
+    """Every text in the files of migrate that looks like a key of ours."""
+    found = set()
+    for path in TOOLS.glob("*.py"):
+        if path.name in ("foreign.py",):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and KEY.fullmatch(str(node.value)):
+                found.add(node.value)
+    return found
+
+
+def test_every_key_that_migrate_may_write_is_in_the_schema():
+    found = keys_in_the_code()
+    theirs = {name for tool in ("openrlhf", "verl") for r in foreign_rows(tool) for name in r.names}
+    theirs |= {f"{name}_threshold" for name in theirs}
+    assert len(found) > 60
+    assert [
+        key for key in sorted(found - theirs) if not exists(key) and key not in TABLE_SCHEMAS
+    ] == []
+
+
+def test_keys_that_are_put_together_are_in_the_schema():
+    parts = {f"model.lora.{key}" for key in tables.LORA_NAMES.values()}
+    for defaults in (tables.LORA_TRL, tables.LORA_SWIFT, tables.LORA_PEFT):
+        parts |= {f"model.lora.{key}" for key in defaults}
+    parts |= {f"generation.colocate.{key}" for key in tables.COLOCATED_KEYS.values()}
+    parts |= {ours_ for table in tables.FOREIGN_EQUIVALENTS.values() for ours_ in table.values()}
+    for _, _, _, defaults, _, _ in tables.TRL_VERSIONS.values():
+        parts |= defaults.keys()
+    parts |= tables.SWIFT.keys()
+    parts |= openrlhf.DEFAULTS.keys() | openrlhf.WHITENED.keys()
+    parts |= verl.DEFAULTS.keys() | verl.PPO_DEFAULTS.keys()
+    parts |= {k for _, more in tables.SWIFT_ESTIMATORS.values() for k in more}
+    assert [key for key in sorted(parts) if not exists(key)] == []
+
+
+def test_choices_of_the_tables_are_shipped():
+    groups = paths.group_choices([])
+    for table in tables.FOREIGN_ESTIMATORS.values():
+        for text in table.values():
+            for word in text.split():
+                group, _, choice = word.replace("algorithm.dialect", "algorithm/dialect").partition(
+                    "="
+                )
+                assert choice in groups[group], word
+    for tool in (openrlhf, verl):
+        assert {*tool.ESTIMATORS.values()} <= groups["algorithm"].keys()
+    assert {"default", "dora"} <= groups["lora"].keys()
+    assert {"4bit", "8bit"} <= groups["quantization"].keys()
+    wanted = {*tables.SWIFT_REWARDS.values(), *tables.TRL_REWARDS.values()}
+    assert wanted <= set(registry.registry_names("rewards"))
+
+
+def test_what_is_said_to_be_missing_is_missing():
+    recipe = Recipe({})
+    for key in keys_in_the_code():
+        if exists(key):
+            value = our_defaults().get(key)
+            recipe.put(key, value, "a default of ours")
+    assert [text for text in recipe.unsupported if "not in this version" in text] == []
+    for name in tables.IGNORED_FLAGS:
+        assert schema_field(f"train.{name}") is None and schema_field(f"data.{name}") is None
+
+
+@pytest.mark.parametrize("key", ["model.lora.r", "model.ref_sync.every", "data.mixture"])
+def test_a_nested_key_is_found_and_a_misspelt_one_is_not(key):
+    assert exists(key)
+    assert schema_refusal(f"{key}x", 1) is not None
+
+
+def of_the_installed_trl(kind: str) -> dict[str, ast.expr]:
+    """Name -> default of a config's own fields, read and not imported."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("trl is not installed")
+    path = Path(spec.submodule_search_locations[0]) / "trainer" / f"{kind}_config.py"
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            default = [k.value for k in node.value.keywords if k.arg == "default"]
+            if isinstance(node.target, ast.Name) and default:
+                found[node.target.id] = default[0]
+    return found
+
+
+NAMES = {
+    "num_generations": "algorithm.num_generations",
+    "beta": "algorithm.beta",
+    "epsilon": "algorithm.epsilon",
+    "num_iterations": "algorithm.num_iterations",
+    "temperature": "generation.temperature",
+    "max_completion_length": "generation.max_completion_length",
+    "learning_rate": "train.learning_rate",
+    "loss_type": "algorithm.loss_type",
+    "scale_rewards": "algorithm.advantage_scale",
+}
+
+
+@pytest.mark.parametrize(("kind", "version"), [("rloo", "trl"), ("grpo", "grpo")])
+def test_the_newest_defaults_are_those_of_the_trl_that_is_pinned(kind, version):
+    theirs = of_the_installed_trl(kind)
+    _, _, _, defaults, mode, correction = tables.TRL_VERSIONS[version]
+    for name, key in NAMES.items():
+        if name in theirs:
+            assert defaults[key] == ast.literal_eval(theirs[name]), name
+    assert mode == ast.literal_eval(theirs["vllm_mode"])
+    if kind == "grpo":
+        assert ast.literal_eval(theirs["vllm_importance_sampling_mode"]) == "sequence_mask"
+        assert (correction["level"], correction["mode"]) == ("sequence", "mask")
+
+
+def test_settings_that_tell_rloo_from_grpo_are_those_of_one_of_them():
+    rloo, grpo = of_the_installed_trl("rloo").keys(), of_the_installed_trl("grpo").keys()
+    assert not tables.ONLY_GRPO & rloo
+    assert not tables.ONLY_RLOO & grpo
+    assert {"loss_type", "scale_rewards"} <= tables.ONLY_GRPO & grpo
+    assert {"normalize_advantages", "reward_clip_range"} <= tables.ONLY_RLOO & rloo

@@ -1,0 +1,55 @@
+"""Prompts with images for vLLM: the ids that it expands them to are the trainer's, or it fails."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import vision_cases as v
+from cli_cases import Rloo, strict, surroundings
+
+from rloo_cli.generation.vllm import engine_images
+from rloo_cli.generation.vllm.sampling_params import parity_params
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["vllm_server", "vllm_colocate"])
+def test_a_run_samples_from_images_with_vllm(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, backend: str
+) -> None:
+    file = v.rows_file(tmp_path / "rows")
+    rloo = Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()))
+    words = ("+recipe=smoke", *v.run_words("idefics3", file), f"generation={backend}")
+    done = rloo("train", *words, "model.dtype=float32", "eval.at_start=false", timeout=1800)
+    assert done.code == 0, done.said
+    assert "parity of trainer and vLLM on" in done.said
+    rows = [r for r in strict(tmp_path / "runs" / "smoke" / "metrics.jsonl") if "step_time" in r]
+    assert len(rows) == 2 and all(row["sampling/logp_diff_max"] < 1e-3 for row in rows)
+
+
+def test_ids_that_an_engine_expands_otherwise_are_refused() -> None:
+    engine_images.check_expanded_ids([1, 2, 2, 3], [1, 2, 2, 3])
+    with pytest.raises(RuntimeError, match=r"to 3 tokens, the trainer to 4; .* token 2 on"):
+        engine_images.check_expanded_ids([1, 2, 3], [1, 2, 2, 3])
+    with pytest.raises(RuntimeError, match="to 0 tokens"):
+        engine_images.check_expanded_ids(None, [1])
+
+
+def test_an_engine_never_samples_a_token_that_stands_for_an_image() -> None:
+    config = SimpleNamespace(temperature=1.0, return_sampling_mask=False)
+    params = parity_params(config, [2], 1, 4)  # type: ignore[arg-type]
+    banned = engine_images.ban_image_tokens(params | {"logit_bias": {"5": 1.0}}, [7, 8])
+    assert banned["logit_bias"] == {"7": -100.0, "8": -100.0, "5": 1.0}
+    assert engine_images.ban_image_tokens(params, []) is params
+
+
+def test_images_are_sent_as_files_that_lose_nothing() -> None:
+    _, vision = v.fresh("idefics3")
+    shown = [v.picture(20, 24), v.picture(16, 16, 1)]
+    _, media = v.media(vision, shown)
+    sent = engine_images.images_to_send(media)
+    assert sent is not None and media is not None
+    assert sent["plain_ids"].count(vision.image_token_id) == 2 < len(media.prompt_ids)
+    for file, image in zip(sent["files"], shown, strict=True):
+        assert engine_images.decode_png(file).tobytes() == image.tobytes()
+    assert engine_images.images_to_send(None) is None

@@ -1,0 +1,159 @@
+"""Whole runs with images in their prompts: they go on bit for bit, and say what they cannot do."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vision_cases as v
+from loop_cases import ENDS, PLAIN, apart, digits, flat, gradient, make, sampled, step
+from resume_cases import attempt, differing, left
+
+from rloo_cli.data import image_rules, segments
+from rloo_cli.data.batch import Rollout
+from rloo_cli.policy.model import PlainSequence
+from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.utils.errors import ConfigError, DataError
+
+SHORT = ("generation.max_completion_length=6", "algorithm.num_generations=2", ENDS)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return v.rows_file(tmp_path_factory.mktemp("rows"))
+
+
+def words_of(file, name="qwen2_5_vl", *more):
+    return (*v.run_words(name, file), *SHORT, *more)
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_images(tmp_path, file):
+    words = words_of(file, "qwen2_5_vl", "algorithm.num_minibatches=2", "max_steps=2")
+    looks = []
+    assert attempt(tmp_path / "straight", *words, looks=looks, digits=digits)
+    stops = 0
+    for at in (len(looks) // 3, len(looks) // 2):  # within the first step, and within the second
+        stops += not attempt(tmp_path / "cut", *words, stop_at=at, digits=digits)
+    assert stops == 2 and attempt(tmp_path / "cut", *words, digits=digits)
+    (one,), (other,) = ([*(tmp_path / n).iterdir()] for n in ("straight", "cut"))
+    assert differing(left(one), left(other)) == []
+
+
+def test_the_update_of_packed_rows_is_that_of_rows_computed_one_by_one(tmp_path, file):
+    words = (*PLAIN, "train.learning_rate=1.0", "algorithm.beta=0", *words_of(file))
+    run = make(tmp_path, *words, noise=0.0)
+    assert run.layout_choice.layout == "shared"
+    batch, total = sampled(run), torch.zeros(())
+    score = batch.raw[0]
+    advantage = (score - score.mean(1, keepdim=True)) * 2
+    for p, group in enumerate(batch.groups):
+        for k, rollout in enumerate(group.rollouts):
+            ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
+            whole = ids if group.media is None else PlainSequence(ids, group.media)
+            with native_attention(run.policy.model):
+                logits = run.policy.call(whole, (), False)[0, len(group.prompt_ids) - 1 : -1]
+            logp = segments.target_logprobs(logits, torch.tensor(rollout.completion_ids), 1.0)
+            total = total - advantage[p, k].float() * logp.sum()
+    expected = gradient(run, total / score.numel())
+    assert apart(-step(run, batch)[0], expected) < 1e-4
+
+
+def test_a_frozen_tower_keeps_its_weights_while_the_rest_learns(tmp_path, file):
+    run = make(tmp_path, *words_of(file), "model.freeze=[vision]", noise=0.0)
+    before = {n: w.clone() for n, w in run.policy.model.named_parameters()}
+    step(run)
+    moved = {n for n, w in run.policy.model.named_parameters() if not torch.equal(w, before[n])}
+    assert moved and not any(".visual." in name for name in moved)
+
+
+def test_completions_of_overlapped_sampling_are_those_of_a_run_without(tmp_path, file):
+    weights = []
+    order = ("train.micro_batch_order=virtual_time", "reward.digits.scope=group")
+    for overlap in ("none", "stream"):
+        words = words_of(file, "qwen2_5_vl", f"generation.overlap={overlap}", *order)
+        place = tmp_path / overlap
+        assert attempt(place, *words, "max_steps=2", digits=digits)
+        (found,) = place.iterdir()
+        weights.append(left(found)["weights"])
+    assert weights[0] == weights[1]
+
+
+def test_a_reward_gets_the_images_of_its_prompt_under_the_columns_name(tmp_path, file):
+    seen = []
+
+    def look(images, completion_ids, **_):
+        seen.extend(images)
+        return [float(len(ids)) for ids in completion_ids]
+
+    run = make(tmp_path, *words_of(file), rewards={"look": look})
+    batch = sampled(run)
+    counts = [0 if g.media is None else len(g.media.sources) for g in batch.groups]
+    assert [len(images or []) for images in seen] == [n for n in counts for _ in range(2)]
+    assert {image.mode for images in seen if images for image in images} == {"RGB"}
+
+
+def test_equal_words_with_other_images_are_not_scored_from_the_cache(tmp_path):
+    place = tmp_path / "rows"
+    file = v.rows_file(place, (1, 1))
+    first, second = map(json.loads, file.read_text().splitlines())
+    second |= {"prompt": first["prompt"], "answer": first["answer"]}
+    file.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    asked = []
+
+    def look(images, completion_ids, **_):
+        asked.extend(image[0].tobytes() for image in images)
+        return [1.0] * len(completion_ids)
+
+    words = words_of(file, "qwen2_5_vl", "reward.look.cache=true", "train.prompts_per_step=2")
+    run = make(tmp_path, *words, rewards={"look": look})
+
+    def generate(groups, seeds, arrived):
+        for place, (group, own) in enumerate(zip(groups, seeds, strict=True)):
+            group.rollouts = [Rollout([5, 6], "", "length", False, seed, 0) for seed in own]
+            arrived(place)
+
+    run.rollouts.generator = SimpleNamespace(generate=generate, metrics={})
+    sampled(run)
+    assert len(asked) == 4 and len({*asked}) == 2
+
+
+REFUSED = {
+    "a sharded model": (["distributed=fsdp2"], "shards the model"),
+    "vLLM without torchvision": (["generation=vllm_colocate"], "vllm_colocate samples"),
+    "a value model": (["algorithm=ppo", "algorithm.num_generations=2"], "PPO has a value model"),
+    "completions that are carried on": (
+        ["generation.overlap=carry", "generation.allow_uncorrected=true"], "are carried on"
+    ),
+    "a teacher on a server": (
+        ["algorithm=opd", "algorithm.teacher.base_url=http://127.0.0.1:9"], "has the teacher"
+    ),
+    "a reference of text alone": (["model.ref_path=make:tiny"], "another kind of model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extra, said", REFUSED.values(), ids=REFUSED)
+def test_what_a_run_with_images_cannot_do_is_said_before_weights_load(
+    tmp_path, file, monkeypatch, extra, said
+):
+    monkeypatch.setattr(image_rules, "_vllm_imports", lambda kind: False)
+    with pytest.raises(ConfigError, match=rf"the prompts have images, and (.|\n)*{said}"):
+        make(tmp_path, *words_of(file), *extra)
+
+
+def test_a_model_of_text_alone_is_refused_for_prompts_with_images(tmp_path, file):
+    with pytest.raises(DataError, match="the model takes none"):
+        make(tmp_path, *words_of(file), "model.path=make:tiny")
+
+
+def test_a_tower_is_not_frozen_where_the_model_is_sharded(tmp_path):
+    words = (f"model.path={v.folder('qwen2_5_vl')}", "model.freeze=[vision]", "distributed=fsdp2")
+    with pytest.raises(ConfigError, match=r"model\.freeze"):
+        make(tmp_path, *words)
+
+
+def test_weights_move_with_every_layout_of_images(tmp_path, file):
+    run = make(tmp_path, *words_of(file, "gemma3"), noise=0.0)
+    before = flat(run)
+    _, row, batch = step(run)
+    assert run.layout_choice.layout == "packed" and float((flat(run) - before).norm()) > 0
+    assert row["grad_norm"] > 0 and batch.score.shape == (4, 2)
