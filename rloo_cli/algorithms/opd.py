@@ -32,8 +32,8 @@ from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
 from rloo_cli.algorithms.common.loss import LossInputs, micro_batch_loss
+from rloo_cli.algorithms.common.teacher_rules import teacher_server_problems
 from rloo_cli.algorithms.rloo import RLOO
-from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.utils.errors import Problem
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from rloo_cli.data.packing import MicroBatch
 
 BY_TOKEN = ("reinforce", "cispo", "vespo")  # policy losses with a term for every token
-URL_KEY = "algorithm.teacher.base_url"
 WHOLE = ("single", "ddp")  # engines that leave each process its whole models
 
 
@@ -170,7 +169,7 @@ def discount_later_tokens(values: Tensor, micro_batch: MicroBatch, discount: flo
 
 def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
     if config.teacher_server is not None:
-        yield from _server_problems(config, config.teacher_server, run)
+        yield from teacher_server_problems(config, config.teacher_server, run)
     elif run.model.ref_path is None:
         yield Problem(
             "on-policy distillation needs a teacher",
@@ -192,47 +191,6 @@ def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
             "model.ref_sync.every",
             f"found {run.model.ref_sync.every}",
             "model.ref_sync.every=0",
-        )
-
-
-def _server_problems(config: Config, keys: TeacherConfig, run: RunConfig) -> Iterator[Problem]:
-    """What a server cannot do: it tells log-probabilities of given ids, at temperature 1."""
-    if not str(keys.base_url).startswith(("http://", "https://")):
-        yield Problem(
-            f"{URL_KEY} = {keys.base_url!r} is not the address of a server",
-            URL_KEY,
-            "expected http://HOST:PORT",
-            f"{URL_KEY}=http://{str(keys.base_url).rpartition('://')[2]}",
-        )
-    if run.model.ref_path is not None:
-        yield Problem(
-            "there are two teachers",
-            URL_KEY,
-            f"a server at {keys.base_url}, and model.ref_path={run.model.ref_path}",
-            f"model.ref_path=null, or {URL_KEY}=null",
-        )
-    if config.kl_in == "loss":
-        yield Problem(
-            "a divergence over the whole vocabulary needs the teacher here",
-            "algorithm.kl_in",
-            "a server tells the log-probabilities of the tokens that were sampled, and kl_in=loss"
-            " compares whole distributions",
-            f"algorithm=opd (kl_in=reward), or model.ref_path=TEACHER {URL_KEY}=null",
-        )
-    if config.kl_temperature == "sampling" and run.generation.temperature != 1:
-        yield Problem(
-            "a server tells the teacher's log-probabilities at temperature 1",
-            "algorithm.kl_temperature",
-            f"kl_temperature=sampling asks for them at {run.generation.temperature:g}"
-            " (generation.temperature)",
-            "algorithm.kl_temperature=one, or generation.temperature=1",
-        )
-    if keeps_masks(run.generation):
-        yield Problem(
-            "a server tells the teacher's log-probabilities over its whole vocabulary",
-            MASK_KEY,
-            "with sampling masks the student's are over the ids that were let through",
-            f"{MASK_KEY}=false, or model.ref_path=TEACHER {URL_KEY}=null",
         )
 
 
