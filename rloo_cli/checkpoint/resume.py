@@ -208,7 +208,9 @@ def _check_model_size(checkpoint: Path, run: RunConfig) -> None:
     if other:
         what = f"resume={checkpoint} holds a model of another size"
         why = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {run.model.path}" for k in other)
-        raise ConfigError(Problem(what, "model.path", why))
+        saved = (read_run_config(checkpoint.parent) or {}).get("model") or {}
+        fix = f"model.path={saved.get('path', 'a model of that size')}, or resume=null"
+        raise ConfigError(Problem(what, "model.path", why, fix))
 
 
 def read_run_config(folder: Path) -> JsonObject | None:

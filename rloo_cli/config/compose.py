@@ -370,5 +370,6 @@ def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSour
             fix = f"did you mean ${{{close[0]}}}?"
         onward = [n for n in referenced if "$" in str(values.get(n, ""))]
         name = onward[0] if onward and not unknown else ""
+    fix = fix or f"a plain value for one of these keys: {', '.join(chain) or key}"
     why = "\n".join([*chain.values(), message])
     return Problem(f"{key}: cannot be resolved", sources.location_of(key), why, fix)

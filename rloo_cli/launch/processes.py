@@ -23,6 +23,7 @@ from rloo_cli.utils.child_process import (
 )
 from rloo_cli.utils.errors import GenerationError, Problem, print_error
 from rloo_cli.utils.heartbeat import HEARTBEAT_VARIABLE, HeartbeatReader
+from rloo_cli.utils.paths import cache_folder
 from rloo_cli.utils.signals import AGAIN_S, SIGNALS
 
 # Threads that spin long while they wait for each other slow a shared machine down many times.
@@ -43,8 +44,13 @@ WORKER_BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
 
 
 def default_environment() -> dict[str, str]:
-    """`DEFAULT_ENVIRONMENT`, with the values that our own environment already has."""
-    return {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
+    """`DEFAULT_ENVIRONMENT` and the folder of compiled kernels, or what our own environment has.
+
+    Torch would make that folder among the temporary files as soon as it is imported, and leave it.
+    """
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder().absolute() / "inductor")}
+    defaults = DEFAULT_ENVIRONMENT | kernels
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 @dataclass(frozen=True)

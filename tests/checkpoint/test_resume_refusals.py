@@ -130,7 +130,7 @@ def other_model(folder: Path) -> Path:
         (["resume=runs/smoke/samples"], "resume=runs/smoke/samples is not a checkpoint"),
         (["resume=runs/smoke"], "resume=runs/smoke/checkpoint-2"),  # what was meant
         (["resume=runs/newer"], "newer than 1"),
-        (["resume=runs/smoke/checkpoint-2", "model.path=./large"], "a model of another size"),
+        (["resume=runs/smoke/checkpoint-2", "model.path=./large"], "fix      model.path=make:"),
     ],
 )
 def test_a_path_that_cannot_be_used_is_an_error_of_its_own(

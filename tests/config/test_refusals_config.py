@@ -76,7 +76,8 @@ SCORECARD: dict[str, Case] = {
         "name=${oc.env:NOT_SET_IN_ANY_SHELL}", says=["NOT_SET_IN_ANY_SHELL", "export NOT_SET_IN"]
     ),
     "BC-17 a circle": train(
-        "name=${root}", "root=${name}", says=["name = ${root}", "root = ${name}", "Recursive"]
+        "name=${root}", "root=${name}",
+        says=["name = ${root}", "root = ${name}", "Recursive", "fix      a plain value for one"],
     ),
     "BC-21 a backend that is not there": train(
         "generation=vllm_serve", says=["no generation 'vllm_serve'", "generation=vllm_server"]

@@ -116,20 +116,20 @@ def test_a_run_that_crashes_tells_no_secret(flags: list[str], planted: Rloo) -> 
     assert leaks(planted.folder, ended) == []
 
 
-@pytest.mark.parametrize("flags", [[], ["--debug"]], ids=["", "debug"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        (f"+hf_token={PLANTED['HF_TOKEN']}",),
-        (f"name=x{PLANTED['WANDB_API_KEY']}",),
-        (f"data.system='\"{PLANTED['AWS_SECRET_ACCESS_KEY']}\"'",),
-        ("data.system=${oc.env:OPENAI_API_KEY}",),
-        ("root=${oc.env:WANDB_API_KEY}", "algorithm.beta=abc"),
-        ("seed=${oc.env:GITHUB_TOKEN}",),
-        ("-m", "seed=1,2", "name=${oc.env:GITHUB_TOKEN}"),
-    ],
-    ids=str,
-)
+WORDS = [
+    (f"+hf_token={PLANTED['HF_TOKEN']}",),
+    (f"name=x{PLANTED['WANDB_API_KEY']}",),
+    (f"data.system='\"{PLANTED['AWS_SECRET_ACCESS_KEY']}\"'",),
+    ("data.system=${oc.env:OPENAI_API_KEY}",),
+    ("root=${oc.env:WANDB_API_KEY}", "algorithm.beta=abc"),
+    ("seed=${oc.env:GITHUB_TOKEN}",),
+    ("-m", "seed=1,2", "name=${oc.env:GITHUB_TOKEN}"),
+]
+# --debug tells all that is told without it, and tracebacks.
+CASES = [(words, ["--debug"]) for words in WORDS] + [(words, []) for words in WORDS[:2]]
+
+
+@pytest.mark.parametrize(("words", "flags"), CASES, ids=str)
 def test_a_secret_in_a_word_is_refused_and_told_nowhere(
     words: tuple[str, ...], flags: list[str], planted: Rloo
 ) -> None:
