@@ -5,6 +5,7 @@ Functions stay functions where a run takes them (rewards), and are named module:
 """
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import json
@@ -15,8 +16,10 @@ from typing import Any
 
 from rloo_cli.compat.migrate.convert import choose_dialect, convert_to_recipe
 from rloo_cli.compat.migrate.old_run import OldRun
+from rloo_cli.compat.migrate.tables import LAYER_ARGUMENTS, PEFT_CONFIGS
 from rloo_cli.compat.trl_settings import GRPOConfig, RLOOConfig, TRLConfig
 from rloo_cli.config.old_names import find_old_name
+from rloo_cli.config.rules_lora import PEFT_ORIGIN
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, write_text
@@ -52,16 +55,35 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
     """The flags that mean the same as a LoraConfig and a BitsAndBytesConfig."""
     settings: JsonObject = {}
     if peft_config is not None:
-        if type(peft_config).__name__ != "LoraConfig":
-            what = f"peft_config is a {type(peft_config).__name__}"
-            raise ConfigError(Problem(what, "peft_config", "adapters are LoRA, rsLoRA and DoRA"))
+        kind = type(peft_config).__name__
         settings = {"use_peft": True, "lora_from": "peft"}
-        for theirs, flag in LORA_SETTINGS.items():
+        if kind in PEFT_CONFIGS:
+            kwargs = _changed_arguments(peft_config)
+            settings |= {"peft_type": PEFT_CONFIGS[kind], "peft_kwargs": kwargs}
+        elif kind != "LoraConfig":
+            why = f"adapters are LoraConfig, {', '.join(PEFT_CONFIGS)}"
+            raise ConfigError(Problem(f"peft_config is a {kind}", "peft_config", why))
+        names = LAYER_ARGUMENTS if kind in PEFT_CONFIGS else LORA_SETTINGS
+        for theirs, flag in {name: LORA_SETTINGS[name] for name in names}.items():
             if (value := getattr(peft_config, theirs, None)) is not None:
                 settings[flag] = sorted(value) if isinstance(value, set) else value
     for name in QUANTIZATION_SETTINGS if quantization_config is not None else ():
         settings[name] = getattr(quantization_config, name)
     return settings
+
+
+def _changed_arguments(peft_config: Any) -> JsonObject:
+    """What of a peft config is not its class's default, but for the layers and where it is from."""
+    found: JsonObject = {}
+    for field in dataclasses.fields(peft_config):
+        value = getattr(peft_config, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        left_out = field.name in LAYER_ARGUMENTS or field.name in PEFT_ORIGIN
+        if not left_out and value != default:
+            found[field.name] = sorted(value) if isinstance(value, set) else value
+    return found
 
 
 def last_metric(folder: Path, name: str) -> float | None:

@@ -46,6 +46,9 @@ CORRECTION_KEYS = (
     "algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor",
     "guards.low_ess",
 )  # fmt: skip
+LORA_KEYS = tuple(
+    f"model.lora.{name}" for name in ("r", "alpha", "dropout", "bias", "use_rslora", "use_dora")
+)
 LOSS_TYPE_KEYS = ("algorithm.policy_loss", "algorithm.ratio_level", "algorithm.loss_agg")
 IDLE_KEYS = (
     IdleKeys(
@@ -77,6 +80,11 @@ IDLE_KEYS = (
         ("model.ref_offload", "model.ref_sync.alpha"),
         lambda v: bool(v("algorithm.teacher.base_url")),
         "algorithm.teacher.base_url: no reference is loaded here",
+    ),
+    IdleKeys(
+        LORA_KEYS,
+        lambda v: v("model.lora.peft_type") not in (None, "LORA"),
+        "model.lora.peft_type is not LORA: other kinds take theirs from model.lora.kwargs",
     ),
     IdleKeys(
         ("algorithm.beta",),

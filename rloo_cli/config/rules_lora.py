@@ -13,9 +13,17 @@ from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
 VLLM_BACKENDS = ("vllm_server", "vllm_colocate")
+LAYER_KEYS = {"target_modules", "exclude_modules", "modules_to_save"}
+WHOLE_ENGINES = ("single", "ddp")
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 allocates
 # Key of model.lora -> the name in an adapter's own config.
 PEFT_NAMES = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+
+# Fields of peft's configs that say what an adapter is of, and are no arguments.
+PEFT_ORIGIN = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version",
+    "revision", "task_type",
+}  # fmt: skip
 
 
 def adapter_problems(run: RunConfig) -> Iterator[Problem]:
@@ -24,6 +32,7 @@ def adapter_problems(run: RunConfig) -> Iterator[Problem]:
     if keys is not None:
         yield from _adapter(run, keys)
         yield from _saved_adapter_problems(keys)
+        yield from _other_kinds(run, keys)
         yield from _engine(run, keys)
     yield from _quantized(run)
     yield from _reference(run)
@@ -62,10 +71,14 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
     except (ValueError, KeyError, TypeError, RecursionError):
         yield Problem(f"{file} is not the config of an adapter", where)
         return
-    if kind != "LORA":
-        why = f"its peft_type is {kind}; only LORA (with DoRA) is trained here"
-        yield Problem(f"{keys.path} is another kind of adapter", where, why)
+    if kind != keys.peft_type:
+        why = f"its peft_type is {kind}, and model.lora.peft_type is {keys.peft_type}"
+        yield Problem(
+            f"{keys.path} is another kind of adapter", where, why, f"model.lora.peft_type={kind}"
+        )
         return
+    if kind != "LORA":
+        return  # its arguments are compared by the shapes of its tensors
     for name, theirs in PEFT_NAMES.items():
         ours = getattr(keys, name)
         found = adapter.get(theirs) or type(ours)()
@@ -76,13 +89,53 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
             yield Problem(f"{key} = {ours} is not the adapter's", key, why, f"{key}={value}")
 
 
+def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
+    """Arguments that are keys, and what is known of LoRA alone."""
+    own = keys.kwargs if keys.peft_type == "LORA" else {*keys.kwargs} & LAYER_KEYS
+    for name in sorted(own):
+        what = f"model.lora.kwargs has {name}"
+        why = "a LoRA's arguments are keys, those that rloo takes" if own is keys.kwargs else ""
+        fix = f"model.lora.{name}=..." if name in LoraConfig.model_fields else "leave it out"
+        yield Problem(what, "model.lora.kwargs", why or f"model.lora.{name} says it", fix)
+    if keys.kwargs.get("bias", "none") != "none":
+        why = "biases that are trained are part of the model, and the reference would have them"
+        yield Problem("model.lora.kwargs trains biases", "model.lora.kwargs", why, "leave bias out")
+    if keys.peft_type == "LORA":
+        return
+    key, engine = "model.lora.peft_type", run.distributed.engine
+    alone = f"{key}=LORA"
+    refused = {  # why -> the way out
+        f"distributed.engine = {engine}": (
+            engine not in WHOLE_ENGINES,
+            "tensors in shards are put together by rules that are LoRA's",
+            "distributed=ddp",
+        ),
+        "model.quantization": (
+            run.model.quantization is not None,
+            "weights of a few bits are merged with LoRA's products alone",
+            "model.quantization=null",
+        ),
+        "model.ref_sync.every": (
+            bool(run.model.ref_sync.every) and run.model.ref_path is None,
+            "the average of two adapters' tensors is defined for LoRA's factors",
+            "model.ref_sync.every=0",
+        ),
+    }
+    for where, (is_odd, why, way_out) in refused.items():
+        if is_odd:
+            what = f"{key} = {keys.peft_type} and {where} do not go together"
+            yield Problem(what, where.partition(" ")[0], why, f"{way_out}, or {alone}")
+
+
 def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
     """Why vLLM cannot sample with an adapter of these keys: it computes plain LoRA only."""
     if run.generation.backend not in VLLM_BACKENDS:
         return
     top, whole = VLLM_LORA_RANKS[-1], "vLLM takes no whole layers from an adapter"
+    other = keys.peft_type != "LORA"
     odd = {  # key -> whether vLLM cannot compute it, why, and a value that it can
-        "use_dora": (keys.use_dora, "vLLM has no DoRA", "false"),
+        "peft_type": (other, "vLLM computes LoRA", "LORA"),
+        "use_dora": (keys.use_dora and not other, "vLLM has no DoRA", "false"),
         "modules_to_save": (keys.modules_to_save, whole, "[]"),
         "bias": (keys.bias != "none", "vLLM takes no biases from an adapter", "none"),
         "r": (keys.r > top, f"vLLM makes room for ranks up to {top}", top),

@@ -12,6 +12,7 @@ from rloo_cli.planning.plan_inputs import MAX_FORWARD_TOKENS, MAX_LOGITS_TILE, P
 from rloo_cli.planning.static_memory import (
     GRADIENT,
     StaticMemory,
+    adapter_rank,
     adapter_targets,
     estimate_static_memory,
     trained_params,
@@ -134,7 +135,7 @@ def kept_bytes_per_layer(inputs: PlanInputs) -> float:
     if inputs.bytes_per_weight < 4:
         kept += sum(4.0 * i for _, i, _ in adapter_targets(inputs))
     lora = inputs.run.model.lora
-    return kept + (sum(4.0 * lora.r for _ in adapter_targets(inputs)) if lora else 0.0)
+    return kept + (sum(4.0 * adapter_rank(lora) for _ in adapter_targets(inputs)) if lora else 0.0)
 
 
 def kept_bytes_per_forward_token(inputs: PlanInputs, recompute: bool) -> float:

@@ -15,6 +15,7 @@ Gradients of micro-batches add up in float32; float32 weights are their own mast
 from dataclasses import dataclass
 
 from rloo_cli.config.rules import SHARDED_ENGINES
+from rloo_cli.config.schema import LoraConfig
 from rloo_cli.planning.model_spec import ModelSpec
 from rloo_cli.planning.plan_inputs import PlanInputs
 
@@ -53,9 +54,18 @@ def trained_params(inputs: PlanInputs) -> tuple[int, int]:
     if lora is None:
         return model.total_params - frozen_params(inputs), 0
     targets = adapter_targets(inputs)
-    per_layer = sum(lora.r * (i + o) + (o if lora.use_dora else 0) for _, i, o in targets)
+    r = adapter_rank(lora)
+    per_layer = sum(r * (i + o) + (o if lora.use_dora else 0) for _, i, o in targets)
     tables = {"embed_tokens", "embed_in", "wte", "lm_head", "embed_out"} & {*lora.modules_to_save}
     return 0, per_layer * model.sizes.layers + len(tables) * model.output_embedding_params
+
+
+def adapter_rank(lora: LoraConfig) -> int:
+    """The rank of a LoRA; of another kind that of a LoRA which has no fewer parameters.
+
+    Most have far fewer; LoHa, the largest, has two pairs of factors.
+    """
+    return lora.r if lora.peft_type == "LORA" else 2 * int(lora.kwargs.get("r") or 8)
 
 
 def frozen_params(inputs: PlanInputs) -> int:

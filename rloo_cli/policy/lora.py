@@ -1,4 +1,4 @@
-"""Adapters (LoRA, DoRA) inside a causal language model, by peft. The base weights never change.
+"""Adapters (LoRA and peft's other kinds) inside a causal language model. The base never changes.
 
 peft puts its layers in place of the linear ones; class, backbone and output embedding of the model
 stay the same, so packing, attention and head need not know of it. Only adapters, and whole copies
@@ -10,6 +10,7 @@ chooses between them; with none, the numbers are exactly the base's own.
 """
 
 import copy
+import dataclasses
 import importlib
 import json
 import warnings
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rloo_cli.config.rules_lora import PEFT_ORIGIN
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization, vision
 from rloo_cli.policy.load import HALF_DTYPES
@@ -60,6 +62,7 @@ def load_trained_model(
         model = load.load_causal_lm(config, path, device, compute_device)
         vision.freeze_parts(model, config.freeze)
         return model
+    make_adapter_config(config.lora)  # a wrong argument is told before the weights are loaded
     loaded = load.load_causal_lm(config, config.path, device, compute_device)
     attach_adapter(loaded, config.lora, seed)
     check_mergeable(loaded)
@@ -80,7 +83,7 @@ def attach_adapter(
     Its random half is sampled from `seed` alone, so it is the same on every rank, and torch's own
     state is left as it was. Raises ConfigError if it cannot be attached.
     """
-    peft = import_peft()
+    adapter = make_adapter_config(keys)
     before = [model.get_input_embeddings(), model.get_output_embeddings()]
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -88,8 +91,8 @@ def attach_adapter(
         warnings.filterwarnings("ignore", message=".*pattern keys did not match")
         torch.manual_seed(seed)
         try:
-            model.add_adapter(peft.LoraConfig(**_lora_config_arguments(keys)), name)
-        except (ValueError, TypeError, NotImplementedError) as error:
+            model.add_adapter(adapter, name)
+        except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
             what = "the adapter does not fit the model"
             raise ConfigError(Problem(what, "model.lora", _first_line(error))) from None
     model.set_adapter(TRAINED_ADAPTER)  # of two adapters, the first one learns
@@ -99,10 +102,11 @@ def attach_adapter(
         why = "its input and output embeddings are one tensor, and the adapter would part them"
         fix = "leave both out of model.lora.target_modules and model.lora.modules_to_save"
         raise ConfigError(Problem("the model ties its embeddings", "model.lora", why, fix))
+    prefix = _weight_prefix(model)
     for part, weight in model.named_parameters():
-        if "lora_" in part and weight.dtype in HALF_DTYPES:
+        if prefix in part and weight.dtype in HALF_DTYPES:
             weight.data = weight.data.float()
-    if not keys.use_dora:  # DoRA's arithmetic reads the adapter's weights directly
+    if keys.peft_type == "LORA" and not keys.use_dora:  # DoRA's arithmetic reads weights directly
         multiply_in_base_dtype(model)
     if getattr(model, "is_gradient_checkpointing", False):
         model.enable_input_require_grads()  # where nothing before the first adapter has a gradient
@@ -181,7 +185,7 @@ def save_adapter(
     config = copy.copy(model.peft_config[TRAINED_ADAPTER])
     config.inference_mode = True  # as peft saves it: the next user may not want to train it
     for part in ("target_modules", "exclude_modules", "modules_to_save"):
-        if isinstance(getattr(config, part), set | list):  # a set has another order each time
+        if isinstance(getattr(config, part, None), set | list):  # a set has another order each time
             setattr(config, part, sorted(getattr(config, part)))
     config.save_pretrained(str(folder))
     tensors = adapter_state(model) if gathered is None else gathered
@@ -295,7 +299,7 @@ def check_mergeable(model: PreTrainedModel) -> None:
     Otherwise only the final save, after the training, would show that a model cannot be merged.
     Raises ConfigError with the layers that can be adapted.
     """
-    names = {n for n, _ in model.named_parameters() if ".lora_" not in n}
+    names = {n for n, _ in model.named_parameters() if f".{_weight_prefix(model)}" not in n}
     for name, _, plain in _plain_layers(model):
         names |= {f"{name}.{part}" for part, _ in plain.named_parameters()}
     missing = [n for n, _ in _empty_plain(model).named_parameters() if n not in names]
@@ -404,20 +408,48 @@ def read_adapter_config(folder: Path) -> JsonObject:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _lora_config_arguments(keys: LoraConfig) -> JsonObject:
-    """The arguments of peft.LoraConfig."""
-    return {
-        "r": keys.r,
-        "lora_alpha": keys.alpha,
-        "lora_dropout": keys.dropout,
-        "target_modules": keys.target_modules,
-        "exclude_modules": keys.exclude_modules or None,
-        "modules_to_save": keys.modules_to_save or None,
-        "bias": keys.bias,
-        "use_rslora": keys.use_rslora,
-        "use_dora": keys.use_dora,
-        "task_type": "CAUSAL_LM",
-    }
+def make_adapter_config(keys: LoraConfig) -> Any:
+    """peft's config of the kind `keys.peft_type`.
+
+    Raises ConfigError for arguments that it does not take, MachineError where peft is not there.
+    """
+    kinds = import_peft().mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    if keys.peft_type not in kinds:
+        why, fix = "it is newer than the peft that is installed", "pip install --upgrade peft"
+        what = f"peft has no {keys.peft_type}"
+        raise MachineError(Problem(what, "model.lora.peft_type", why, fix))
+    kind, arguments = kinds[keys.peft_type], _adapter_arguments(keys)
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in [name for name in arguments if name not in known]:
+        key = f"kwargs.{name}" if name in keys.kwargs else name
+        what = f"{kind.__name__} takes no {name}"
+        why = f"it takes {', '.join(sorted(known - PEFT_ORIGIN))}"
+        raise ConfigError(Problem(what, f"model.lora.{key}", why, "leave it out"))
+    try:
+        return kind(**arguments)
+    except (ValueError, TypeError) as error:
+        what = f"{kind.__name__} refuses these arguments"
+        raise ConfigError(Problem(what, "model.lora.kwargs", _first_line(error))) from None
+
+
+def _adapter_arguments(keys: LoraConfig) -> JsonObject:
+    """The arguments of peft's config: all keys for a LoRA, those that choose layers for others."""
+    found: JsonObject = {"target_modules": keys.target_modules, "task_type": "CAUSAL_LM"}
+    for name in ("exclude_modules", "modules_to_save"):
+        if value := getattr(keys, name):
+            found[name] = value
+    if keys.peft_type == "LORA":
+        found |= {
+            "r": keys.r, "lora_alpha": keys.alpha, "lora_dropout": keys.dropout, "bias": keys.bias,
+            "use_rslora": keys.use_rslora, "use_dora": keys.use_dora,
+        }  # fmt: skip
+    return found | keys.kwargs
+
+
+def _weight_prefix(model: PreTrainedModel) -> str:
+    """How the names of the adapter's own weights begin."""
+    kind = model.peft_config[TRAINED_ADAPTER].peft_type
+    return str(import_peft().mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind])
 
 
 def _first_line(error: Exception) -> str:

@@ -70,6 +70,8 @@ def facts(run, text) -> dict:
         "alpha": lora and lora.alpha,
         "dropout": lora and lora.dropout,
         "layers": lora and lora.target_modules,
+        "adapter": lora and lora.peft_type,
+        "adapter_arguments": lora and lora.kwargs,
         "dora": lora and lora.use_dora,
         "bits": bits and bits.bits,
         "engine": run.distributed.engine,

@@ -155,7 +155,7 @@ def test_a_setting_that_trl_has_not_is_an_error_that_names_the_nearest():
     [
         ({"callbacks": [print]}, "callbacks is not taken here"),
         ({"optimizers": (print, None)}, "optimizers is not taken here"),
-        ({"peft_config": object()}, "adapters are LoRA"),
+        ({"peft_config": object()}, "adapters are LoraConfig, LoHaConfig"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]))},
             "max_steps",
@@ -199,6 +199,20 @@ def test_a_lora_config_becomes_the_adapter_of_the_recipe(tmp_path, monkeypatch):
                           peft_config=config)  # fmt: skip
     lora = yaml.safe_load(trainer.recipe.read_text())["model"]["lora"]
     assert (lora["r"], lora["alpha"], lora["target_modules"]) == (4, 8.0, ["q_proj"])
+
+
+def test_another_kind_of_adapter_becomes_its_kind_and_what_differs_from_its_defaults(
+    tmp_path, monkeypatch
+):
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    config = peft.OFTConfig(oft_block_size=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = RLOOTrainer("a/b", "c/d", RLOOConfig("out"), Dataset.from_list([{"prompt": "a"}]),
+                          peft_config=config)  # fmt: skip
+    lora = yaml.safe_load(trainer.recipe.read_text())["model"]["lora"]
+    assert lora == {
+        "peft_type": "OFT", "target_modules": ["q_proj"], "kwargs": {"oft_block_size": 8}
+    }  # fmt: skip
 
 
 def test_trls_own_config_is_taken_with_what_differs_from_its_defaults(tmp_path, monkeypatch):

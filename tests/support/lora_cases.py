@@ -12,7 +12,8 @@ from rloo_cli.config.schema import LoraConfig
 from rloo_cli.policy import lora
 
 PLAIN: dict[str, Any] = {
-    "r": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "exclude_modules": [],
+    "peft_type": "LORA", "kwargs": {}, "r": 4, "alpha": 8.0, "dropout": 0.0,
+    "target_modules": "all-linear", "exclude_modules": [],
     "modules_to_save": [], "bias": "none", "use_rslora": False, "use_dora": False, "path": None,
 }  # fmt: skip
 CPU = torch.device("cpu")

@@ -66,6 +66,9 @@ def _write_adapter(recipe: Recipe, dialect: Dialect, path: str) -> None:
     why = "peft_config=LoraConfig(...)" if peft else why
     defaults: Mapping[str, object] = tables.LORA_SWIFT if dialect.is_swift else tables.LORA_TRL
     defaults = tables.LORA_PEFT if peft else defaults
+    if peft_type := recipe.take("peft_type"):
+        why = f"peft_config of the kind {peft_type}"
+        defaults = {"target_modules": None}
     whose = f"{'peft' if peft else dialect.title}'s default"
     values = {key: (value, whose) for key, value in defaults.items()}  # key -> value, why
     for name, key in tables.LORA_NAMES.items():
@@ -74,7 +77,10 @@ def _write_adapter(recipe: Recipe, dialect: Dialect, path: str) -> None:
     if values["target_modules"][0] is None:
         values["target_modules"] = _layers_of_peft(path)
     dora = "use_dora" in values and values["use_dora"][0] is True
-    recipe.groups["lora"] = ("dora" if dora else "default", why)
+    recipe.groups["lora"] = ("peft" if peft_type else "dora" if dora else "default", why)
+    if peft_type:
+        values["peft_type"] = (peft_type, why)
+        values["kwargs"] = (recipe.take("peft_kwargs") or None, "its arguments")
     for key, (value, text) in values.items():
         if value is not None:
             recipe.put(f"model.lora.{key}", value, text)

@@ -299,6 +299,17 @@ def _read_tokenizer(script: Script, node: ast.expr, old_run: OldRun) -> None:
 def _read_adapter(script: Script, node: ast.expr, old_run: OldRun) -> None:
     """Read `LoraConfig(...)` into the flags of a LoRA; the other defaults are peft's."""
     value = script.resolve_name(node)
+    if isinstance(value, ast.Call) and called_name(value) in tables.PEFT_CONFIGS:
+        old_run.flags |= {"use_peft": True, "lora_from": "peft", "peft_kwargs": {}}
+        old_run.flags["peft_type"] = tables.PEFT_CONFIGS[called_name(value)]
+        for keyword in value.keywords:
+            name = str(keyword.arg)
+            if name in tables.LAYER_ARGUMENTS:
+                _read_setting(script, name, keyword.value, old_run)
+            elif name != "task_type":
+                _read_setting(script, "peft_argument", keyword.value, old_run)
+                old_run.flags["peft_kwargs"][name] = old_run.flags.pop("peft_argument", None)
+        return
     if isinstance(value, ast.Call) and called_name(value) == "LoraConfig":
         old_run.flags |= {"use_peft": True, "lora_from": "peft"}
         for keyword in value.keywords:

@@ -282,6 +282,11 @@ LORA_PEFT = {"r": 8, "alpha": 8.0, "dropout": 0.0, "target_modules": None}  # Lo
 PEFT_LAYERS = {part: ["query_key_value"] for part in ("pythia", "neox", "falcon", "bloom")}
 PEFT_LAYERS |= {"phi-3": ["qkv_proj"], "phi-4": ["qkv_proj"]}
 PEFT_LAYERS |= {"gpt2": ["c_attn"], "": ["q_proj", "v_proj"]}
+PEFT_CONFIGS = {  # peft's class of another kind of adapter -> model.lora.peft_type
+    "LoHaConfig": "LOHA", "LoKrConfig": "LOKR", "IA3Config": "IA3", "OFTConfig": "OFT",
+    "HRAConfig": "HRA", "MissConfig": "MISS", "RoadConfig": "ROAD",
+}  # fmt: skip
+LAYER_ARGUMENTS = ("target_modules", "exclude_modules", "modules_to_save")  # of all of them
 FULL_TRAINING = ("full",)  # kinds of training that train every weight
 ADAPTERS = ("lora", "dora", True)
 
