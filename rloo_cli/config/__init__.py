@@ -1,6 +1,7 @@
 """The config: schema, composition, checks, messages. No torch.
 
 accelerate_file  what a file of `accelerate config` comes to
+adapters      keys of LoRA, peft's other kinds and quantised weights
 agent         keys and checks of every kind of agent
 check         validate, freeze, write and hash a config
 compose       Hydra: overrides and groups to one plain dictionary

@@ -66,7 +66,7 @@ def facts(run, text) -> dict:
         "dtype": model.dtype,
         "ref_every": model.ref_sync.every,
         "ref_alpha": model.ref_sync.alpha,
-        "lora": lora and lora.r,
+        "lora": lora.r if lora and lora.peft_type == "LORA" else None,
         "alpha": lora and lora.alpha,
         "dropout": lora and lora.dropout,
         "layers": lora and lora.target_modules,

@@ -1,0 +1,45 @@
+"""The keys of adapters (`model.lora`) and of the quantised weights below them. Imports no torch.
+
+They are peft's and bitsandbytes' arguments, by the names that these have where one word has one
+meaning; `rules_lora` says what does not go together.
+"""
+
+from typing import Literal
+
+from rloo_cli.config.key_types import Frozen, NotEmpty, Positive, Text, key
+from rloo_cli.utils.files import JsonObject
+
+
+class LoraConfig(Frozen):
+    """peft's LoRA (arXiv 2106.09685), DoRA (2402.09353), and its other kinds of adapters."""
+
+    peft_type: Literal["LORA", "LOHA", "LOKR", "IA3", "OFT", "HRA", "MISS", "ROAD"] = key(
+        "Kind of peft's adapters; what is not LORA takes its arguments from kwargs",
+        since="0.2",
+        before="LORA",
+    )
+    r: Positive = key("Rank of the adapters")
+    alpha: float = key("Scale: adapters are multiplied by alpha / r", gt=0)
+    dropout: float = key(
+        "Dropout before the adapters; more than 0 adds noise to the ratio", ge=0, lt=1
+    )
+    target_modules: list[NotEmpty] | Literal["all-linear"] = key("Layers that get an adapter")
+    exclude_modules: list[NotEmpty] = key("Layers that get no adapter")
+    modules_to_save: list[NotEmpty] = key("Layers that are trained whole")
+    bias: Literal["none", "all", "lora_only"] = key("Biases that are trained")
+    use_rslora: bool = key("Scale by alpha / sqrt(r) instead (arXiv 2312.03732)")
+    use_dora: bool = key("Train magnitudes too: DoRA")
+    path: Text | None = key("Adapter to go on from; null = a new one")
+    kwargs: JsonObject = key(
+        "More arguments of peft's config of that kind, e.g. {r: 8, alpha: 16} of LOHA",
+        since="0.2",
+        before={},
+    )
+
+
+class QuantizationConfig(Frozen):
+    """bitsandbytes' 8-bit or 4-bit weights under an adapter (QLoRA, arXiv 2305.14314)."""
+
+    bits: Literal[4, 8] = key("Bits of a frozen weight")
+    quant_type: Literal["nf4", "fp4"] = key("Kind of 4-bit numbers")
+    double_quant: bool = key("Quantise the scales of 4-bit numbers too")
