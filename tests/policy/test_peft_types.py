@@ -84,6 +84,15 @@ def test_packed_rows_give_it_the_gradient_of_rows_by_themselves_and_the_base_non
         assert (found[0][name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
 
 
+@kinds
+def test_over_a_base_of_half_precision_it_is_float32_and_learns(kind: str) -> None:
+    model = adapted(dtype=torch.bfloat16, **changes(kind)).train()
+    learns = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in learns} == {torch.float32}
+    model(IDS, use_cache=False).logits.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in learns)
+
+
 @pytest.mark.parametrize("kind", ["LOHA", "IA3"])
 def test_training_moves_it_and_neither_base_nor_reference(kind: str, tmp_path: Path) -> None:
     run = make(tmp_path, *words(kind), "train.learning_rate=1e-2", noise=0.0)
