@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from shapes import Shape
 from sides import BETA
 from torch import Tensor
@@ -28,6 +29,7 @@ from rloo_cli.data.packing import GroupSlice, whole_group_slices
 from rloo_cli.policy import layouts, lora
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import AdapterReference, Reference
+from rloo_cli.utils import paths
 
 try:
     from trl.trainer.utils import add_fused_lm_head
@@ -138,11 +140,8 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int, noi
 
 def adapt(model: Any, shape: Shape, seed: int) -> LoraConfig:
     """Put adapters in, of which only those are trained; moved, so that they change something."""
-    keys = LoraConfig(
-        r=shape.lora, alpha=2.0 * shape.lora, dropout=0.0, target_modules="all-linear",
-        exclude_modules=[], modules_to_save=[], bias="none", use_rslora=False, use_dora=False,
-        path=None,
-    )  # fmt: skip
+    values = yaml.safe_load((paths.CONF / "lora" / "default.yaml").read_text())
+    keys = LoraConfig(**values | {"r": shape.lora, "alpha": 2.0 * shape.lora})
     lora.attach_adapter(model, keys, seed)
     torch.manual_seed(seed)
     with torch.no_grad():

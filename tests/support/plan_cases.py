@@ -22,8 +22,9 @@ COUNT = 2 * TABLE + 3 * LAYER + 64
 GPU = device.find_device("80GiB")
 ENGINES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 ADAPTER = (
-    "model.lora={r: 8, alpha: 16, dropout: 0.0, target_modules: TARGETS, exclude_modules: [],"
-    " modules_to_save: [], bias: none, use_rslora: false, use_dora: false, path: null}"
+    "model.lora={peft_type: LORA, r: 8, alpha: 16, dropout: 0.0, target_modules: TARGETS,"
+    " exclude_modules: [], modules_to_save: [], bias: none, use_rslora: false, use_dora: false,"
+    " path: null, kwargs: {}}"
 )
 
 
