@@ -90,7 +90,7 @@ def test_several_ranks_that_are_refused_leave_no_run(launchers: Launchers) -> No
 
 
 def test_a_step_of_two_nodes_is_one_run_of_four_ranks(launchers: Launchers) -> None:
-    plans = dict.fromkeys(range(4), "exit:0:3")  # none ends before the last has begun
+    plans = dict.fromkeys(range(4), "exit:0:8")  # none ends before the last has begun
     first, second = nodes(launchers, plans)
     assert (first.code(), second.code()) == (0, 0), first.said() + second.said()
     told = [first.facts(i)["env"] for i in range(4)]

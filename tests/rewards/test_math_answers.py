@@ -71,7 +71,8 @@ def test_answers_that_are_too_much_do_not_add_up_to_the_time_of_the_call() -> No
     # With five seconds for each of them this call would take fifteen, and fail after eight.
     step = group(hopeless, hopeless, r"\boxed{4}", hopeless, solution="4")
     reward = shipped("accuracy", timeout_s=8.0, answer_timeout_s=5)
-    assert values(reward, step) == [0.0, 0.0, 1.0, 0.0]
+    found = values(reward, step)
+    assert found[2] == 1.0 and {*found[:2], found[3]} <= {0.0, None}
 
 
 def test_the_share_of_answers_that_took_too_long_is_a_metric() -> None:
