@@ -78,7 +78,7 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
         )
         return
     if kind != "LORA":
-        return  # its arguments are compared by the shapes of its tensors
+        return  # `policy/lora.py` compares its arguments, whose defaults are peft's
     for name, theirs in PEFT_NAMES.items():
         ours = getattr(keys, name)
         found = adapter.get(theirs) or type(ours)()
@@ -104,7 +104,7 @@ def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
         return
     key, engine = "model.lora.peft_type", run.distributed.engine
     alone = f"{key}=LORA"
-    refused = {  # why -> the way out
+    refused = {  # what it does not go with -> whether it is so, why, the way out
         f"distributed.engine = {engine}": (
             engine not in WHOLE_ENGINES,
             "tensors in shards are put together by rules that are LoRA's",

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rloo_cli.config.rules_lora import PEFT_ORIGIN
+from rloo_cli.config.rules_lora import LAYER_KEYS, PEFT_ORIGIN
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization, vision
 from rloo_cli.policy.load import HALF_DTYPES
@@ -62,7 +62,7 @@ def load_trained_model(
         model = load.load_causal_lm(config, path, device, compute_device)
         vision.freeze_parts(model, config.freeze)
         return model
-    make_adapter_config(config.lora)  # a wrong argument is told before the weights are loaded
+    _check_arguments(config.lora)  # told before the weights are loaded
     loaded = load.load_causal_lm(config, config.path, device, compute_device)
     attach_adapter(loaded, config.lora, seed)
     check_mergeable(loaded)
@@ -430,6 +430,24 @@ def make_adapter_config(keys: LoraConfig) -> Any:
     except (ValueError, TypeError) as error:
         what = f"{kind.__name__} refuses these arguments"
         raise ConfigError(Problem(what, "model.lora.kwargs", _first_line(error))) from None
+
+
+def _check_arguments(keys: LoraConfig) -> None:
+    """Check what peft is given, and that an adapter to go on from was made with the same.
+
+    Raises ConfigError: a scale is in no tensor, and another one would go unnoticed.
+    """
+    ours = make_adapter_config(keys).to_dict()
+    if keys.path is None or keys.peft_type == "LORA":  # a LoRA's: config/rules_lora.py
+        return
+    theirs = read_adapter_config(Path(keys.path))
+    for name in sorted({*ours} - PEFT_ORIGIN - LAYER_KEYS):
+        mine, found = (sorted(v) if isinstance(v, set | list) else v
+                       for v in (ours[name], theirs.get(name, ours[name])))  # fmt: skip
+        if mine != found:
+            what = f"model.lora.kwargs: {name} is {mine}, and the adapter's is {found}"
+            fix = f"model.lora.kwargs={{{name}: {found}}}"
+            raise ConfigError(Problem(what, "model.lora.kwargs", f"it lies in {keys.path}", fix))
 
 
 def _adapter_arguments(keys: LoraConfig) -> JsonObject:

@@ -114,6 +114,14 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> 
     assert not differing(left(tmp_path / "whole" / "smoke"), left(tmp_path / "parts" / "smoke"))
 
 
+def test_an_adapter_made_with_another_scale_is_not_gone_on_from(tmp_path: Path) -> None:
+    lora.save_adapter(adapted(**changes("LOHA")), tmp_path)
+    same_scale = keys(**changes("LOHA"), path=str(tmp_path))
+    lora._check_arguments(same_scale)
+    with pytest.raises(ConfigError, match="alpha is 16, and the adapter's is 8"):
+        lora._check_arguments(same_scale.model_copy(update={"kwargs": {"r": 4, "alpha": 16}}))
+
+
 REFUSED = {
     "vLLM": (("generation=vllm_server",), "generation=transformers"),
     "shards": (("distributed=fsdp2",), "distributed=ddp"),
