@@ -29,6 +29,8 @@ from rloo_cli.utils.errors import GenerationError, Problem
 
 log = logging.getLogger(__name__)
 
+UNLABELED_WEIGHTS = "default"  # vLLM's version of the weights that a server began with
+
 
 class CountedWeightSource:
     """A source of a model's weights that counts the bytes of the tensors that it yields."""
@@ -146,8 +148,11 @@ class WeightSync:
 
     def check_completion(self, completion: EngineCompletion) -> EngineCompletion:
         """Raises GenerationError unless the current weights sampled the completion, and each of its
-        tokens has a finite log-probability."""
+        tokens has a finite log-probability. Raises EngineLost for a server's first weights: it was
+        started again, and a request met it before its loss was noticed."""
         for version in completion.weight_versions or ["(no label)"]:
+            if version == UNLABELED_WEIGHTS:
+                raise EngineLost("it was started again: a completion is of its first weights")
             if version != self.label:
                 raise GenerationError(_other_weights(version, self.label))
         finite = sum(map(math.isfinite, completion.logp))

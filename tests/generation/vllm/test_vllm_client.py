@@ -101,6 +101,27 @@ def test_each_group_is_told_of_once_and_whole_also_when_the_server_was_lost(fake
         assert sorted(told) == [(i, len(seeds)) for i, seeds in enumerate(SEEDS)]
 
 
+@pytest.mark.parametrize("routes", [[], [GROUP]], ids=["plain", "groups"])
+def test_a_server_that_was_started_again_between_two_requests_gets_the_weights_again(
+    fake, make, routes
+):
+    fake.facts["routes"] = routes
+    said = []
+    generator = make(note=said.append)
+    before = draw(generator)
+    fake.label = "default"  # a new process behind the same address: no connection was lost
+    assert draw(generator) == before
+    assert fake.label != "default" and "it was started again" in " ".join(said)
+
+
+def test_a_server_that_samples_from_its_first_weights_whatever_it_is_sent_ends_the_run(fake, make):
+    generator = make()
+    draw(generator)
+    fake.says = "default"
+    said = refused(lambda: draw(generator))
+    assert "the sampler was lost" in said and "its first weights" in said
+
+
 def test_whole_groups_are_asked_for_in_one_request_and_are_the_same(fake, make):
     alone = draw(make())
     single = len(fake.draws())
@@ -346,8 +367,9 @@ def test_an_answer_of_other_weights_stops_naming_both(fake, make):
 
 def test_weights_that_were_changed_behind_our_back_are_noticed_by_their_label(fake, make):
     generator = make()
-    fake.label = "default"
-    assert "it says default" in refused(lambda: draw(generator))
+    draw(generator)
+    fake.label = "stranger.1:7"
+    assert "it says stranger.1:7" in refused(lambda: draw(generator))
 
 
 def test_a_label_that_stays_as_it_was_stops_before_anything_is_drawn(fake, make):
