@@ -2,6 +2,7 @@
 
     python bench/reward_model.py                        10 M parameters, K=4, prompts of 400 tokens
     python bench/reward_model.py --prompts 8 --length 50 --rounds 5
+    python bench/reward_model.py --memory              peak memory of 16, 64 and 256 rows, by ids
 
 One random GPT-NeoX classifier scores the same rows in every way. `text` is what a reward model
 does that knows nothing of the policy: it tokenises prompt and completion of each row, and pads.
@@ -13,7 +14,10 @@ import argparse
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -108,13 +112,55 @@ def timed(arguments: Any) -> list[tuple[str, str, float, float]]:
     return [(*w, statistics.median(s), max(s) - min(s)) for w, s in seconds.items()]
 
 
+def resident(what: str) -> float:
+    """VmRSS (now) or VmHWM (peak) of this process in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what + ":"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no {what} on this system")
+
+
+def peak_of(arguments: argparse.Namespace) -> float:
+    """MiB above what the model held, while so many prompts' rows are scored once more."""
+    made = rows(arguments.prompts, arguments.k, arguments.prompt, arguments.length)
+    owners = [i // arguments.k for i in range(len(made))]
+    model, reading = scorer(arguments.batch_size), readers()["ids"]
+    model.layout = "padded"
+    shared_attention.uninstall_shared_attention(model.model)
+    encoded = [reading.encode(row) for row in made]
+    model.score(encoded[: arguments.k], owners[: arguments.k])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    model.score(encoded, owners)
+    return resident("VmHWM") - before
+
+
+def memory(arguments: argparse.Namespace) -> None:
+    """Print the peak of more and more rows, each in a process of its own."""
+    here = [sys.executable, __file__, "--peak", "--k", str(arguments.k)]
+    here += ["--prompt", str(arguments.prompt), "--length", str(arguments.length)]
+    here += ["--batch-size", str(arguments.batch_size)]
+    for count in (16, 64, 256):
+        own = [*here, "--prompts", str(count // arguments.k)]
+        found = [float(subprocess.check_output(own, text=True)) for _ in range(3)]
+        print(f"{count:>4} rows: {statistics.median(found):.0f} MiB above the model's ({found})")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, usual in (("prompts", 4), ("k", 4), ("prompt", 400), ("length", 50),
                         ("batch-size", 16), ("rounds", 5)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.peak:
+        print(peak_of(arguments))
+        return
+    if arguments.memory:
+        memory(arguments)
+        return
     found = timed(arguments)
     a = arguments
     title = f"{a.prompts} prompts of about {a.prompt} tokens, K={a.k}, completions to {a.length}"

@@ -121,6 +121,17 @@ def plain(home):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["OFT", "IA3"])
+def test_two_ranks_of_ddp_make_an_adapter_of_another_kind_as_one_process_does(home, kind):
+    arguments = {"OFT": "{oft_block_size:4}", "IA3": "{}"}[kind]
+    words = [*PLAIN, "lora=peft", f"model.lora.peft_type={kind}", f"model.lora.kwargs={arguments}"]
+    words.append("train.learning_rate=0.1")
+    assert home(*words, f"name={kind}") == 0, home.said()
+    assert home(*words, f"name=two_{kind}", *spread("ddp"), ranks=2) == 0, home.said()
+    assert adapters_apart(home.folder / "runs" / kind, home.folder / "runs" / f"two_{kind}") < 1e-4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", "zero2", "ddp"])
 def test_gradients_of_an_adapter_are_as_large_as_those_of_one_process(home, plain, engine):
     words = [*PLAIN, *LORA, "train.learning_rate=0.1", f"name=plain_{engine}", *spread(engine)]
