@@ -132,6 +132,20 @@ def test_two_ranks_of_ddp_make_an_adapter_of_another_kind_as_one_process_does(ho
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_sampling_masks_go_with_an_adapter_and_with_two_ranks(home, engine):
+    masks = ("generation.top_p=0.5", "generation.return_sampling_mask=true")
+    words = [*PLAIN, *LORA, *masks, "train.learning_rate=0.1"]
+    runs = home.folder / "runs"
+    if not (runs / "masked").exists():
+        assert home(*words, "name=masked") == 0, home.said()
+    assert home(*words, f"name=masked_{engine}", *spread(engine), ranks=2) == 0, home.said()
+    assert adapters_apart(runs / "masked", runs / f"masked_{engine}") < 1e-4
+    for row in strict(runs / f"masked_{engine}" / "metrics.jsonl"):
+        assert row.get("sampling/logp_diff_max", 0) < 1e-4  # renormalised over what was kept
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", "zero2", "ddp"])
 def test_gradients_of_an_adapter_are_as_large_as_those_of_one_process(home, plain, engine):
     words = [*PLAIN, *LORA, "train.learning_rate=0.1", f"name=plain_{engine}", *spread(engine)]
