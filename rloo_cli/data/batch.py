@@ -41,6 +41,7 @@ class Turn:
     reward: float | None = None  # what the environment says that it earned; None = nothing
     begins_row: bool = False  # prompt_ids are a whole prompt: nothing before it is read
     sampling_mask: SamplingMask | None = None  # of sampled_ids
+    images: list[str] = field(default_factory=list)  # in prompt_ids: the base64 of PNG files
 
 
 # What a batch consists of, for those that write it down.
@@ -78,6 +79,12 @@ class Rollout:
     version_spans: list[tuple[int, int]] | None = None
     # S, the ids that each was chosen from; None = from the whole vocabulary, or it is not kept.
     sampling_mask: SamplingMask | None = None
+    # Of an episode that was shown images: the prompt's and those (`media.row_media`).
+    media: Media | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> JsonObject:
+        """Without pixels and processor: other ranks read the turns' images themselves."""
+        return vars(self) | {"media": None}
 
     @property
     def row_starts(self) -> list[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.batch import Prompt
 from rloo_cli.data.images import BadImage, ImageReader, require_pillow
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -100,20 +100,12 @@ class PromptImages:
             what, f"data.path={self.config.path}, row {bad[0][0]}, {place}", str(bad[0][1]), fix
         )
 
-    def tokenize(
-        self, texts: list[str], load_vision: LoadVision | None, with_tools: bool
-    ) -> list[list[int]]:
+    def tokenize(self, texts: list[str], load_vision: LoadVision | None) -> list[list[int]]:
         """The ids of the rendered prompts. Raises DataError, ConfigError."""
         if load_vision is None:
             what, why = "the prompts have images", "they are for training and evaluation alone"
             fix = f"data.columns={{{self.column or 'image'}: picture}} takes the column for another"
             raise DataError(Problem(what, "data.path", why, fix))
-        if with_tools:
-            what, why = (
-                "the prompts have images, and the run has an agent",
-                "episodes are text alone",
-            )
-            raise ConfigError(Problem(what, "agent", why, "agent=null"))
         self.vision, self.texts = load_vision(), texts
         self.token_ids = [
             self.vision.expand_prompt(text, sizes)

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.vision_models import has_tower
@@ -19,6 +20,7 @@ NUM_EXAMPLES = 2  # prompts with images that layouts are tried on
 # Of the families, those that vLLM 0.32 runs without torchvision (its CPU build has none).
 WITHOUT_TORCHVISION = ("idefics3",)
 WHOLE_WEIGHTS_ENGINES = ("single", "ddp")
+AGENTS_WITH_IMAGES = ("tools", "class")
 
 
 def check_image_run(config: RunConfig, prompts_by_set: Mapping[str | None, Prompts]) -> None:
@@ -52,8 +54,10 @@ def check_image_run(config: RunConfig, prompts_by_set: Mapping[str | None, Promp
     if config.algorithm.name == "ppo":
         why = "the value model reads text alone"
         refuse("algorithm", "PPO has a value model", why, "algorithm=rloo")
-    if config.agent is not None:
-        refuse("agent", "the run has an agent", "episodes are text alone", "agent=null")
+    agent = agent_config(config)
+    if agent is not None and agent.kind not in AGENTS_WITH_IMAGES:
+        why = f"agent={agent.kind} is sent texts alone"
+        refuse("agent", "the agent takes none", why, "agent=tools, agent=class or agent=null")
     if config.generation.overlap == "carry":
         why = "prompts of unfinished completions are kept without their images"
         refuse("generation.overlap", "completions are carried on", why, "generation.overlap=none")
@@ -63,6 +67,28 @@ def check_image_run(config: RunConfig, prompts_by_set: Mapping[str | None, Promp
         refuse("model.ref_path", "the reference is another kind of model", why, fix)
     if problems:
         raise ConfigError(*problems)
+
+
+def why_no_tool_images(config: RunConfig) -> str | None:
+    """Why tools of this run may not answer with images, for them to be told; None = they may."""
+    model, engine = config.model, config.distributed.engine
+    kind = _model_type(model.path, model.revision)
+    if kind is None:
+        return "and the model takes text alone"
+    agent = agent_config(config)
+    if agent is not None and agent.kind not in AGENTS_WITH_IMAGES:
+        return f"and agent={agent.kind} is sent texts alone"
+    if engine not in WHOLE_WEIGHTS_ENGINES:
+        return f"and distributed.engine={engine} shards the model"
+    if config.algorithm.name == "ppo":
+        return "and the value model of algorithm=ppo reads text alone"
+    if config.algorithm.teacher_server is not None:
+        return "and the server of algorithm.teacher.base_url is sent ids alone"
+    if config.generation.overlap == "carry":
+        return "and generation.overlap=carry keeps none"
+    if model.ref_path is not None and _model_type(model.ref_path, None) != kind:
+        return "and the model of model.ref_path takes them in another way, or takes none"
+    return None
 
 
 def _engine_is_here(config: RunConfig) -> bool:

@@ -107,6 +107,11 @@ def encode_png(image: "Image") -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
+def decode_png(text: str) -> "Image":
+    """The image of `encode_png`. Raises BadImage."""
+    return _decode(base64.b64decode(text))
+
+
 def encode_thumbnail(image: "Image") -> str:
     """An image in small as the `data:` URL of a JPEG file, a kilobyte or two."""
     small, out = image.copy(), io.BytesIO()

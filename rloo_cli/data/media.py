@@ -2,22 +2,42 @@
 
 `Group.media` holds those of one group. They are read and processed once, when the group is first
 computed, and are forgotten with the group: a data set's pixels never lie in memory together.
+
+An episode may be shown more images by its tools. Its row has a `Media` of its own then, which goes
+on from the prompt's: the tower still sees the prompt's images once for the whole group.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rloo_cli.data.images import BadImage, ImageReader, encode_png, encode_thumbnail
+from rloo_cli.data.images import (
+    BadImage,
+    ImageReader,
+    decode_png,
+    encode_png,
+    encode_thumbnail,
+)
 from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
 from rloo_cli.utils.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from rloo_cli.data.batch import Group, Rollout
+
+
+@dataclass(eq=False)
+class ImagePart:
+    """Images that came together: the tower sees them once, whatever rows show them."""
+
+    tensors: dict[str, Tensor]  # what the tower takes, by the names of the model's family
+    num_features: int  # tokens that they become
 
 
 @dataclass
@@ -62,6 +82,11 @@ class Media:
         return self.vision.image_tensors(self.text, self.images, self.prompt_ids)
 
     @cached_property
+    def parts(self) -> list[ImagePart]:
+        """What the tower is given, in the order in which it is shown."""
+        return [ImagePart(self.tensors, int(self.is_image_token.sum()))]
+
+    @cached_property
     def plain_ids(self) -> list[int]:
         """The prompt's ids with one placeholder for each image, as an engine expands them."""
         return self.vision.plain_ids(self.text)
@@ -98,8 +123,57 @@ class Media:
 
     @property
     def next_position(self) -> int:
-        """The position of the first token of a completion, on every axis."""
+        """The position of the first token after `prompt_ids`, on every axis."""
         return int(self.positions.max()) + 1
+
+    @property
+    def position_shift(self) -> int:
+        """How far later tokens' positions are beyond their number: an image takes few positions."""
+        return self.next_position - len(self.prompt_ids)
+
+    def plain_ids_of(self, ids: list[int]) -> list[int]:
+        """The same for ids that begin with `prompt_ids`, and have no other image after them."""
+        return self.plain_ids + ids[len(self.prompt_ids) :]
+
+
+def extended_media(
+    base: Media | None,
+    files: Sequence[str],
+    ids: list[int],
+    plain_ids: list[int],
+    vision: VisionProcessor,
+) -> Media:
+    """The images of a row that goes on from `base`'s: of its `ids` so far, up to the last image.
+
+    `files`: the images that `base` has not, as the base64 of PNG files. `plain_ids`: the ids with
+    one placeholder for each image.
+    """
+    images = [decode_png(text) for text in files]
+    reader = ImageReader(Path())
+    found = Media([], None, "", ids, reader, vision)
+    found.images = [*([] if base is None else base.images), *images]
+    found.png_files = [*([] if base is None else base.png_files), *files]
+    found.plain_ids = plain_ids
+    found.parts = [*([] if base is None else base.parts)]
+    if images:
+        tensors, count = vision.tensors_of(images)
+        found.parts.append(ImagePart(tensors, count))
+    found.tensors = merge_image_tensors([part.tensors for part in found.parts])
+    return found
+
+
+def row_media(group: "Group", rollout: "Rollout", vision: VisionProcessor | None) -> Media | None:
+    """The images that a completion's row shows: the prompt's, and those of an episode's turns."""
+    turns = rollout.turns or []
+    if rollout.media is None and vision is not None and any(turn.images for turn in turns):
+        media, ids = group.media, list(group.prompt_ids)
+        for turn in turns:
+            ids += turn.prompt_ids
+            if turn.images:  # nobody samples on from here: placeholders are not asked for
+                media = extended_media(media, turn.images, list(ids), [], vision)
+            ids += turn.sampled_ids
+        rollout.media = media
+    return rollout.media or group.media
 
 
 @dataclass
@@ -127,45 +201,53 @@ class MediaInputs:
 
 
 def media_of_rows(
-    media: "Sequence[Media | None]", rows: Sequence[int], input_ids: Tensor
+    shown: Sequence[Sequence[ImagePart]], vision: VisionProcessor | None, input_ids: Tensor
 ) -> MediaInputs | None:
-    """The images of prompts, as rows show them. None if no prompt has one.
+    """The images of rows. None if no row shows one.
 
-    `rows`: the index of the prompt that each row begins with, in the order of the rows' tokens in
-    `input_ids`, (rows, L), or (1, R) with all of them.
+    `shown`: the images of each row, in the order of the rows' tokens in `input_ids`, (rows, L), or
+    (1, R) with all of them. A part that several rows show is the same object in each.
     """
-    shown = [one for one in media if one is not None]
-    if not shown:
+    parts = list({id(part): part for row in shown for part in row}.values())
+    if not parts or vision is None:
         return None
-    counts = [0 if one is None else int(one.is_image_token.sum()) for one in media]
+    counts = [part.num_features for part in parts]
     vectors = torch.split(torch.arange(sum(counts)), counts)
-    vision, types = shown[0].vision, None
+    of_part = {id(part): own for part, own in zip(parts, vectors, strict=True)}
+    types = None
     if vision.family.two_way_images:
         types = (input_ids == vision.image_token_id).long()
     return MediaInputs(
-        merge_image_tensors([one.tensors for one in shown]),
-        torch.cat([vectors[i] for i in rows]),
+        merge_image_tensors([part.tensors for part in parts]),
+        torch.cat([of_part[id(part)] for row in shown for part in row]),
         types,
         sum(counts),
     )
 
 
-def axis_positions(
-    media: "Sequence[Media | None]", rows: Sequence[int], positions: Sequence[Tensor]
-) -> list[Tensor]:
+def parts_of(media: Media | None) -> list[ImagePart]:
+    """The images of a row; none for a row of text."""
+    return [] if media is None else media.parts
+
+
+def vision_of(media: "Sequence[Media | None]") -> VisionProcessor | None:
+    """The processor that read these images; None if there are none."""
+    return next((one.vision for one in media if one is not None), None)
+
+
+def axis_positions(media: "Sequence[Media | None]", positions: Sequence[Tensor]) -> list[Tensor]:
     """Rotary positions of rows on each axis, from their plain ones. (n,) each -> (axes, n) each
 
-    `rows`: the index of the prompt that each row begins with; `positions` count from its first
-    token on.
+    `media`: of each row, None without images; `positions` count from the first token that its
+    `prompt_ids` begin with.
     """
     axes = max(one.vision.family.axes for one in media if one is not None)
     found = []
-    for i, plain in zip(rows, positions, strict=True):
-        one = media[i]
+    for one, plain in zip(media, positions, strict=True):
         if one is None or axes == 1:
             found.append(plain.expand(axes, -1))
             continue
         length = len(one.prompt_ids)
         of_prompt = one.positions[:, plain.clamp(max=length - 1)]
-        found.append(torch.where(plain < length, of_prompt, one.next_position + plain - length))
+        found.append(torch.where(plain < length, of_prompt, plain + one.position_shift))
     return found

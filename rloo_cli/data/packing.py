@@ -22,9 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.media import MediaInputs, axis_positions, media_of_rows
+from rloo_cli.data.batch import Group, Rollout, Value
+from rloo_cli.data.media import (
+    MediaInputs,
+    axis_positions,
+    media_of_rows,
+    parts_of,
+    row_media,
+    vision_of,
+)
 from rloo_cli.data.sampling_mask import SamplingMask
+from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.utils.errors import GenerationError, Problem
 
 # Attributes with one number per token, of groups and of micro-batches.
@@ -133,11 +141,13 @@ def pack_micro_batch(
     device: torch.device | str = "cpu",
     layout: str = "padded",
     with_images: bool = False,
+    vision: VisionProcessor | None = None,
 ) -> MicroBatch:
     """Lay some completions of `groups` out for a forward pass.
 
     `masked` (P, K) bool: completions whose mask is 0 if they are forwarded all the same.
-    `with_images`: show the prompts' images to the model; one of text alone reads their tokens.
+    `with_images`: show the rows' images to the model; one of text alone reads their tokens.
+    `vision` processes those that episodes were shown.
     """
     pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
     counts = torch.tensor([r.length for _, r in pairs])
@@ -154,8 +164,8 @@ def pack_micro_batch(
         ids, positions, attention, source = lay_out(pairs)
     sampled = [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))]
     source = source if all(sampled) else source[torch.tensor(sampled, dtype=torch.bool)]
-    if with_images and any(groups[i].media is not None for i, _ in group_slices):
-        positions, media = _add_images(groups, group_slices, ids, positions, shared)
+    if with_images:
+        positions, media = _add_images(groups, group_slices, ids, positions, shared, vision)
     micro_batch = MicroBatch(
         group_slices=list(group_slices),
         completion_index=_completion_index(groups, group_slices),
@@ -205,32 +215,46 @@ def _move_to_device(micro_batch: MicroBatch, device: torch.device | str) -> Micr
 
 def _add_images(
     groups: Sequence[Group], group_slices: Sequence[GroupSlice], ids: Tensor, positions: Tensor,
-    shared: SharedLayout | None,
+    shared: SharedLayout | None, vision: VisionProcessor | None,
 ) -> tuple[Tensor, MediaInputs | None]:  # fmt: skip
-    """The positions of rows with images, and the images. No completion is an episode.
+    """The positions of rows with images, and the images; positions and None without any.
 
-    A prompt's images are shown once where it stands once, and in each row elsewhere.
+    A prompt's images are shown once where it stands once, and in each row elsewhere; those that
+    an episode was shown, in its own row.
     """
-    media = [groups[i].media for i, _ in group_slices]
-    owner = [n for n, (_, ks) in enumerate(group_slices) for _ in ks]
+    prompts = [groups[i].media for i, _ in group_slices]
+    media = [
+        row_media(groups[i], groups[i].rollouts[k], vision) for i, ks in group_slices for k in ks
+    ]
+    if (found_vision := vision_of([*prompts, *media])) is None:
+        return positions, None
+    shown = [parts_of(one) for one in media]
     if shared is not None:
-        rows, shown = [*range(len(media)), *owner], list(range(len(media)))
+        own = [
+            parts[len(parts_of(prompt)) :]
+            for parts, prompt in zip(shown, _of_rows(prompts, group_slices), strict=True)
+        ]
+        media, shown = [*prompts, *media], [*map(parts_of, prompts), *own]
         parts = list(torch.split(positions[0], shared.segment_lengths))
-    elif len(positions) == len(owner):  # padded, or one row packed
-        rows, shown, parts = owner, owner, list(positions)
+    elif len(positions) == len(media):  # padded, or one row packed
+        parts = list(positions)
     else:
-        rows, shown = owner, owner
         lengths = [
             len(groups[i].prompt_ids) + len(groups[i].rollouts[k].completion_ids) - 1
             for i, ks in group_slices
             for k in ks
         ]
         parts = list(torch.split(positions[0], lengths))
-    found = axis_positions(media, rows, parts)
-    axes = torch.stack(found, 1) if len(positions) == len(rows) else torch.cat(found, 1)[:, None]
-    if len(axes) > 1 and shared is None and len(positions) < len(rows):
+    found = axis_positions(media, parts)
+    axes = torch.stack(found, 1) if len(positions) == len(media) else torch.cat(found, 1)[:, None]
+    if len(axes) > 1 and shared is None and len(positions) < len(media):
         axes = torch.cat([positions[None], axes])  # by the first, packed rows are told apart
-    return axes[0] if len(axes) == 1 else axes, media_of_rows(media, shown, ids)
+    return axes[0] if len(axes) == 1 else axes, media_of_rows(shown, found_vision, ids)
+
+
+def _of_rows(values: Sequence[Value], group_slices: Sequence[GroupSlice]) -> list[Value]:
+    """A value of each slice, for each of its completions."""
+    return [v for v, (_, ks) in zip(values, group_slices, strict=True) for _ in ks]
 
 
 def store_column(

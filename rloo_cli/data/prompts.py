@@ -113,7 +113,7 @@ def tokenize_prompts(
     elif images is None:
         ids = [list(one) for one in tokenizer(texts)["input_ids"]]
     else:
-        ids = images.tokenize(texts, load_vision, with_tools=tools is not None)
+        ids = images.tokenize(texts, load_vision)
     _refuse_two_beginnings(ids, tokenizer, conversational)
     bos = tokenizer.bos_token_id
     found = _apply_overlong(
@@ -289,7 +289,7 @@ def _render_all(
     for row, prompt in enumerate(prompts):
         shown = {} if tools is None else {"tools": tools[row]}
         try:
-            texts.append(_render_text(prompt, tokenizer, template_kwargs | shown))
+            texts.append(render_text(prompt, tokenizer, template_kwargs | shown))
         except Exception as error:  # a template is a program, with a program's errors
             where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
             what = f"the chat template refuses prompt {row}"
@@ -301,13 +301,14 @@ def render_prompt(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
 ) -> list[int]:
     """The ids of a conversation for the model to go on with. Raises what its template raises."""
-    text = _render_text(prompt, tokenizer, template_kwargs)
+    text = render_text(prompt, tokenizer, template_kwargs)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render_text(
+def render_text(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
 ) -> str:
+    """The text of a conversation for the model to go on with. Raises what its template raises."""
     answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
     text: str = tokenizer.apply_chat_template(
         prompt, add_generation_prompt=not answered, continue_final_message=answered,

@@ -28,6 +28,7 @@ def dump_rollout(rollout: Rollout) -> JsonObject:
         {n: getattr(turn, n) for n in TURN_FIELDS}
         | {"prompt": len(turn.prompt_ids), "sampled": len(turn.sampled_ids)}
         | {"logp": turn.logp is not None, "begins_row": turn.begins_row}
+        | ({"images": turn.images} if turn.images else {})
         for turn in rollout.turns
     ]
     return values | {n: getattr(rollout, n) for n in EPISODE_FIELDS} | {"turns": turns}
@@ -66,6 +67,7 @@ def load_rollout(
         values = {n: turn[n] for n in TURN_FIELDS}
         its_logp = logp[begin:end] if logp is not None and has_logp else None
         values["begins_row"] = bool(turn.get("begins_row", False))
+        values["images"] = list(turn.get("images", ()))
         if sampling_mask is not None:
             values["sampling_mask"] = sampling_mask.slice_tokens(sampled, sampled + end - begin)
         rollout.turns.append(Turn(ids[start:begin], ids[begin:end], its_logp, **values))

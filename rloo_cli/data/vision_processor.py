@@ -90,6 +90,16 @@ class VisionProcessor:
             self._text_by_size[size] = str(text)
         return self._text_by_size[size]
 
+    def num_tokens(self, size: tuple[int, int]) -> int:
+        """The tokens of an image of this size (width, height) that stand for a part of it."""
+        return self.plain_ids(self._text_of(size)).count(self.image_token_id)
+
+    def tensors_of(self, images: "Sequence[Image]") -> tuple[dict[str, Tensor], int]:
+        """What the tower takes for images by themselves, and the tokens that they become."""
+        text = self.processor.image_token * len(images)
+        ids = self.expand_prompt(text, [image.size for image in images])
+        return self.image_tensors(text, images, ids), ids.count(self.image_token_id)
+
     def image_tensors(
         self, text: str, images: "Sequence[Image]", prompt_ids: Sequence[int]
     ) -> dict[str, Tensor]:

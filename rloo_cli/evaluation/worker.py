@@ -199,13 +199,14 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
     note("loading the model ...")
     model = lora.load_trained_model(settings.model, None, world.device, settings.seed)
     policy = Policy(model, settings.generation.temperature)
+    vision = agent_build.load_episode_vision(settings, tokenizer)
     backend = registry.registered_module("generation", settings.generation.backend)
     build_generator = registry.load_code(backend.IMPLEMENTATION)
 
     def build() -> Generator:
         return agent_build.wrap_generator(
             build_generator(model, tokenizer, settings, context, folder, note), settings, tools,
-            tokenizer, stop_ids(tokenizer, model, settings.generation), context, note,
+            tokenizer, stop_ids(tokenizer, model, settings.generation), context, note, vision,
         )  # fmt: skip
 
     generator = _generator_of_ranks(settings, world, policy, build)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rloo_cli.data import segments
 from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.media import row_media
 from rloo_cli.data.packing import LAYOUTS, MicroBatch, pack_micro_batch, whole_group_slices
 from rloo_cli.policy import shared_attention
 from rloo_cli.policy.layout_support import why_not_shared
@@ -148,7 +149,7 @@ class LayoutProbe:
         """Log-probability of each completion in this layout. -> (S,)"""
         parts = whole_group_slices(self.groups, range(len(self.groups)))
         batch = pack_micro_batch(
-            self.groups, parts, device=self.policy.device, layout=layout, with_images=True
+            self.groups, parts, None, self.policy.device, layout, True, self.policy.vision
         )
         with torch.no_grad(), in_eval_mode(self.policy.model):
             (logp,), *_ = self.policy.call(batch, [self.policy.temperature], False)
@@ -327,7 +328,8 @@ def _logprobs_alone(policy: Policy, groups: list[Group], attention: str | None =
             for rollout in group.rollouts:
                 sequence = group.prompt_ids + rollout.completion_ids
                 ids = torch.tensor([sequence], device=policy.device)
-                whole = ids if group.media is None else PlainSequence(ids, group.media)
+                media = row_media(group, rollout, policy.vision)
+                whole = ids if media is None else PlainSequence(ids, media)
                 logits = policy.call(whole, (), False)[0, len(group.prompt_ids) - 1 : -1]
                 target = ids[0, len(group.prompt_ids) :]
                 logp = segments.target_logprobs(logits, target, policy.temperature)

@@ -21,6 +21,7 @@ from rloo_cli.data import packing, segments
 from rloo_cli.data.batch import Group
 from rloo_cli.data.media import Media
 from rloo_cli.data.packing import GroupSlice, KeptIds, MicroBatch
+from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.policy import vision
 from rloo_cli.policy.divergence import blockwise_jsd
 from rloo_cli.policy.fused_head import token_logp
@@ -274,6 +275,7 @@ class Policy:
         # Whose whole distributions are learned, and its share of the mixture; None = nobody's.
         self.teacher: tuple[Policy, float] | None = None
         self.image_examples: list[Group] = []  # prompts with images, for the check of layouts
+        self.vision: VisionProcessor | None = None  # of images that episodes were shown
 
     @property
     def device(self) -> torch.device:
@@ -297,7 +299,7 @@ class Policy:
     ) -> MicroBatch:
         """Pack these completions in the layout of this model, on its device."""
         return packing.pack_micro_batch(
-            groups, group_slices, masked, self.device, self.layout, with_images=True
+            groups, group_slices, masked, self.device, self.layout, True, self.vision
         )
 
     def logp(self, micro_batch: MicroBatch, want_entropy: bool = False) -> LogProbs:

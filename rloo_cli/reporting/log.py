@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rloo_cli.data.batch import Batch, Group
+from rloo_cli.data.images import decode_png, encode_thumbnail
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
@@ -268,8 +269,10 @@ def sample_record(group: Group, k: int) -> JsonObject:
         "seed": rollout.seed,
         "weight_version": rollout.weight_version,
     }
-    if group.media is not None:
-        record["images"] = group.media.thumbnails
+    shown = [] if group.media is None else group.media.thumbnails
+    told = [text for turn in rollout.turns or [] for text in turn.images]
+    if shown or told:
+        record["images"] = [*shown, *(encode_thumbnail(decode_png(text)) for text in told)]
     if rollout.version_spans is not None:
         record["version_spans"] = [list(span) for span in rollout.version_spans]
     if rollout.turns is not None:

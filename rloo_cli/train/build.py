@@ -310,6 +310,7 @@ class RunBuilder:
         config, policy, world, engine = self.config, self.policy, self.world, self.engine
         _check_adapter(config, policy, self.log)
         _check_kv_cache(config, policy.model)
+        policy.vision = agent_build.load_episode_vision(config, self.tokenizer)
         end_ids = stop_ids(self.tokenizer, policy.model, config.generation)
         vocabulary.check_stop_tokens(end_ids, policy.vocab_size, config.generation)
         name = config.generation.backend
@@ -344,7 +345,7 @@ class RunBuilder:
         end_ids = stop_ids(self.tokenizer, self.policy.model, self.config.generation)
         return agent_build.wrap_generator(
             generator, self.config, self.tools, self.tokenizer, end_ids, self.context_length,
-            self.log.note,
+            self.log.note, self.policy.vision,
         )  # fmt: skip
 
     def choose_layouts(self) -> None:

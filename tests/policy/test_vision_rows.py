@@ -42,11 +42,11 @@ def row_by_row(policy, groups):
     return torch.cat(found)
 
 
-def laid(policy, groups, layout):
+def laid(policy, groups, layout, vision=None):
     if layout == "shared":
         shared_attention.install_shared_attention(policy.model)
     slices = whole_group_slices(groups, range(len(groups)))
-    return pack_micro_batch(groups, slices, layout=layout, with_images=True)
+    return pack_micro_batch(groups, slices, layout=layout, with_images=True, vision=vision)
 
 
 @pytest.mark.parametrize("name, layout", CASES)

@@ -41,6 +41,40 @@ class World:
     def get_reward(self) -> float:
         return self.number
 '''
+# Every answer of some lengths is a call; an image is as large as the state of its world says.
+IMAGE_WORLD = '''
+import random
+
+from PIL import Image
+
+from rloo_cli.agents.common import call_parsers
+
+
+def read_calls(text):
+    calls = [] if len(text) % 4 == 0 else [{"name": "look", "arguments": {}}]
+    return call_parsers.ParsedCalls(calls)
+
+
+call_parsers.PARSERS["mistral"] = read_calls
+
+
+class World:
+    def reset(self, **row) -> object:
+        self.seen = 0
+        return self._view() if row["answer"] in "0246" else None
+
+    def _view(self):
+        side = random.choice((16, 20, 24))
+        return Image.new("RGB", (side, 16), (random.randrange(256), self.seen, 90))
+
+    def look(self) -> object:
+        """Looks around."""
+        self.seen += 1
+        return [{"type": "text", "text": "see "}, {"type": "image", "image": self._view()}]
+
+    def get_reward(self) -> float:
+        return self.seen + random.random()
+'''
 WORDS = (
     "data.path=make:tiny_chat", "agent=class", "agent.max_turns=3", "agent.parser=mistral",
     "agent.max_observation_tokens=12", "reward=environment", "generation.max_completion_length=6",
@@ -53,6 +87,16 @@ def world_words(folder: Path) -> list[str]:
     """The overrides of a run in the environment, whose file is written into `folder`."""
     path = write_file(folder, WORLD, "world.py")
     return [*WORDS, f"agent.environments={{world: '{path}:World'}}"]
+
+
+def image_world_words(folder: Path) -> list[str]:
+    """The overrides of a run in an environment that shows images, whose file is written."""
+    path = write_file(folder, IMAGE_WORLD, "world.py")
+    return [
+        "agent=class", "agent.max_turns=3", "agent.parser=mistral", "logging.samples=9",
+        "agent.max_observation_tokens=40", "reward=environment",
+        f"agent.environments={{world: '{path}:World'}}",
+    ]  # fmt: skip
 
 
 def left_but_times(run: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Launched:
     out: Path
     began: float  # time.monotonic
 
-    def rank(self, number: int, limit: float = 60) -> dict[str, Any]:
+    def rank(self, number: int, limit: float = 150) -> dict[str, Any]:
         """What a rank has written about itself, once it has."""
         path, end = self.folder / f"rank_{number}.json", time.monotonic() + limit
         while not path.exists():

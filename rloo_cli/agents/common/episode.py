@@ -7,9 +7,12 @@ what is new. `retokenised` counts turns for which that did not hold; there is no
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rloo_cli.agents.common.observations import Content
 from rloo_cli.agents.common.tool_set import Environment
 from rloo_cli.agents.processes.tool_pool import ToolCaller
 from rloo_cli.data.batch import Group, Rollout, Turn
+from rloo_cli.data.media import Media, extended_media
+from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.utils.files import JsonObject
 
 # Why an episode ended: an answer without a call; the environment said so; or one of these limits.
@@ -40,9 +43,11 @@ class Episode:
     row: int = 0  # that the next turn is of
     new_ids: list[int] = field(default_factory=list)  # what the next turn is told
     new_messages: list[JsonObject] = field(default_factory=list)
+    new_images: list[str] = field(default_factory=list)  # in new_ids: the base64 of PNG files
+    media: Media | None = None  # all images so far, where they are not the group's alone
     counts: CallCounts = field(default_factory=CallCounts)
     caller: ToolCaller | None = None  # the process of its environment
-    opening: str | None = None  # what reset returned
+    opening: Content | None = None  # what reset returned
     ended_by: str | None = None  # answer, done, bad_call, failed, or one of LIMITS
     failed: str | None = None
     terminated: bool = False
@@ -81,12 +86,26 @@ class Episode:
             observation=self.new_messages,
             begins_row=self.row > 0 and self.row not in self.rows,
             sampling_mask=sampled.sampling_mask,
+            images=self.new_images,
         )
         self.turns.append(turn)
         self.rows.append(self.row)
-        self.new_ids, self.new_messages = [], []
+        self.new_ids, self.new_messages, self.new_images = [], [], []
         self.terminated = sampled.terminated
         return turn
+
+    def show_images(
+        self, files: list[str], new_plain_ids: list[int], vision: VisionProcessor
+    ) -> None:
+        """Show these images, whose tokens are in `new_ids`, to the turns to come.
+
+        `new_plain_ids`: the same ids with one placeholder for each image.
+        """
+        shown, ids = self.media or self.group.media, self.sent_ids
+        before = ids[: len(ids) - len(self.new_ids)]
+        plain = before if shown is None else shown.plain_ids_of(before)
+        self.media = extended_media(shown, files, ids, plain + new_plain_ids, vision)
+        self.new_images = files
 
     def fail(self, why: str) -> None:
         """End it without a score."""

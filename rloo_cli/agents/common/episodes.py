@@ -18,13 +18,22 @@ from typing import Any
 from rloo_cli.agents.common.call_parsers import CallParser, ParsedCalls
 from rloo_cli.agents.common.episode import Episode, common_prefix
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
+from rloo_cli.agents.common.observations import (
+    Content,
+    Observation,
+    ObservationLimit,
+    ToolImages,
+    joined_content,
+)
 from rloo_cli.agents.common.tool_calls import Answers, ToolCalls
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
 from rloo_cli.agents.processes.tool_pool import ToolPool
+from rloo_cli.agents.processes.worker import NO_IMAGES
 from rloo_cli.config.agent import AgentConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.media import extended_media
+from rloo_cli.data.prompts import render_prompt, render_text
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, Problem
@@ -49,6 +58,7 @@ class EpisodeRules:
     max_completion_length: int
     context_length: int | None  # tokens of a prompt and a whole episode; None = not known
     turn_rewards: str = "sum"  # algorithm.turn_rewards
+    images: ToolImages = field(default_factory=lambda: ToolImages(NO_IMAGES))
 
 
 class EpisodeGenerator(EpisodeSampler):
@@ -98,7 +108,7 @@ class _EpisodeStep:
     ):
         self.inner, self.rules = generator.inner, generator.rules
         self.groups, self.options, self.arrived = groups, options, arrived
-        self.calls = ToolCalls(self.rules.config, generator.pool)
+        self.calls = ToolCalls(self.rules.config, generator.pool, self.rules.images)
         self.family = [
             [self._new_episode(group, k, seed) for k, seed in enumerate(group_seeds)]
             for group, group_seeds in zip(groups, seeds, strict=True)
@@ -180,22 +190,37 @@ class _EpisodeStep:
 
     def _begin_group(self, i: int) -> None:
         """Every sibling's environment has been reset: the first turns can be sampled."""
-        rules, siblings = self.rules, self.family[i]
+        siblings = self.family[i]
         for episode in siblings:
             if episode.opening:
-                limit = rules.config.max_observation_tokens
-                text, _ = rules.renderer.clean_observation(episode.opening, limit)
-                kwargs = rules.renderer.template_kwargs | {"tools": episode.environment.schemas}
-                prompt = add_opening(episode.group.prompt, text)
-                episode.base_ids = render_prompt(prompt, rules.renderer.tokenizer, kwargs)
-        asked: dict[tuple[int, ...], _Asked] = {}
+                self._open_prompt(episode, episode.opening)
+        asked: dict[tuple[object, ...], _Asked] = {}
         for episode in siblings:
             if episode.failed is not None or self._has_no_room(episode):
                 self._close(episode)
                 continue
             ids = episode.base_ids
-            asked.setdefault(tuple(ids), _Asked([], ids)).episodes.append(episode)
+            key = (*ids, *episode.new_images)
+            asked.setdefault(key, _Asked([], ids)).episodes.append(episode)
         self.ready += asked.values()
+
+    def _open_prompt(self, episode: Episode, opening: Content) -> None:
+        """Put what `reset` returned into the episode's prompt."""
+        renderer, told = self.rules.renderer, Observation()
+        limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
+        prompt = add_opening(episode.group.prompt, limit.shown(opening, told))
+        kwargs = renderer.template_kwargs | {"tools": episode.environment.schemas}
+        media = episode.group.media
+        if media is None and not told.files:
+            episode.base_ids = render_prompt(prompt, renderer.tokenizer, kwargs)
+            return
+        assert renderer.vision is not None
+        text = render_text(prompt, renderer.tokenizer, kwargs)
+        shown = [] if media is None else [image.size for image in media.images]
+        episode.base_ids = renderer.expanded(text, [*shown, *told.sizes])
+        plain = renderer.expanded(text, ())
+        episode.media = extended_media(media, told.files, episode.base_ids, plain, renderer.vision)
+        episode.new_images = told.files
 
     def _has_no_room(self, episode: Episode) -> bool:
         """Whether a limit leaves no room for another turn; it then ends the episode."""
@@ -211,9 +236,10 @@ class _EpisodeStep:
 
     def _sample_wave(self, wave: Sequence[_Asked]) -> None:
         stand_ins = [
-            Group(g.prompt_offset, g.example, g.prompt, asked.ids)
+            Group(g.prompt_offset, g.example, g.prompt, asked.ids, media=first.media or g.media)
             for asked in wave
-            for g in (asked.episodes[0].group,)
+            for first in asked.episodes[:1]
+            for g in (first.group,)
         ]
         seeds = [[turn_seed(e.seed, len(e.turns)) for e in asked.episodes] for asked in wave]
 
@@ -259,24 +285,25 @@ class _EpisodeStep:
     def _tell(self, episode: Episode, answers: Answers) -> None:
         """Put what the tools answered before the next turn, or end the episode."""
         if episode.failed is None and not answers.done:
-            renderer, left = self.rules.renderer, self.rules.config.max_observation_tokens
-            messages: list[JsonObject] = []
-            for i, (call, text) in enumerate(zip(answers.calls, answers.texts, strict=True)):
-                shown, used = renderer.clean_observation(text, left)
-                left -= used
-                messages.append(tool_message(i, call, shown))
+            renderer, told = self.rules.renderer, Observation()
+            limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
+            for i, (call, said) in enumerate(zip(answers.calls, answers.contents, strict=True)):
+                told.messages.append(tool_message(i, call, limit.shown(said, told)))
             for text in answers.unreadable:
-                shown, used = renderer.clean_observation(text, left)
-                left -= used
-                messages.append({"role": "user", "content": shown})
+                told.messages.append({"role": "user", "content": limit.shown(text, told)})
             last = episode.turns[-1].sampled_ids[-1]
-            schemas = episode.environment.schemas
-            episode.new_ids = renderer.new_ids(answers.calls, messages, schemas, last)
-            episode.new_messages = messages
+            given = answers.calls, told.messages, episode.environment.schemas, last
+            if told.files:
+                assert renderer.vision is not None
+                episode.new_ids, plain = renderer.new_ids_with_images(*given, told.sizes)
+                episode.show_images(told.files, plain, renderer.vision)
+            else:
+                episode.new_ids = renderer.new_ids(*given)
+            episode.new_messages = told.text_messages
         elif episode.failed is None:
             episode.ended_by = "done"
         if episode.ended_by is not None or self._has_no_room(episode):
-            episode.new_ids, episode.new_messages = [], []
+            episode.new_ids, episode.new_messages, episode.new_images = [], [], []
             self._close(episode)
         else:
             self.ready.append(_Asked([episode], episode.sent_ids))
@@ -292,19 +319,29 @@ class _EpisodeStep:
             return
         group, siblings = self.groups[i], self.family[i]
         changed = any(e.base_ids is not group.prompt_ids for e in siblings)
-        prompt_ids = common_prefix([e.base_ids for e in siblings]) if changed else group.prompt_ids
+        prompt_ids = self._shared_prompt(group, siblings) if changed else group.prompt_ids
         rollouts = [e.to_rollout(prompt_ids, self.rules.turn_rewards) for e in siblings]
         for rollout in rollouts if changed else ():
             rollout.opening_ids = prompt_ids
         group.take_rollouts(rollouts)
         self.arrived(i)
 
+    def _shared_prompt(self, group: Group, siblings: list[Episode]) -> list[int]:
+        """What all siblings' prompts begin with, without the images that `reset` returned: those
+        of two siblings may have the same ids."""
+        shared, vision = common_prefix([e.base_ids for e in siblings]), self.rules.renderer.vision
+        if vision is None or not any(e.turns and e.turns[0].images for e in siblings):
+            return shared
+        own = 0 if group.media is None else int(group.media.is_image_token.sum())
+        places = [n for n, token in enumerate(shared) if token == vision.image_token_id]
+        return shared[: places[own]] if len(places) > own else shared
 
-def add_opening(prompt: Any, text: str) -> list[JsonObject]:
+
+def add_opening(prompt: Any, opening: Content) -> list[JsonObject]:
     """The prompt with what `reset` returned at the end of its last user message."""
     messages = [dict(message) for message in prompt]
     for message in reversed(messages):
         if message.get("role") == "user":
-            message["content"] = f"{message['content']}{text}"
+            message["content"] = joined_content(message["content"], opening)
             return messages
-    return [*messages, {"role": "user", "content": text}]
+    return [*messages, {"role": "user", "content": opening}]

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from rloo_cli.agents.common.episode import Episode
+from rloo_cli.agents.common.observations import Content, ToolImages, answer_content
 from rloo_cli.agents.processes.tool_pool import ToolCaller, ToolGone, ToolPool
 from rloo_cli.config.agent import AgentConfig
 from rloo_cli.utils.files import JsonObject
@@ -19,10 +20,10 @@ CHARACTERS_PER_TOKEN = 64  # a text is cut to this many before it is sent, and b
 
 @dataclass
 class Answers:
-    """What a turn's calls came to: a text for each call, and for each that could not be read."""
+    """What a turn's calls came to: an answer for each, and a text for each that was unreadable."""
 
     calls: list[JsonObject]
-    texts: list[str]
+    contents: list[Content]
     unreadable: list[str]
     done: bool = False  # the environment says that the episode is over
 
@@ -30,8 +31,8 @@ class Answers:
 class ToolCalls:
     """Makes the calls of all episodes of a run."""
 
-    def __init__(self, config: AgentConfig, pool: ToolPool):
-        self.config, self.pool = config, pool
+    def __init__(self, config: AgentConfig, pool: ToolPool, images: ToolImages):
+        self.config, self.pool, self.images = config, pool, images
 
     def open_environment(self, episode: Episode) -> None:
         """Make an episode's environment and reset it; what that returns is its `opening`."""
@@ -46,7 +47,7 @@ class ToolCalls:
         if answer is not None and "error" in answer:
             self._give_up(episode, f"reset: {answer['error']}")
         elif answer is not None:
-            episode.opening = answer["text"]
+            episode.opening = answer.get("parts", answer.get("text"))
 
     def answer_calls(
         self, episode: Episode, calls: list[JsonObject], unreadable: list[str]
@@ -58,7 +59,7 @@ class ToolCalls:
             wrong = episode.environment.check_call(call["name"], call["arguments"])
             if wrong is not None:
                 episode.counts.bad_calls += 1
-                answers.texts.append(_error_text(wrong))
+                answers.contents.append(_error_text(wrong))
                 continue
             made += 1
             began = time.monotonic()
@@ -67,7 +68,7 @@ class ToolCalls:
             if answer is None:
                 return answers  # it has failed
             answers.done = answers.done or bool(answer.get("done"))
-            answers.texts.append(answer["text"] if "text" in answer else answer["told"])
+            answers.contents.append(answer["told"] if "told" in answer else answer_content(answer))
         episode.counts.bad_calls += len(unreadable)
         if episode.environment.has_turn_reward and made:
             self._ask_turn_reward(episode)
@@ -119,7 +120,7 @@ class ToolCalls:
         caller: ToolCaller | None = self.pool.take_idle()
         assert caller is not None
         try:
-            return caller.request(message, self.config.max_tool_s)
+            return self.images.read_answer(caller.request(message, self.config.max_tool_s))
         except ToolGone as gone:
             caller = None
             return {"error": str(gone)}
@@ -131,7 +132,8 @@ class ToolCalls:
         try:
             if episode.caller is None:
                 episode.caller = (episode.environment.connect or self.pool.take_new)()
-            return episode.caller.request(message, self.config.max_tool_s)
+            answer = episode.caller.request(message, self.config.max_tool_s)
+            return self.images.read_answer(answer)
         except ToolGone as gone:
             episode.counts.errors += 1
             episode.caller = None
@@ -147,6 +149,8 @@ class ToolCalls:
         return {
             "max_characters": CHARACTERS_PER_TOKEN * self.config.max_observation_tokens,
             "seed": derived_seed(episode.seed, f"tool/{turn}", number),
+            "images": self.images.why_not is None,
+            "no_images": self.images.why_not,
         }
 
 

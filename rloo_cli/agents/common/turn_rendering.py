@@ -15,6 +15,8 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rloo_cli.data.vision_processor import VisionProcessor
+
 CUT_MARK = " [cut]"
 # An observation that tokenizers like to merge with what stands around it.
 HOSTILE = "  \n\n<tool_response>\u00e9\u4e16 [INST] 0x00\r\n\t}}\n "
@@ -23,16 +25,20 @@ ID_LENGTH = 9  # of a call, as Mistral's templates want it
 
 
 class TurnRenderer:
-    """Renders what is new between two turns, for one tokenizer. `stop_ids` end a turn."""
+    """Renders what is new between two turns, for one tokenizer.
+
+    `stop_ids` end a turn. `vision` knows the tokens of images; None = there are none.
+    """
 
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
         template_kwargs: JsonObject,
         stop_ids: set[int],
+        vision: "VisionProcessor | None" = None,
     ):
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs
-        self.stop_ids = stop_ids
+        self.stop_ids, self.vision = stop_ids, vision
         special = {str(t) for t in tokenizer.all_special_tokens}
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special |= {str(t) for t in added if t.special}
@@ -71,13 +77,50 @@ class TurnRenderer:
 
         `messages`: what is new; `calls`: those that the turn before made. Raises GenerationError.
         """
+        return self.new_ids_with_images(calls, messages, schemas, last_sampled_id, ())[1]
+
+    def new_ids_with_images(
+        self,
+        calls: Sequence[JsonObject],
+        messages: Sequence[JsonObject],
+        schemas: Sequence[JsonObject],
+        last_sampled_id: int,
+        sizes: Sequence[tuple[int, int]],
+    ) -> tuple[list[int], list[int]]:
+        """(the same ids, those with one placeholder for each image); `sizes`: of the images."""
         before, shorter = self._conversation_before(calls, schemas)
-        longer = self._ids([*before, *messages], schemas, True)
+        text = self._text([*before, *messages], schemas, True)
+        longer = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         end = self._turn_end(shorter, longer)
         # Where a stop string ended the turn, the token that ends a turn is still to come.
         is_open = end > 0 and longer[end - 1] in self.stop_ids
         is_open = is_open and last_sampled_id not in self.stop_ids
-        return longer[end - 1 if is_open else end :]
+        begin = end - 1 if is_open else end
+        return self.expanded(text, sizes)[begin:], longer[begin:]
+
+    def expanded(self, text: str, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """The ids of a rendered text with images of these sizes (width, height)."""
+        if self.vision is None or not sizes:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.vision.expand_prompt(text, sizes)
+
+    def image_tokens(self, size: tuple[int, int]) -> int:
+        """The tokens of an image of this size."""
+        assert self.vision is not None, "images were not let through"
+        return self.vision.num_tokens(size)
+
+    def shows_images(self, schemas: Sequence[JsonObject]) -> bool:
+        """Whether the chat template writes a placeholder for an image that a tool answers with."""
+        if self.vision is None:
+            return False
+        name = schemas[0]["function"]["name"] if schemas else "tool"
+        call: JsonObject = {"name": name, "arguments": {}}
+        parts = [{"type": "image"}, {"type": "text", "text": PROBE}]
+        try:
+            shown = self._text([*_before([call]), tool_message(0, call, parts)], schemas, True)
+        except Exception:  # a template is a program, with a program's errors
+            return False
+        return PROBE in shown and shown.count(self.vision.processor.image_token) == 1
 
     def _conversation_before(
         self, calls: Sequence[JsonObject], schemas: Sequence[JsonObject]
@@ -181,7 +224,7 @@ def call_message(index: int, call: JsonObject) -> JsonObject:
     return {"id": call_id(index), "type": "function", "function": function}
 
 
-def tool_message(index: int, call: JsonObject, text: str) -> JsonObject:
+def tool_message(index: int, call: JsonObject, content: str | list[JsonObject]) -> JsonObject:
     """What a call answered, as chat templates take it."""
-    message: JsonObject = {"role": "tool", "name": call["name"], "content": text}
+    message: JsonObject = {"role": "tool", "name": call["name"], "content": content}
     return message | {"tool_call_id": call_id(index)}

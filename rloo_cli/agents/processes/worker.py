@@ -5,7 +5,9 @@ reach the run as code. A process has one environment at most, for one episode.
 """
 
 import asyncio
+import base64
 import inspect
+import io
 import json
 import math
 import os
@@ -21,6 +23,8 @@ from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.message_socket import PeerGone, receive_pickled, send_json
 
 ERROR_CHARACTERS = 2000  # of an error's text
+IMAGE_KEYS = ("image", "image_url", "url", "bytes")  # of a content part: where its image is
+NO_IMAGES = "and the model takes text alone"
 
 
 @dataclass
@@ -53,7 +57,7 @@ class ToolWorker:
         elif "seed" not in taken:  # its own columns are what it expects
             row = message["row"]
         told = _run(self.environment.reset, row)
-        return {"text": None if told is None else _as_text(told, message), **self._state()}
+        return {"text": None} | ({} if told is None else _as_told(told, message)) | self._state()
 
     def _call(self, message: JsonObject) -> JsonObject:
         if self.environment is not None:
@@ -62,7 +66,7 @@ class ToolWorker:
             tool = self.functions.get(message["spec"]) or registry.load_code(message["spec"])
             self.functions[message["spec"]] = tool
         told = _run(tool, message["arguments"])
-        return {"text": _as_text(told, message), **self._state()}
+        return _as_told(told, message) | self._state()
 
     def _state(self) -> JsonObject:
         return {"done": bool(getattr(self.environment, "done", False))}
@@ -100,24 +104,73 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _as_text(told: object, message: JsonObject) -> str:
-    """What a tool returned as a text, as TRL has it: str(). Too long a text is cut here already."""
-    text = told if isinstance(told, str) else _joined_parts(told) or str(told)
-    # A lone surrogate is no text that can be sent or tokenised.
-    clean = text[: message["max_characters"]].encode("utf-8", errors="replace").decode()
-    return clean
+def _as_told(told: object, message: JsonObject) -> JsonObject:
+    """What a tool returned: `text`, as TRL has it: str(); or `parts` of texts and images."""
+    parts = _content_parts(told)
+    if parts is None:
+        return {"text": _clean_text(told if isinstance(told, str) else str(told), message)}
+    if all(isinstance(part, str) for part in parts):
+        return {"text": _clean_text("".join(map(str, parts)), message)}
+    if not message.get("images"):
+        raise ValueError(f"it returned an image, {message.get('no_images') or NO_IMAGES}")
+    return {"parts": [
+        {"type": "text", "text": _clean_text(part, message)} if isinstance(part, str)
+        else {"type": "image", "file": base64.b64encode(_image_file(part.value)).decode()}
+        for part in parts
+    ]}  # fmt: skip
 
 
-def _joined_parts(told: object) -> str | None:
-    """The text of a list of content parts; None for anything else. Raises ValueError for images."""
+def _clean_text(text: str, message: JsonObject) -> str:
+    """Too long a text is cut here already; a lone surrogate is no text that can be sent."""
+    return text[: message["max_characters"]].encode("utf-8", errors="replace").decode()
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A content part that is an image; `value` as the tool gave it."""
+
+    value: Any
+
+
+def _content_parts(told: object) -> list[str | _Picture] | None:
+    """The parts of an image, or of a list of content parts; None for anything else."""
+    if _is_picture(told):
+        return [_Picture(told)]
     if not isinstance(told, list) or not told:
         return None
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in told]
-    if any(isinstance(kind, str) and "image" in kind for kind in kinds):
-        raise ValueError("a part that is an image: only texts can be told to the model")
-    if kinds != ["text"] * len(told):
-        return None
-    return "".join(str(part.get("text", "")) for part in told)
+    found: list[str | _Picture] = []
+    for part in told:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            found.append(str(part.get("text", "")))
+        elif isinstance(kind, str) and "image" in kind:
+            found.append(_Picture(next((part[k] for k in IMAGE_KEYS if part.get(k)), None)))
+        elif _is_picture(part):
+            found.append(_Picture(part))
+        else:
+            return None
+    return found
+
+
+def _is_picture(value: object) -> bool:
+    """Whether it is an image of PIL, which is imported where there is one."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _image_file(value: Any) -> bytes:
+    """An image as the bytes of a file: an image of PIL, bytes, or a `data:` URL in base64."""
+    if isinstance(value, dict):  # OpenAI's {image_url: {url: ...}}
+        value = value.get("url")
+    if _is_picture(value):
+        out = io.BytesIO()
+        value.save(out, "PNG" if value.mode != "CMYK" else "TIFF")
+        return out.getvalue()
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if isinstance(value, str) and value.startswith("data:") and ";base64," in value:
+        return base64.b64decode(value.partition(",")[2], validate=True)
+    raise ValueError("a part of type image holds an image of PIL, bytes or a data: URL")
 
 
 def _public_values(environment: object) -> JsonObject:

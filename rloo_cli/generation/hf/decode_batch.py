@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo_cli.data.media import Media, MediaInputs, axis_positions, media_of_rows
+from rloo_cli.data.media import (
+    Media,
+    MediaInputs,
+    axis_positions,
+    media_of_rows,
+    parts_of,
+    vision_of,
+)
 from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.generation.hf.sampling import seeded_uniforms
 from rloo_cli.generation.transformers import Config
@@ -49,7 +56,7 @@ class DecodeSequence:
     @property
     def position_shift(self) -> int:
         """How far its positions are beyond its number of tokens: an image takes few positions."""
-        return 0 if self.media is None else self.media.next_position - len(self.prompt_ids)
+        return 0 if self.media is None else self.media.position_shift
 
 
 @dataclass
@@ -105,11 +112,11 @@ class DecodeBatch:
         """
         plain = self.position_ids(0, self.prompt_width)
         ids = self.input_ids[:, : self.prompt_width].cpu()
-        media, rows = [s.media for s in self.sequences], list(range(len(self.sequences)))
-        shown = media_of_rows(media, rows, ids)
+        media = [s.media for s in self.sequences]
+        shown = media_of_rows([*map(parts_of, media)], vision_of(media), ids)
         if shown is None:
             return plain, None
-        axes = torch.stack(axis_positions(media, rows, list(plain.cpu())), 1).to(plain.device)
+        axes = torch.stack(axis_positions(media, list(plain.cpu())), 1).to(plain.device)
         return axes[0] if len(axes) == 1 else axes, shown.move_to(plain.device)
 
     def keep_sequences(self, indices: list[int]) -> None:

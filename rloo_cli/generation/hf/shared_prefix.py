@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo_cli.data.media import axis_positions, media_of_rows
+from rloo_cli.data.media import axis_positions, media_of_rows, parts_of, vision_of
 from rloo_cli.generation.hf.decode_batch import DecodeBatch, DecodeSequence, group_starts
 from rloo_cli.generation.hf.kv_cache import DECODE_ATTENTION_NAME, SharedPrefixCache
 from rloo_cli.policy.layout_support import why_not_shared
@@ -62,11 +62,11 @@ class SharedPrefix:
         ids = torch.tensor([[i for prompt in prompts for i in prompt]], device=device)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
         shown: JsonObject = {}
-        media, rows = [sequences[i].media for i in starts], list(range(len(starts)))
-        inputs = media_of_rows(media, rows, ids.cpu())
+        media = [sequences[i].media for i in starts]
+        inputs = media_of_rows([*map(parts_of, media)], vision_of(media), ids.cpu())
         if inputs is not None:
             parts = [torch.arange(n) for n in lengths]
-            axes = torch.cat(axis_positions(media, rows, parts), 1)[:, None].to(device)
+            axes = torch.cat(axis_positions(media, parts), 1)[:, None].to(device)
             positions = axes[0] if len(axes) == 1 else axes
             shown = media_arguments(self.model, inputs.move_to(device))
         last = torch.tensor(lengths, device=device).cumsum(0) - 1

@@ -22,11 +22,11 @@ VIDEO_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 NEVER_SAMPLED = -100.0  # vLLM's least bias: exp(-100) is 0 beside any other token
 
 
-def images_to_send(media: "Media | None") -> JsonObject | None:
-    """A prompt's images as JSON has them; None for none."""
+def images_to_send(media: "Media | None", prompt_ids: list[int]) -> JsonObject | None:
+    """The images of what is sampled from as JSON has them; None for none."""
     if media is None:
         return None
-    return {"plain_ids": media.plain_ids, "files": media.png_files}
+    return {"plain_ids": media.plain_ids_of(prompt_ids), "files": media.png_files}
 
 
 def engine_prompt(token_ids: list[int], images: JsonObject | None) -> Any:

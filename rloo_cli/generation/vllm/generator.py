@@ -114,7 +114,7 @@ class VllmGenerator:
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         places = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
-        images = [images_to_send(group.media) for group in groups]
+        images = [images_to_send(group.media, group.prompt_ids) for group in groups]
 
         def request(g: int, seed: int) -> EngineRequest:
             stop_ids = self.stop_rule.stop_ids
@@ -320,7 +320,7 @@ class VllmGenerator:
                         self.config, self.stop_rule.stop_ids, PARITY_SEED + i, most
                     )
                 ),
-                images_to_send(g.media),
+                images_to_send(g.media, g.prompt_ids),
             )
             for i, g in enumerate(probes)
         ]

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import vision_cases as v
 from cli_cases import Rloo, strict, surroundings
+from episode_runs import image_world_words
+from loop_cases import ENDS
 
 from rloo_cli.generation.vllm import engine_images
 from rloo_cli.generation.vllm.sampling_params import parity_params
@@ -25,6 +27,22 @@ def test_a_run_samples_from_images_with_vllm(
     assert "parity of trainer and vLLM on" in done.said
     rows = [r for r in strict(tmp_path / "runs" / "smoke" / "metrics.jsonl") if "step_time" in r]
     assert len(rows) == 2 and all(row["sampling/logp_diff_max"] < 1e-3 for row in rows)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_whose_tools_show_images_samples_with_vllm(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = v.rows_file(tmp_path / "rows")
+    rloo = Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()))
+    words = ("+recipe=smoke", *v.run_words("idefics3", file), *image_world_words(tmp_path))
+    more = ("generation=vllm_server", "model.dtype=float32", "eval.at_start=false", ENDS)
+    done = rloo("train", *words, *more, "agent.max_observation_tokens=200", timeout=1800)
+    assert done.code == 0, done.said
+    rows = [r for r in strict(tmp_path / "runs" / "smoke" / "metrics.jsonl") if "step_time" in r]
+    assert len(rows) == 2 and all(row["sampling/logp_diff_max"] < 1e-3 for row in rows)
+    assert sum(row["agent/calls"] for row in rows) > 0
 
 
 def test_ids_that_an_engine_expands_otherwise_are_refused() -> None:
@@ -47,9 +65,9 @@ def test_images_are_sent_as_files_that_lose_nothing() -> None:
     _, vision = v.fresh("idefics3")
     shown = [v.picture(20, 24), v.picture(16, 16, 1)]
     _, media = v.media(vision, shown)
-    sent = engine_images.images_to_send(media)
+    sent = engine_images.images_to_send(media, media.prompt_ids)
     assert sent is not None and media is not None
     assert sent["plain_ids"].count(vision.image_token_id) == 2 < len(media.prompt_ids)
     for file, image in zip(sent["files"], shown, strict=True):
         assert engine_images.decode_png(file).tobytes() == image.tobytes()
-    assert engine_images.images_to_send(None) is None
+    assert engine_images.images_to_send(None, [1]) is None

@@ -1,0 +1,127 @@
+"""What a tool or an environment answered, as the model may be shown it: texts and images.
+
+An answer is a text, or a list of content parts `{type: text, text: ...}` and `{type: image, file:
+BASE64, size: [width, height]}`. The template sees the parts without their files; the files go with
+the turn.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rloo_cli.agents.common.turn_rendering import TurnRenderer
+from rloo_cli.data.image_prompts import IMAGE_PART
+from rloo_cli.data.images import BadImage, ImageReader, encode_png
+from rloo_cli.utils.files import JsonObject
+
+Content = str | list[JsonObject]
+IMAGE_MARK = "[image]"  # in texts that stand for what was shown
+
+
+@dataclass(frozen=True)
+class ToolImages:
+    """Whether tools may answer with images, and how large these may be.
+
+    `why_not`: the reason that a tool is told, in words that go on from "it returned an image";
+    None = they may. `max_pixels`: larger ones are scaled down (`data.max_pixels`).
+    """
+
+    why_not: str | None = None
+    max_pixels: int | None = None
+
+    def read_answer(self, answer: JsonObject) -> JsonObject:
+        """An answer whose images have been decoded, converted and measured.
+
+        One that is no image makes it an error of the tool.
+        """
+        if "parts" not in answer:
+            return answer
+        reader, parts = ImageReader(Path(), max_pixels=self.max_pixels), []
+        try:
+            for part in answer["parts"]:
+                if part["type"] == "image":
+                    image = reader.read_image(base64.b64decode(part["file"], validate=True))
+                    part = {"type": "image", "file": encode_png(image), "size": [*image.size]}
+                parts.append(part | {"text": str(part["text"])} if "size" not in part else part)
+        except BadImage as error:
+            return {"error": f"an image that it returned: {error}"}
+        except (TypeError, KeyError, ValueError):  # the process is the tool's to write from
+            return {"error": "its process answered in another form"}
+        return answer | {"parts": parts}
+
+
+@dataclass
+class Observation:
+    """What a turn is told, message by message, and the images in it."""
+
+    messages: list[JsonObject] = field(default_factory=list)  # as a chat template takes them
+    files: list[str] = field(default_factory=list)  # of the images: the base64 of PNG files
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width, height
+
+    @property
+    def text_messages(self) -> list[JsonObject]:
+        """The messages with a mark where an image was: what samples and records show."""
+        return [m | {"content": content_text(m["content"])} for m in self.messages]
+
+
+class ObservationLimit:
+    """Cuts what one turn is told to `max_tokens` together."""
+
+    def __init__(self, renderer: TurnRenderer, max_tokens: int):
+        self.renderer, self.left = renderer, max_tokens
+
+    def shown(self, content: Content, observation: Observation) -> Content:
+        """The content as the model may see it; its images are added to `observation`.
+
+        A text is cut off where the limit is reached; an image that does not fit is left out whole.
+        """
+        if isinstance(content, str):
+            return self._text(content)
+        parts = []
+        for part in content:
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": self._text(part["text"])})
+                continue
+            width, height = part["size"]
+            need = self.renderer.image_tokens((width, height))
+            if need > self.left:
+                told = f"[image left out: it has {need} tokens, {self.left} are left]"
+                parts.append({"type": "text", "text": told})
+                continue
+            self.left -= need
+            parts.append(dict(IMAGE_PART))
+            observation.files.append(part["file"])
+            observation.sizes.append((width, height))
+        return parts
+
+    def _text(self, text: str) -> str:
+        shown, used = self.renderer.clean_observation(text, self.left)
+        self.left -= used
+        return shown
+
+
+def answer_content(answer: JsonObject) -> Content:
+    """What an answer without error says."""
+    found: Content = answer["parts"] if "parts" in answer else answer["text"]
+    return found
+
+
+def content_text(content: Content) -> str:
+    """A content in one text, with a mark where an image is."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else IMAGE_MARK for part in content)
+
+
+def as_parts(content: Content) -> list[JsonObject]:
+    """A content as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def joined_content(first: Content, second: Content) -> Content:
+    """Two contents, one after the other."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    parts: Sequence[JsonObject] = [*as_parts(first), *as_parts(second)]
+    return [part for part in parts if part["type"] != "text" or part["text"]]
