@@ -3,6 +3,7 @@
 batch           rollouts, groups and the batch of a step
 bin_packing     which completions share a forward pass
 dataset         find and open a data set's split, check its columns
+episode_media   the images of an episode's row
 filters         which examples are used: data.filter, data.streaming
 image_prompts   which images belong to which prompt
 image_rules     what a run with images cannot do

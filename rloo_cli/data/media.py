@@ -2,34 +2,22 @@
 
 `Group.media` holds those of one group. They are read and processed once, when the group is first
 computed, and are forgotten with the group: a data set's pixels never lie in memory together.
-
-An episode may be shown more images by its tools. Its row has a `Media` of its own then, which goes
-on from the prompt's: the tower still sees the prompt's images once for the whole group.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rloo_cli.data.images import (
-    BadImage,
-    ImageReader,
-    decode_png,
-    encode_png,
-    encode_thumbnail,
-)
+from rloo_cli.data.images import BadImage, ImageReader, encode_png, encode_thumbnail
 from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
 from rloo_cli.utils.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from rloo_cli.data.batch import Group, Rollout
 
 
 @dataclass(eq=False)
@@ -134,46 +122,6 @@ class Media:
     def plain_ids_of(self, ids: list[int]) -> list[int]:
         """The same for ids that begin with `prompt_ids`, and have no other image after them."""
         return self.plain_ids + ids[len(self.prompt_ids) :]
-
-
-def extended_media(
-    base: Media | None,
-    files: Sequence[str],
-    ids: list[int],
-    plain_ids: list[int],
-    vision: VisionProcessor,
-) -> Media:
-    """The images of a row that goes on from `base`'s: of its `ids` so far, up to the last image.
-
-    `files`: the images that `base` has not, as the base64 of PNG files. `plain_ids`: the ids with
-    one placeholder for each image.
-    """
-    images = [decode_png(text) for text in files]
-    reader = ImageReader(Path())
-    found = Media([], None, "", ids, reader, vision)
-    found.images = [*([] if base is None else base.images), *images]
-    found.png_files = [*([] if base is None else base.png_files), *files]
-    found.plain_ids = plain_ids
-    found.parts = [*([] if base is None else base.parts)]
-    if images:
-        tensors, count = vision.tensors_of(images)
-        found.parts.append(ImagePart(tensors, count))
-    found.tensors = merge_image_tensors([part.tensors for part in found.parts])
-    return found
-
-
-def row_media(group: "Group", rollout: "Rollout", vision: VisionProcessor | None) -> Media | None:
-    """The images that a completion's row shows: the prompt's, and those of an episode's turns."""
-    turns = rollout.turns or []
-    if rollout.media is None and vision is not None and any(turn.images for turn in turns):
-        media, ids = group.media, list(group.prompt_ids)
-        for turn in turns:
-            ids += turn.prompt_ids
-            if turn.images:  # nobody samples on from here: placeholders are not asked for
-                media = extended_media(media, turn.images, list(ids), [], vision)
-            ids += turn.sampled_ids
-        rollout.media = media
-    return rollout.media or group.media
 
 
 @dataclass

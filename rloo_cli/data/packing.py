@@ -23,14 +23,8 @@ import torch
 from torch import Tensor
 
 from rloo_cli.data.batch import Group, Rollout, Value
-from rloo_cli.data.media import (
-    MediaInputs,
-    axis_positions,
-    media_of_rows,
-    parts_of,
-    row_media,
-    vision_of,
-)
+from rloo_cli.data.episode_media import row_media
+from rloo_cli.data.media import MediaInputs, axis_positions, media_of_rows, parts_of, vision_of
 from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.utils.errors import GenerationError, Problem
@@ -146,8 +140,7 @@ def pack_micro_batch(
     """Lay some completions of `groups` out for a forward pass.
 
     `masked` (P, K) bool: completions whose mask is 0 if they are forwarded all the same.
-    `with_images`: show the rows' images to the model; one of text alone reads their tokens.
-    `vision` processes those that episodes were shown.
+    `with_images`: show the rows' images; a model of text reads tokens. `vision`: for episodes'.
     """
     pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
     counts = torch.tensor([r.length for _, r in pairs])
@@ -156,7 +149,7 @@ def pack_micro_batch(
     if masked is not None:
         out = torch.stack([masked[i, k] for i, ks in group_slices for k in ks])
         mask *= (~out)[sequence]
-    shared = media = None
+    shared, media = None, None
     if layout == "shared":
         ids, positions, attention, source, shared = _shared_layout(groups, group_slices, pairs)
     else:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rloo_cli.data import segments
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.media import row_media
+from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.packing import LAYOUTS, MicroBatch, pack_micro_batch, whole_group_slices
 from rloo_cli.policy import shared_attention
 from rloo_cli.policy.layout_support import why_not_shared

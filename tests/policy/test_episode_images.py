@@ -11,8 +11,8 @@ from test_vision_rows import CASES, laid, made
 
 from rloo_cli.data import segments
 from rloo_cli.data.batch import Rollout, Turn
+from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.images import encode_png
-from rloo_cli.data.media import row_media
 from rloo_cli.data.rollout_values import dump_rollout, load_rollout
 from rloo_cli.policy.model import PlainSequence
 

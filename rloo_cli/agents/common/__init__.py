@@ -5,6 +5,7 @@ call_parsers    the calls in a turn's text, for five ways to write them, and vLL
 episode         one episode: its turns so far, and what it may still do
 episode_sampler what is around the run's generator, for every kind of agent
 episodes        many episodes at once: the `Generator` that a run samples with
+observations    what was answered, as the model may be shown it: texts and images
 tool_calls      makes calls in processes, and words their answers
 tool_set        the tools' descriptions, and checks of calls
 turn_rendering  what a tool answered, as ids

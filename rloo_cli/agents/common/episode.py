@@ -11,7 +11,8 @@ from rloo_cli.agents.common.observations import Content
 from rloo_cli.agents.common.tool_set import Environment
 from rloo_cli.agents.processes.tool_pool import ToolCaller
 from rloo_cli.data.batch import Group, Rollout, Turn
-from rloo_cli.data.media import Media, extended_media
+from rloo_cli.data.episode_media import extended_media
+from rloo_cli.data.media import Media
 from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.utils.files import JsonObject
 

@@ -1,0 +1,54 @@
+"""The images of an episode's row: the prompt's, and those that its tools and environment showed.
+
+Such a row has a `Media` of its own, which goes on from the prompt's: the tower sees the prompt's
+images once for the whole group, and the row's own once. What stays with a turn is its files
+(`Turn.images`), so records, checkpoints and other ranks hold no pixels and no processor.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.images import ImageReader, decode_png
+from rloo_cli.data.media import ImagePart, Media
+from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
+
+
+def extended_media(
+    base: Media | None,
+    files: Sequence[str],
+    ids: list[int],
+    plain_ids: list[int],
+    vision: VisionProcessor,
+) -> Media:
+    """The images of a row that goes on from `base`'s: of its `ids` so far, up to the last image.
+
+    `files`: the images that `base` has not, as the base64 of PNG files. `plain_ids`: the ids with
+    one placeholder for each image.
+    """
+    images = [decode_png(text) for text in files]
+    reader = ImageReader(Path())
+    found = Media([], None, "", ids, reader, vision)
+    found.images = [*([] if base is None else base.images), *images]
+    found.png_files = [*([] if base is None else base.png_files), *files]
+    found.plain_ids = plain_ids
+    found.parts = [*([] if base is None else base.parts)]
+    if images:
+        tensors, count = vision.tensors_of(images)
+        found.parts.append(ImagePart(tensors, count))
+    found.tensors = merge_image_tensors([part.tensors for part in found.parts])
+    return found
+
+
+def row_media(group: Group, rollout: Rollout, vision: VisionProcessor | None) -> Media | None:
+    """The images that a completion's row shows: the prompt's, and those of an episode's turns."""
+    turns = rollout.turns or []
+    if rollout.media is None and vision is not None and any(turn.images for turn in turns):
+        media, ids = group.media, list(group.prompt_ids)
+        for turn in turns:
+            ids += turn.prompt_ids
+            if turn.images:  # nobody samples on from here: placeholders are not asked for
+                media = extended_media(media, turn.images, list(ids), [], vision)
+            ids += turn.sampled_ids
+        rollout.media = media
+    return rollout.media or group.media
