@@ -165,6 +165,7 @@ def test_an_image_with_more_tokens_than_are_left_is_left_out_and_says_so(
     ("tool", "says"),
     [("broken", "an image that it returned: it is not an image"),
      ("path", "holds an image of PIL, bytes or a data: URL")],
+    ids=["broken", "path"],
 )  # fmt: skip
 def test_what_is_no_image_is_an_error_of_the_tool(
     tmp_path: Path, vision: Any, tool: str, says: str

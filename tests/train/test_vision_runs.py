@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vision_cases as v
-from loop_cases import ENDS, PLAIN, apart, digits, flat, gradient, make, sampled, step
+from loop_cases import ENDS, PLAIN, apart, checked, digits, flat, gradient, make, sampled, step
 from resume_cases import attempt, differing, left
 
 from rloo_cli.data import image_rules, segments
@@ -128,7 +128,30 @@ REFUSED = {
         ["algorithm=opd", "algorithm.teacher.base_url=http://127.0.0.1:9"], "has the teacher"
     ),
     "a reference of text alone": (["model.ref_path=make:tiny"], "another kind of model"),
+    "an agent of somebody else's": (
+        ["agent=proxy", "agent.command=sh"], "the agent takes none"
+    ),
 }  # fmt: skip
+NO_TOOL_IMAGES = {
+    "a model of text": (["model.path=make:tiny"], "the model takes text alone"),
+    "a sharded model": (["distributed=fsdp2"], "shards the model"),
+    "a value model": (["algorithm=ppo"], "the value model of algorithm=ppo"),
+    "completions that are carried on": (
+        ["generation.overlap=carry", "generation.allow_uncorrected=true"], "overlap=carry"
+    ),
+    "a teacher on a server": (
+        ["algorithm=opd", "algorithm.teacher.base_url=http://127.0.0.1:9"], "teacher.base_url"
+    ),
+    "a reference of text alone": (["model.ref_path=make:tiny"], "the model of model.ref_path"),
+    "an agent of somebody else's": (["agent=proxy", "agent.command=sh"], "agent=proxy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extra, said", NO_TOOL_IMAGES.values(), ids=NO_TOOL_IMAGES)
+def test_where_tools_may_not_answer_with_images_the_reason_is_known(extra, said):
+    model = f"model.path={v.folder('qwen2_5_vl')}"
+    assert said in str(image_rules.why_no_tool_images(checked((), (model, *extra))))
+    assert image_rules.why_no_tool_images(checked((), (model,))) is None
 
 
 @pytest.mark.parametrize("extra, said", REFUSED.values(), ids=REFUSED)
