@@ -30,7 +30,13 @@ def parsers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[(1, 0, 2, 1, 0, 1, 2, 1), (0,) * 8], ids=["both", "tools"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 0, 2, 1, 0, 1, 2, 1), id="both"),
+        pytest.param((0,) * 8, id="tools", marks=pytest.mark.slow),
+    ],
+)
 def rows(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts with and without images, and prompts of text alone."""
     return v.rows_file(tmp_path_factory.mktemp("rows"), request.param)
