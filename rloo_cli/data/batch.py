@@ -79,7 +79,7 @@ class Rollout:
     version_spans: list[tuple[int, int]] | None = None
     # S, the ids that each was chosen from; None = from the whole vocabulary, or it is not kept.
     sampling_mask: SamplingMask | None = None
-    # Of an episode that was shown images: the prompt's and those (`media.row_media`).
+    # Of an episode that was shown images: the prompt's and those (`episode_media.row_media`).
     media: Media | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> JsonObject:

@@ -2,7 +2,7 @@
 
 Such a row has a `Media` of its own, which goes on from the prompt's: the tower sees the prompt's
 images once for the whole group, and the row's own once. What stays with a turn is its files
-(`Turn.images`), so records, checkpoints and other ranks hold no pixels and no processor.
+(`Turn.images`), so records, checkpoints and other ranks hold no tensors and no processor.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.images import ImageReader, decode_png
 from rloo_cli.data.media import ImagePart, Media
 from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
+from rloo_cli.utils.errors import ConfigError, Problem
 
 
 def extended_media(
@@ -41,9 +42,17 @@ def extended_media(
 
 
 def row_media(group: Group, rollout: Rollout, vision: VisionProcessor | None) -> Media | None:
-    """The images that a completion's row shows: the prompt's, and those of an episode's turns."""
+    """The images that a completion's row shows: the prompt's, and those of an episode's turns.
+
+    Raises ConfigError where a turn has images and nothing processes them: their tokens would be
+    read as words.
+    """
     turns = rollout.turns or []
-    if rollout.media is None and vision is not None and any(turn.images for turn in turns):
+    if rollout.media is None and any(turn.images for turn in turns):
+        if vision is None:
+            what, why = "an episode was shown images", "this run does not take any from tools"
+            fix = "agent, model and algorithm as in the run that recorded it (docs/images.md)"
+            raise ConfigError(Problem(what, "agent", why, fix))
         media, ids = group.media, list(group.prompt_ids)
         for turn in turns:
             ids += turn.prompt_ids

@@ -215,3 +215,10 @@ def test_a_template_that_leaves_a_tools_images_out_is_noticed(vision: Any) -> No
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     assert not renderer.shows_images([])
     assert not TurnRenderer(tokenizer, {}, {tokenizer.eos_token_id}).shows_images([])
+
+
+@pytest.mark.parametrize(
+    "parts", [7, [7], [{}], [{"type": "text", "size": 1}], [{"type": "image", "file": "?"}]]
+)
+def test_an_answer_in_another_form_is_an_error_of_the_tool(parts: Any) -> None:
+    assert "error" in ToolImages().read_answer({"parts": parts})

@@ -7,14 +7,13 @@ import pytest
 import torch
 import vision_cases as v
 from layout_cases import gradients, worst
-from test_vision_rows import CASES, laid, made
+from test_vision_rows import CASES, laid, made, row_by_row
 
-from rloo_cli.data import segments
 from rloo_cli.data.batch import Rollout, Turn
 from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.images import encode_png
 from rloo_cli.data.rollout_values import dump_rollout, load_rollout
-from rloo_cli.policy.model import PlainSequence
+from rloo_cli.utils.errors import ConfigError
 
 
 def told(vision, images):
@@ -38,20 +37,6 @@ def episodes(vision, groups):
                 turns.append(own)
             group.rollouts[k] = Rollout.from_turns(turns, True, k)
     return groups
-
-
-def row_by_row(policy, groups):
-    """By the model's own forward, one row at a time, with its own tower. -> (N,)"""
-    found = []
-    for group in groups:
-        for rollout in group.rollouts:
-            ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
-            media = row_media(group, rollout, policy.vision)
-            whole = ids if media is None else PlainSequence(ids, media)
-            logits = policy.call(whole, (), False)[0, len(group.prompt_ids) - 1 : -1]
-            logp = segments.target_logprobs(logits, torch.tensor(rollout.completion_ids), 1.0)
-            found.append(logp[torch.tensor(rollout.mask) == 1])
-    return torch.cat(found)
 
 
 def prepared(name):
@@ -124,3 +109,10 @@ def test_values_of_a_rollout_without_images_are_as_before():
     turn = Turn([], [5], [-1.0], "", "stop", 0)
     saved = dump_rollout(Rollout.from_turns([turn], True, 0))
     assert "images" not in saved["turns"][0]
+
+
+def test_images_that_nothing_processes_are_not_read_as_words():
+    policy, _, groups = prepared("qwen2_5_vl")
+    policy.vision = None
+    with pytest.raises(ConfigError, match="an episode was shown images"):
+        policy.pack(groups, [(0, (0, 1))])

@@ -7,6 +7,7 @@ from layout_cases import gradients, worst
 from policy_cases import fresh
 
 from rloo_cli.data import segments
+from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
 from rloo_cli.policy import layouts, load, shared_attention
 from rloo_cli.policy.layout_support import why_not_shared
@@ -34,11 +35,12 @@ def row_by_row(policy, groups):
     for group in groups:
         for rollout in group.rollouts:
             ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
-            whole = ids if group.media is None else PlainSequence(ids, group.media)
+            media = row_media(group, rollout, policy.vision)
+            whole = ids if media is None else PlainSequence(ids, media)
             logits = policy.call(whole, (), False)[0, len(group.prompt_ids) - 1 : -1]
-            found.append(
-                segments.target_logprobs(logits, torch.tensor(rollout.completion_ids), 1.0)
-            )
+            logp = segments.target_logprobs(logits, torch.tensor(rollout.completion_ids), 1.0)
+            sampled = torch.tensor(rollout.mask or [1] * len(logp))
+            found.append(logp[sampled == 1])
     return torch.cat(found)
 
 

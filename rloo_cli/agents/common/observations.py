@@ -42,8 +42,10 @@ class ToolImages:
             for part in answer["parts"]:
                 if part["type"] == "image":
                     image = reader.read_image(base64.b64decode(part["file"], validate=True))
-                    part = {"type": "image", "file": encode_png(image), "size": [*image.size]}
-                parts.append(part | {"text": str(part["text"])} if "size" not in part else part)
+                    size = [*image.size]
+                    parts.append({"type": "image", "file": encode_png(image), "size": size})
+                else:
+                    parts.append({"type": "text", "text": str(part["text"])})
         except BadImage as error:
             return {"error": f"an image that it returned: {error}"}
         except (TypeError, KeyError, ValueError):  # the process is the tool's to write from

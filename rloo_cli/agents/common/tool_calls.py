@@ -47,7 +47,7 @@ class ToolCalls:
         if answer is not None and "error" in answer:
             self._give_up(episode, f"reset: {answer['error']}")
         elif answer is not None:
-            episode.opening = answer.get("parts", answer.get("text"))
+            episode.opening = answer_content(answer)
 
     def answer_calls(
         self, episode: Episode, calls: list[JsonObject], unreadable: list[str]

@@ -90,13 +90,14 @@ class TurnRenderer:
         """(the same ids, those with one placeholder for each image); `sizes`: of the images."""
         before, shorter = self._conversation_before(calls, schemas)
         text = self._text([*before, *messages], schemas, True)
-        longer = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        longer = self.expanded(text, ())
         end = self._turn_end(shorter, longer)
         # Where a stop string ended the turn, the token that ends a turn is still to come.
         is_open = end > 0 and longer[end - 1] in self.stop_ids
         is_open = is_open and last_sampled_id not in self.stop_ids
         begin = end - 1 if is_open else end
-        return self.expanded(text, sizes)[begin:], longer[begin:]
+        whole = self.expanded(text, sizes) if sizes else longer
+        return whole[begin:], longer[begin:]
 
     def expanded(self, text: str, sizes: Sequence[tuple[int, int]]) -> list[int]:
         """The ids of a rendered text with images of these sizes (width, height)."""
@@ -165,8 +166,7 @@ class TurnRenderer:
     def _ids(
         self, messages: Sequence[JsonObject], schemas: Sequence[JsonObject], generate: bool
     ) -> list[int]:
-        text = self._text(messages, schemas, generate)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.expanded(self._text(messages, schemas, generate), ())
 
     def _text(
         self, messages: Sequence[JsonObject], schemas: Sequence[JsonObject], generate: bool

@@ -5,13 +5,12 @@ its own processor, and must arrive at the trainer's ids: `check_expanded_ids` co
 those that it reports, in every request. Imports neither torch nor, before it is called, vLLM.
 """
 
-import base64
 import importlib
 import importlib.util
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rloo_cli.data.images import decode_png
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -37,13 +36,6 @@ def engine_prompt(token_ids: list[int], images: JsonObject | None) -> Any:
         return TokensPrompt(prompt_token_ids=token_ids)
     shown = [decode_png(text) for text in images["files"]]
     return TokensPrompt(prompt_token_ids=images["plain_ids"], multi_modal_data={"image": [*shown]})
-
-
-def decode_png(text: str) -> Any:
-    """The image of a PNG file in base64."""
-    from PIL import Image  # lazy: only with images
-
-    return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 def check_expanded_ids(found: Sequence[int] | None, token_ids: Sequence[int]) -> None:

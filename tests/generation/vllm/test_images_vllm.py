@@ -9,6 +9,7 @@ from cli_cases import Rloo, strict, surroundings
 from episode_runs import image_world_words
 from loop_cases import ENDS
 
+from rloo_cli.data.images import decode_png
 from rloo_cli.generation.vllm import engine_images
 from rloo_cli.generation.vllm.sampling_params import parity_params
 
@@ -69,5 +70,5 @@ def test_images_are_sent_as_files_that_lose_nothing() -> None:
     assert sent is not None and media is not None
     assert sent["plain_ids"].count(vision.image_token_id) == 2 < len(media.prompt_ids)
     for file, image in zip(sent["files"], shown, strict=True):
-        assert engine_images.decode_png(file).tobytes() == image.tobytes()
+        assert decode_png(file).tobytes() == image.tobytes()
     assert engine_images.images_to_send(None, [1]) is None
