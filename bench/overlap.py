@@ -1,7 +1,7 @@
 """What generation.overlap gains and what it costs: seconds of a step, and learning curves.
 
     python bench/overlap.py                    all stages; what was cut goes on
-    python bench/overlap.py --stages speed     some: speed, curves, real
+    python bench/overlap.py --stages speed     some: speed, ranks, curves, real
     python bench/overlap.py --table            only print the tables, from bench/overlap.jsonl
 
 `speed`: real vLLM on the CPU, a random model with completions of very different lengths (stop ids
@@ -9,6 +9,9 @@ of one percent of its words), server and trainer on one core each, and `both`: w
 both cores for either. One server for all runs; rounds go A B C D A B C D and medians are shown.
 Beside each the seconds that `planning/overlap_times.py` predicts from the parts of `none`: its
 seconds of sampling are fitted to its steps as `a * longest + b * tokens`.
+
+`ranks`: what `train.micro_batch_order=virtual_time` costs a run without overlap on two ranks of
+ddp, one core each; the policy samples for itself, and the seconds are those of all else.
 
 `curves`: quickstart with several seeds, held out before and after. `real`: SmolLM2-135M-Instruct
 adds two numbers, 30 steps. Runs lie in runs/overlap; each that ends is a row of bench/overlap.jsonl
@@ -63,6 +66,7 @@ CURVES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 SEEDS = {"none": 5, "ahead": 5, "carry": 5}  # the others: 2
 REAL = ("none", "ahead", "carry")
+RANK_MODES = ("none", "none, virtual_time")
 
 
 def make_model(folder: Path) -> None:
@@ -156,6 +160,41 @@ def speed(modes: Sequence[str], rounds: int) -> None:
                 results.append([speed_row(mode, number, folder)], ROWS)
                 shutil.rmtree(folder)
                 print_speed()
+
+
+def ranks(rounds: int) -> None:
+    """The stage `ranks`: so many rounds more than there are."""
+    begun = 1 + max((row["round"] for row in rows_of("ranks")), default=-1)
+    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
+        model = Path(place) / "model"
+        make_model(model)
+        for number, mode in itertools.product(range(begun, begun + rounds), RANK_MODES):
+            words = words_of(
+                model, *MODES[mode], f"root={place}", f"name={mode.replace(', ', '-')}-{number}",
+                "generation=transformers", "distributed=ddp", "distributed.num_processes=2",
+                "distributed.threads=1",
+            )  # fmt: skip
+            folder = train([w for w in words if w != "generation=vllm_server"], {0, 1})
+            row = speed_row(mode, number, folder) | {"stage": "ranks"}
+            trained = zip(row["step_s"], row["sampling_s"], strict=True)
+            results.append([row | {"train_s": [step - drawn for step, drawn in trained]}], ROWS)
+            shutil.rmtree(folder)
+            print_ranks()
+
+
+def print_ranks() -> None:
+    """The table of the stage `ranks`."""
+    rows = rows_of("ranks")
+    if rows:
+        print("\n| two ranks of ddp | seconds a step without sampling | whole | runs |")
+        print("|---|---|---|---|")
+    for mode in RANK_MODES if rows else ():
+        own = [row for row in rows if row["mode"] == mode]
+        trained, whole = (
+            statistics.median(statistics.median(row[name]) for row in own)
+            for name in ("train_s", "step_s")
+        )
+        print(f"| {mode} | {trained:.2f} | {whole:.2f} | {len(own)} |")
 
 
 def speed_row(mode: str, number: int, folder: Path) -> Row:
@@ -313,7 +352,7 @@ def interval(values: Sequence[float]) -> str:
 def main() -> None:
     """Do the stages that were asked for, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    stages = ("speed", "curves", "real")
+    stages = ("speed", "ranks", "curves", "real")
     parser.add_argument("--stages", nargs="+", choices=stages, default=list(stages))
     parser.add_argument("--modes", nargs="+", choices=sorted({*MODES, *CURVES}))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the stage speed")
@@ -323,11 +362,14 @@ def main() -> None:
     if not args.table:
         if "speed" in args.stages:
             speed([mode for mode in MODES if mode in chosen], args.rounds)
+        if "ranks" in args.stages:
+            ranks(args.rounds)
         if "curves" in args.stages:
             curves("curves", [mode for mode in CURVES if mode in chosen])
         if "real" in args.stages:
             curves("real", [mode for mode in REAL if mode in chosen])
     print_speed()
+    print_ranks()
     for stage in ("curves", "real"):
         print_curves(stage)
 
