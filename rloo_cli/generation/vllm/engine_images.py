@@ -7,6 +7,7 @@ those that it reports, in every request. Imports neither torch nor, before it is
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Processors of transformers with a part for videos, which wants torchvision.
 VIDEO_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
+# Modules of transformers whose processors of images want torchvision, and have a twin of PIL.
+PIL_FAMILIES = ("qwen2_vl", "gemma3", "pixtral")
 NEVER_SAMPLED = -100.0  # vLLM's least bias: exp(-100) is 0 beside any other token
 
 
@@ -59,11 +62,18 @@ def ban_image_tokens(params: JsonObject, image_ids: Sequence[int]) -> JsonObject
     return params | {"logit_bias": bias | (params.get("logit_bias") or {})}
 
 
-def drop_video_parts() -> None:
-    """Let transformers' processors do without their part for videos, if torchvision is missing."""
+def use_pil_processors() -> None:
+    """Let vLLM have transformers' processors of PIL, without parts for videos, if torchvision is
+    missing: vLLM imports the others' modules for a function or a class that PIL's have, too."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     transformers = importlib.import_module("transformers")
+    for name in PIL_FAMILIES:
+        package = f"transformers.models.{name}"
+        module = importlib.import_module(f"{package}.image_processing_pil_{name}")
+        for kind in [n for n in vars(module) if n.endswith("ImageProcessorPil")]:
+            setattr(module, kind.removesuffix("Pil"), getattr(module, kind))
+        sys.modules[f"{package}.image_processing_{name}"] = module
     for name in VIDEO_PROCESSORS:
         kind = getattr(transformers, name)
         kept = [part for part in kind.get_attributes() if part != "video_processor"]

@@ -54,7 +54,7 @@ def register() -> None:
     for name, kind in RECEIVERS.items():
         if name not in Factory._registry:
             Factory.register_engine(name, f"rloo_cli.generation.vllm.receive.{kind.lower()}", kind)
-    engine_images.drop_video_parts()
+    engine_images.use_pil_processors()
     if current_platform.is_cpu():
         sleep_between_messages()
 
