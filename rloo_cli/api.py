@@ -12,7 +12,7 @@ in this process.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import launcher, preflight, rollout_server
+from rloo_cli.reporting.events import Events
 from rloo_cli.train.worker import run_training
 from rloo_cli.utils import fault_injection, paths
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -34,13 +35,14 @@ def train(
     overrides: Iterable[str] = (),
     config_dirs: Iterable[str | Path] = (),
     replace_rewards: bool = True,
+    events: Sequence[Events] = (),
 ) -> JsonObject:
     """Do a whole run in this process. -> the content of its summary.json, and its `folder`
 
     `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of
     docs/rewards.md, by name; they replace the recipe's rewards (with replace_rewards=False they are
-    added), and their keys are set by overrides such as `reward.NAME.weight=0.5`. A run that is
-    finished already is not repeated.
+    added), and their keys are set by overrides such as `reward.NAME.weight=0.5`. `events`: objects
+    that are told of the run (`plugin.Events`). A run that is finished already is not repeated.
 
     Raises RunError (its `code` is the exit status the command would have had).
     """
@@ -59,7 +61,7 @@ def train(
         state = "failed"
         try:
             with rollout_server.background_server(folder, settings):
-                run_training(settings, folder, rewards, start)
+                run_training(settings, folder, rewards, start, events)
             state = "finished"
         finally:
             if (folder / "run.json").exists():  # else somebody took the folder away

@@ -16,13 +16,14 @@ from rloo_cli.algorithms.common.policy_loss import Loss
 from rloo_cli.algorithms.common.token_advantage import StepTokens, TokenAdvantages
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import AlgorithmConfig, RewardConfig, RunConfig, key
+from rloo_cli.reporting.events import Events
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils.errors import Problem
 
 __all__ = [
     "RLOO", "AdvantageInputs", "Advantages", "Algorithm", "AlgorithmConfig", "Completion",
-    "ForwardPlan", "Loss", "LossInputs", "Problem", "RewardConfig", "RunConfig", "StepTokens",
-    "Switches", "TokenAdvantages", "TrainerState", "ValueLoss", "in_reward", "key", "texts",
+    "Events", "ForwardPlan", "Loss", "LossInputs", "Problem", "RewardConfig", "RunConfig",
+    "StepTokens", "Switches", "TokenAdvantages", "TrainerState", "ValueLoss", "in_reward", "key", "texts",
     "usable_rows",
 ]  # fmt: skip

@@ -75,6 +75,7 @@ def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
     spent = round(time.monotonic() - began, 2)
     if run.world.is_main:
         update_json(run.folder / "run.json", checkpoint=target.name, save_seconds=spent)
+        run.log.events.send("on_save", run.state.step, target)
     return target
 
 

@@ -59,7 +59,8 @@ class RLOOTrainer:
         environment_factory: Any = None,
     ):
         """Write the recipe. Raises ConfigError for what this trainer would have to ignore."""
-        trl_objects.refuse_arguments(callbacks=callbacks, optimizers=optimizers)
+        trl_objects.refuse_arguments(optimizers=optimizers)
+        self.events = trl_objects.event_listeners(callbacks)
         self.args = args if args is not None else trl_objects.default_config(model, self.kind)
         settings = written_settings(self.args)
         inputs = trl_objects.InputFolder(settings)
@@ -84,7 +85,9 @@ class RLOOTrainer:
         if resume_from_checkpoint:
             newest = resume_from_checkpoint is True
             overrides.append(f"resume={'auto' if newest else resume_from_checkpoint}")
-        summary = train(self.recipe, self.rewards, overrides, replace_rewards=False)
+        summary = train(
+            self.recipe, self.rewards, overrides, replace_rewards=False, events=self.events
+        )
         loss = trl_objects.last_metric(self.folder, "loss")
         return TrainOutput(int(summary["updates"]), loss, summary)
 

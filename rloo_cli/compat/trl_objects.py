@@ -20,6 +20,7 @@ from rloo_cli.compat.migrate.tables import LAYER_ARGUMENTS, PEFT_CONFIGS
 from rloo_cli.compat.trl_settings import GRPOConfig, RLOOConfig, TRLConfig
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.rules_lora import PEFT_ORIGIN
+from rloo_cli.reporting.events import Events
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, write_text
@@ -42,6 +43,18 @@ def refuse_arguments(**given: Any) -> None:
             row = find_old_name(name)
             fix = (row.fix or row.note) if row is not None else "leave it out"
             raise ConfigError(Problem(f"{name} is not taken here", name, fix=fix))
+
+
+def event_listeners(callbacks: Sequence[Any] | None) -> list[Events]:
+    """Callbacks, which are objects of `plugin.Events` here: they are told of the run, and cannot
+    change it. Raises ConfigError for any other."""
+    for callback in callbacks or ():
+        if not isinstance(callback, Events):
+            why = "a callback of transformers may change the run that it is called by"
+            fix = "a subclass of rloo_cli.plugin.Events: on_start, on_step, on_evaluation, on_save,"
+            what = f"{callback!r:.60} is not taken as a callback"
+            raise ConfigError(Problem(what, "callbacks", why, f"{fix} on_end, on_error"))
+    return list(callbacks or ())
 
 
 def default_config(model: Any, kind: str) -> TRLConfig:

@@ -589,6 +589,11 @@ class LoggingConfig(Frozen):
     tracker_project: str | None = key(
         "Project at the trackers; null = rloo", since="0.2", before=None
     )
+    events: list[Text] = key(
+        "Classes that are told of steps, evaluations, checkpoints and the end: [file.py:Class]",
+        since="0.2",
+        before=[],
+    )
 
 
 class DebugConfig(Frozen):

@@ -6,6 +6,7 @@ curves          matplotlib curves of one run
 display         a live panel, or plain lines
 episode_metrics  the metrics of episodes: turns, calls, failures
 eval_lines      the lines of metrics.jsonl that are evaluations
+events          what a run tells code of the user's
 log             metrics.jsonl, samples, terminal
 metric_names    every metric with its unit and meaning
 panel           the panel, for a terminal or as SVG

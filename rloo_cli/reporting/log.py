@@ -16,6 +16,7 @@ from rloo_cli.data.images import decode_png, encode_thumbnail
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
+from rloo_cli.reporting.events import EventSender
 from rloo_cli.reporting.token_strip import DecodeToken, add_token_strips
 from rloo_cli.reporting.trackers import TrackerClient
 from rloo_cli.utils.fault_injection import trigger_fault
@@ -65,6 +66,7 @@ class RunLog:
         self.pending_counts: list[JsonObject] = []  # the counts that their means were taken over
         self.display: Display | None = None
         self.trackers: TrackerClient | None = None
+        self.events = EventSender()
         self.writes_files = True  # false in all ranks but the first
         self.token_samples = 0  # samples of a file that are written token by token
         self.decode_token: DecodeToken = str
@@ -169,6 +171,8 @@ class RunLog:
         if self.trackers is not None:
             self.trackers.send(metrics)
         self.store_line(metrics)
+        note = "on_step" if "step_time" in metrics else "on_evaluation"
+        self.events.send(note, metrics.get("step"), metrics)
         return metrics
 
     def store_line(self, metrics: JsonObject) -> None:

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rloo_cli.distributed.world import (
     rank_lost_error,
 )
 from rloo_cli.generation.common.carry import CarrySampler
+from rloo_cli.reporting.events import Events, EventSender, load_listeners
 from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
@@ -76,19 +77,24 @@ def run_training(
     folder: Path,
     functions: RewardFunctions | None = None,
     resume_plan: ResumePlan | None = None,
+    events: Sequence[Events] = (),
 ) -> JsonObject:
     """Do a whole run in this process. -> its summary. Raises RunError.
 
     `functions`: rewards given as Python callables, by the name of their config entry.
-    `resume_plan`: the checkpoint that the run resumes from.
+    `resume_plan`: the checkpoint that the run resumes from. `events`: who is told of it, beside
+    those of `logging.events`.
     """
     folder = paths.absolute_path(folder)
     resume_plan = resume_plan or ResumePlan(folder)
     checkpoint = resume_plan.checkpoint and paths.absolute_path(resume_plan.checkpoint)
     resume_plan = replace(resume_plan, folder=folder, checkpoint=checkpoint)
     with _check_folder_on_error(folder):
+        is_first = environment_number("RANK", 0) == 0
+        listeners = [*events, *load_listeners(settings.logging.events)] if is_first else []
         run, bytes_before = _build_with_memory(settings, functions, resume_plan)
-        with _save_on_failure(run, settings):
+        run.log.events = EventSender(listeners, run.log.note)
+        with _tell_of_errors(run), _save_on_failure(run, settings):
             first_step, start = _log_start(run), run.clock.elapsed()
             run_training_loop(run)
             return _write_results(run, first_step, run.clock.elapsed() - start, bytes_before)
@@ -121,6 +127,17 @@ def _build_with_memory(
         raise out_of_memory_error(error, when, phase, settings) from error
     signals.defer_signals()
     return run, bytes_before
+
+
+@contextlib.contextmanager
+def _tell_of_errors(run: Run) -> Iterator[None]:
+    """Tell of an error inside, once its cause is named and what is done is saved."""
+    try:
+        yield
+    except Exception as error:
+        code = error.code if isinstance(error, RunError) else 1
+        run.log.events.send("on_error", str(error), code)
+        raise
 
 
 @contextlib.contextmanager
@@ -198,6 +215,7 @@ def _log_start(run: Run) -> int:
     if run.log.display is not None:
         run.log.display.plan["max_steps"] = run.num_steps
         update_json(run.folder / "run.json", plan=run.log.display.plan)
+    run.log.events.send("on_start", run.folder, check.dump_config(run.config))
     first = run.state.step
     if first >= run.num_steps:
         run.log.note(f"step {first} of {run.num_steps}: nothing left to train")
@@ -242,6 +260,7 @@ def _write_results(run: Run, first_step: int, seconds: float, bytes_before: floa
         seconds=memory_check.compare_step_time(run),
     )
     run.log.close()
+    run.log.events.send("on_end", summary)
     train_summary.print_report(run)
     return summary
 

@@ -257,7 +257,7 @@ def test_a_batch_script_with_a_server_beside_the_training_keeps_both(capsys, tmp
     assert "num_nodes: 4" in text
     assert "its server: rloo vllm-serve model.path=a/b" in text
     assert "resume: auto" in text
-    assert "callbacks=[x] is not carried over: nothing is called back" in text
+    assert "callbacks=[x] is not carried over" in text
     assert "trial=t) is not carried over: a search is a multirun" in text
     assert "rloo push RUN --repo ORG/NAME" in text
     assert "final/ in the run's folder has the model" in text

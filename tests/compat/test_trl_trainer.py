@@ -153,7 +153,7 @@ def test_a_setting_that_trl_has_not_is_an_error_that_names_the_nearest():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"callbacks": [print]}, "callbacks is not taken here"),
+        ({"callbacks": [print]}, "is not taken as a callback"),
         ({"optimizers": (print, None)}, "optimizers is not taken here"),
         ({"peft_config": object()}, "adapters are LoraConfig, LoHaConfig"),
         (

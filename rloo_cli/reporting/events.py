@@ -1,0 +1,73 @@
+"""What a run tells code of the user's: that it began, made a step, was evaluated, saved, ended.
+
+`logging.events=[file.py:Class]` names subclasses of `Events`. They are told numbers and paths, and
+never the run: they cannot change it, and an error in one is a warning. The first process of a run
+tells them, and waits while they are told.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rloo_cli.config.user_code import load_user_code
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
+
+KEY = "logging.events"
+
+
+class Events:
+    """The notes of a run; each does nothing until a subclass says what it does."""
+
+    def on_start(self, folder: Path, config: JsonObject) -> None:
+        """The run in `folder` begins, or goes on: its models are loaded."""
+
+    def on_step(self, step: int, metrics: JsonObject) -> None:
+        """A line of metrics.jsonl was written, of the steps up to this one."""
+
+    def on_evaluation(self, step: int, metrics: JsonObject) -> None:
+        """The weights after this many steps were evaluated."""
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """A checkpoint is whole, in `folder`."""
+
+    def on_end(self, summary: JsonObject) -> None:
+        """The run has ended, with the content of summary.json."""
+
+    def on_error(self, error: str, code: int) -> None:
+        """The run ends without its last step: the error as printed, and the exit code."""
+
+
+class EventSender:
+    """Tells all listeners, one after the other. `warn` shows a line to the user."""
+
+    def __init__(self, listeners: Sequence[Events] = (), warn: Callable[[str], None] = print):
+        self.listeners, self.warn = listeners, warn
+        self.failed: set[tuple[int, str]] = set()  # listener and note: said once
+
+    def send(self, note: str, *values: object) -> None:
+        """Call the method `note` of each listener with copies of these values."""
+        for number, listener in enumerate(self.listeners):
+            try:
+                getattr(listener, note)(*copy.deepcopy(values))
+            except (Exception, SystemExit) as error:
+                if (number, note) not in self.failed:
+                    self.failed.add((number, note))
+                    name, why = type(listener).__name__, f"{type(error).__name__}: {error}"
+                    self.warn(f"warning: {KEY}: {name}.{note} failed, and the run goes on: {why}")
+
+
+def load_listeners(specs: Sequence[str]) -> list[Events]:
+    """The listeners that `logging.events` names, made without arguments. Raises ConfigError."""
+    found = []
+    for spec in specs:
+        kind = load_user_code(spec, KEY)
+        if not (isinstance(kind, type) and issubclass(kind, Events)):
+            fix = "class Mine(Events), with `from rloo_cli.plugin import Events`"
+            raise ConfigError(Problem(f"{spec} is no class of Events", KEY, fix=fix))
+        try:
+            found.append(kind())
+        except Exception as error:  # it is the user's code
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(Problem(f"{spec} cannot be made", KEY, why)) from None
+    return found
