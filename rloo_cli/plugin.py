@@ -24,6 +24,6 @@ from rloo_cli.utils.errors import Problem
 __all__ = [
     "RLOO", "AdvantageInputs", "Advantages", "Algorithm", "AlgorithmConfig", "Completion",
     "Events", "ForwardPlan", "Loss", "LossInputs", "Problem", "RewardConfig", "RunConfig",
-    "StepTokens", "Switches", "TokenAdvantages", "TrainerState", "ValueLoss", "in_reward", "key", "texts",
-    "usable_rows",
+    "StepTokens", "Switches", "TokenAdvantages", "TrainerState", "ValueLoss", "in_reward", "key",
+    "texts", "usable_rows",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ MASK_KEY, LIMIT_KEY = "generation.return_sampling_mask", "generation.max_samplin
 # Of generation.kwargs of the transformers backend: what cuts the distribution; what only bans ids.
 CUTTING_KWARGS = ("typical_p", "epsilon_cutoff", "eta_cutoff")
 BANNING_KWARGS = ("bad_words_ids", "suppress_tokens")
+STRUCTURED = "structured_outputs"  # a form that completions follow
 
 
 def cutting_settings(generation: GenerationConfig) -> list[str]:
@@ -25,8 +26,14 @@ def cutting_settings(generation: GenerationConfig) -> list[str]:
         "min_p": bool(generation.min_p),
     }
     found = [f"{name}={getattr(generation, name):g}" for name, on in active.items() if on]
-    return found + [f"kwargs={{{n}: {v}}}" for n, v in generation.kwargs.items()
-                    if n in CUTTING_KWARGS]  # fmt: skip
+    cutting = _cutting_kwargs(generation)
+    return found + [f"kwargs={{{n}: {v}}}" for n, v in generation.kwargs.items() if n in cutting]
+
+
+def _cutting_kwargs(generation: GenerationConfig) -> tuple[str, ...]:
+    """Names of generation.kwargs that cut the distribution, where the sampler's masks show it."""
+    forms = (STRUCTURED,) if generation.backend == "transformers" else ()
+    return (*CUTTING_KWARGS, *forms)
 
 
 def keeps_masks(generation: GenerationConfig) -> bool:
@@ -51,7 +58,7 @@ def inexact_settings(generation: GenerationConfig, with_masks: bool = False) -> 
     if generation.min_tokens > 0 and stops and not masked:
         found.append(f"min_tokens={generation.min_tokens:g}")
     if masked:
-        exact = (*CUTTING_KWARGS, *BANNING_KWARGS)
+        exact = (*_cutting_kwargs(generation), *BANNING_KWARGS)
         kwargs = {name: value for name, value in kwargs.items() if name not in exact}
     return [*found, *([f"kwargs={kwargs}"] if kwargs else [])]
 

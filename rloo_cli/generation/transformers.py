@@ -4,9 +4,11 @@ It needs only transformers, runs on a CPU too, and is the reference in tests: sa
 are the same module, so behaviour_logp is old_logp up to rounding.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Literal
 
+from rloo_cli.config.rules_sampling import STRUCTURED
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, RunConfig, key
 from rloo_cli.utils.errors import Problem
 
@@ -32,14 +34,31 @@ class Config(GenerationConfig):
 
 # Sampling arguments of transformers' generate, whose processors look at no other row.
 SAMPLING_KWARGS = (
-    "bad_words_ids", "epsilon_cutoff", "eta_cutoff", "sequence_bias", "suppress_tokens", "typical_p"
+    "bad_words_ids", "epsilon_cutoff", "eta_cutoff", "sequence_bias", "suppress_tokens",
+    "typical_p",
 )  # fmt: skip
+# What a completion may have to follow, by vLLM's names.
+FORMS = ("regex", "json", "json_object", "choice", "grammar")
 
 
 def rules(run: RunConfig) -> Iterator[Problem]:
     """The settings that this backend refuses."""
-    for name in run.generation.kwargs:
-        if name not in SAMPLING_KWARGS:
+    known = (*SAMPLING_KWARGS, STRUCTURED)
+    for name, value in run.generation.kwargs.items():
+        if name not in known:
             what = f"generation.kwargs.{name} is not taken by generation=transformers"
             fix = "one of these, a key of generation, or generation=vllm_colocate"
-            yield Problem(what, "generation.kwargs", f"known: {', '.join(SAMPLING_KWARGS)}", fix)
+            yield Problem(what, "generation.kwargs", f"known: {', '.join(known)}", fix)
+        elif name == STRUCTURED:
+            yield from _form_problems(value)
+
+
+def _form_problems(form: object) -> Iterator[Problem]:
+    """What is wrong with a form that completions are to follow."""
+    where = f"generation.kwargs.{STRUCTURED}"
+    if not (isinstance(form, dict) and len(form) == 1 and next(iter(form)) in FORMS):
+        why = f"it has one of: {', '.join(FORMS)}"
+        yield Problem(f"{where} = {form!r:.80} is no form", where, why, f"{{{FORMS[0]}: '[0-9]+'}}")
+    elif importlib.util.find_spec("xgrammar") is None:
+        fix = "pip install 'rloo-cli[structured]', or generation=vllm_colocate"
+        yield Problem("xgrammar is not installed", where, "it says which ids may come next", fix)

@@ -2,6 +2,7 @@
 
 decode_batch     the sequences of one decoding batch
 generator        the generator of generation=transformers
+grammar          completions that follow a regular expression, a JSON schema, a choice
 kv_cache         keys and values kept while decoding
 repeated_prefix  a prompt's keys and values are repeated for each completion
 replica          a whole copy of sharded weights, for sampling

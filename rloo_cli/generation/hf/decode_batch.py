@@ -41,6 +41,8 @@ class DecodeSequence:
     kept_ids: list[int] = field(default_factory=list)  # the completion's own ids in `prompt_ids`
     sampling_mask: SamplingMask | None = None  # of completion_ids; None = it is not kept
     media: Media | None = None  # the prompt's images
+    matcher: Any = None  # of `grammar`, where completions follow a form
+    num_matched: int = 0  # ids that it has read
 
     @property
     def all_ids(self) -> list[int]:

@@ -34,6 +34,7 @@ from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
 from rloo_cli.generation.common.stop_rule import StopRule
 from rloo_cli.generation.hf import decode_batch, sampling
 from rloo_cli.generation.hf.decode_batch import DecodeSequence
+from rloo_cli.generation.hf.grammar import Grammar, load_grammar
 from rloo_cli.generation.hf.repeated_prefix import RepeatedPrefix, can_select_sequences
 from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.generation.transformers import Config
@@ -74,6 +75,10 @@ class TransformersGenerator:
         self.logged_reasons: set[str] = set()
         self.on_length: OnLength = ignore_length
         self.image_token_ids = sorted(image_token_ids(model.config))
+        self.grammar: Grammar | None = None
+        if (form := config.kwargs.get("structured_outputs")) is not None:
+            size, stop_ids = model.get_input_embeddings().weight.shape[0], self.stop_rule.stop_ids
+            self.grammar = load_grammar(form, tokenizer, size, stop_ids)
 
     def load(self, policy: Policy, version: int) -> None:
         """Note the version: the weights are the policy's own."""
@@ -217,6 +222,8 @@ class TransformersGenerator:
                 return
             if self.image_token_ids:  # a sampled one would want an image
                 logits[:, self.image_token_ids] = -math.inf
+            if self.grammar is not None:
+                self.grammar.mask_logits(state.sequences, logits)
             scores = process(state.input_ids[:, :end], logits)
             uniform = None if greedy else state.uniforms[:, end - width]
             tokens, logp = sampling.sample_tokens(scores, uniform)
