@@ -96,7 +96,7 @@ def test_a_script_of_trl_becomes_a_recipe_that_means_the_same(script, stand_ins,
     monkeypatch.setattr("rloo_cli.config.compose.register_config_dirs", lambda folders: None)
     found = []
 
-    def compose(recipe, rewards, overrides, replace_rewards):
+    def compose(recipe, rewards, overrides, replace_rewards, events):
         composed = compose_config([f"+recipe={recipe}", *overrides])
         found.append((check.check_config(api._with(composed, rewards)), recipe, rewards))
         Path("rloo_model/final").mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def test_a_script_of_trl_trains(script, stand_ins, monkeypatch):
     tiny = synthetic.resolve_model_path("make:tiny")
     paths = {"RM_Mistral_7B", "reward_model_0"}
 
-    def small(recipe, rewards, overrides, replace_rewards):
+    def small(recipe, rewards, overrides, replace_rewards, events):
         written = yaml.safe_load(recipe.read_text())
         more = [
             f"reward.{n}.path=.inputs/out/reward_model_0" for n in written["reward"] if n in paths
@@ -133,7 +133,7 @@ def test_a_script_of_trl_trains(script, stand_ins, monkeypatch):
         path = [f"model.path={tiny}"] if "/" in str(written["model"]["path"]) else []
         path = [] if "inputs" in str(written["model"]["path"]) else path
         words = [*overrides, *SMALL, *path, *more]
-        return api.train(recipe, rewards, words, replace_rewards=replace_rewards)
+        return api.train(recipe, rewards, words, replace_rewards=replace_rewards, events=events)
 
     monkeypatch.setattr(trl, "train", small)
     stand_ins(script)

@@ -38,7 +38,7 @@ class Heard(Events):
         write("evaluation", step)
 
     def on_save(self, step, folder):
-        write("save", step, folder.name, (folder / "manifest.json").is_file())
+        write("save", step, folder.name, (folder / "MANIFEST.json").is_file())
 
     def on_end(self, summary):
         write("end", summary["steps"])

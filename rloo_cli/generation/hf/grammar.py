@@ -48,8 +48,10 @@ class Grammar:
                     what = f"a completion left its form at token {sequence.num_matched}"
                     raise GenerationError(Problem(what, KEY))
                 sequence.num_matched += 1
-            sequence.matcher.fill_next_token_bitmask(allowed, row)
-            if not bool(allowed[row].any()):
+            ended = sequence.matcher.is_terminated()
+            if not ended:
+                sequence.matcher.fill_next_token_bitmask(allowed, row)
+            if ended or not bool(allowed[row].any()):
                 why = f"after {sequence.num_matched} tokens nothing may follow, not even an end"
                 fix = "a form that may end, with generation.ignore_eos=false"
                 raise GenerationError(Problem("a form cannot be ended", KEY, why, fix))
