@@ -5,7 +5,8 @@ tokens as words, a model whose engine cannot be imported, a tower whose weights 
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.agent import agent_config
@@ -32,63 +33,50 @@ def check_image_run(config: RunConfig, prompts_by_set: Mapping[str | None, Promp
     if config.model.freeze and engine not in WHOLE_WEIGHTS_ENGINES:
         what, why = f"model.freeze with distributed.engine = {engine!r}", "it shards every weight"
         problems.append(Problem(what, "model.freeze", why, "model.freeze=[] or distributed=ddp"))
-    if not any(any(prompts.media) for prompts in prompts_by_set.values()):
-        if problems:
-            raise ConfigError(*problems)
-        return
-
-    def refuse(key: str, what: str, why: str, fix: str) -> None:
-        problems.append(Problem(f"the prompts have images, and {what}", key, why, fix))
-
-    if engine not in WHOLE_WEIGHTS_ENGINES:
-        why = "a tower is run apart from the layers, whose weights are gathered one by one"
-        refuse("distributed.engine", f"{engine} shards the model", why, "distributed=ddp")
-    kind = _model_type(config.model.path, config.model.revision)
-    if backend in VLLM_SECTIONS and _engine_is_here(config) and not _vllm_imports(kind):
-        why = f"vLLM's code for {kind} imports torchvision, which is not installed here"
-        fix = "pip install torchvision, as it fits your torch; or generation=transformers"
-        refuse("generation", f"{backend} samples", why, fix)
-    if config.algorithm.teacher_server is not None:
-        why, fix = "it is sent ids alone", "algorithm.teacher.base_url=null model.ref_path=TEACHER"
-        refuse("algorithm.teacher.base_url", "a server has the teacher", why, fix)
-    if config.algorithm.name == "ppo":
-        why = "the value model reads text alone"
-        refuse("algorithm", "PPO has a value model", why, "algorithm=rloo")
-    agent = agent_config(config)
-    if agent is not None and agent.kind not in AGENTS_WITH_IMAGES:
-        why = f"agent={agent.kind} is sent texts alone"
-        refuse("agent", "the agent takes none", why, "agent=tools, agent=class or agent=null")
-    if config.generation.overlap == "carry":
-        why = "prompts of unfinished completions are kept without their images"
-        refuse("generation.overlap", "completions are carried on", why, "generation.overlap=none")
-    if config.model.ref_path is not None and _model_type(config.model.ref_path, None) != kind:
-        why = f"{config.model.ref_path} takes them in another way, or takes none"
-        fix = "one of the policy's family"
-        refuse("model.ref_path", "the reference is another kind of model", why, fix)
+    if any(any(prompts.media) for prompts in prompts_by_set.values()):
+        kind = _model_type(config.model.path, config.model.revision)
+        found = [*_obstacles(config, kind)]
+        if backend in VLLM_SECTIONS and _engine_is_here(config) and not _vllm_imports(kind):
+            why = f"vLLM's code for {kind} imports torchvision, which is not installed here"
+            fix = "pip install torchvision, as it fits your torch; or generation=transformers"
+            found.append(Problem(f"{backend} samples", "generation", why, fix))
+        problems += [replace(p, what=f"the prompts have images, and {p.what}") for p in found]
     if problems:
         raise ConfigError(*problems)
 
 
 def why_no_tool_images(config: RunConfig) -> str | None:
     """Why tools of this run may not answer with images, for them to be told; None = they may."""
-    model, engine = config.model, config.distributed.engine
-    kind = _model_type(model.path, model.revision)
+    kind = _model_type(config.model.path, config.model.revision)
     if kind is None:
         return "and the model takes text alone"
+    found = next(_obstacles(config, kind), None)
+    return None if found is None else f"and {found.what}: {found.why}"
+
+
+def _obstacles(config: RunConfig, kind: str | None) -> Iterator[Problem]:
+    """What rules out images in a run's rows, wherever they come from."""
+    engine = config.distributed.engine
+    if engine not in WHOLE_WEIGHTS_ENGINES:
+        why = "a tower is run apart from the layers, whose weights are gathered one by one"
+        yield Problem(f"{engine} shards the model", "distributed.engine", why, "distributed=ddp")
+    if config.algorithm.teacher_server is not None:
+        key, why = "algorithm.teacher.base_url", "it is sent ids alone"
+        yield Problem("a server has the teacher", key, why, f"{key}=null model.ref_path=TEACHER")
+    if config.algorithm.name == "ppo":
+        why = "the value model reads text alone"
+        yield Problem("PPO has a value model", "algorithm", why, "algorithm=rloo")
     agent = agent_config(config)
     if agent is not None and agent.kind not in AGENTS_WITH_IMAGES:
-        return f"and agent={agent.kind} is sent texts alone"
-    if engine not in WHOLE_WEIGHTS_ENGINES:
-        return f"and distributed.engine={engine} shards the model"
-    if config.algorithm.name == "ppo":
-        return "and the value model of algorithm=ppo reads text alone"
-    if config.algorithm.teacher_server is not None:
-        return "and the server of algorithm.teacher.base_url is sent ids alone"
+        why, fix = f"agent={agent.kind} is sent texts alone", "agent=tools, agent=class, agent=null"
+        yield Problem("the agent takes none", "agent", why, fix)
     if config.generation.overlap == "carry":
-        return "and generation.overlap=carry keeps none"
-    if model.ref_path is not None and _model_type(model.ref_path, None) != kind:
-        return "and the model of model.ref_path takes them in another way, or takes none"
-    return None
+        key, why = "generation.overlap", "the images of unfinished completions are not kept"
+        yield Problem("completions are carried on", key, why, f"{key}=none")
+    path = config.model.ref_path
+    if path is not None and _model_type(path, None) != kind:
+        why, fix = f"{path} takes them in another way, or takes none", "one of the policy's family"
+        yield Problem("the reference is another kind of model", "model.ref_path", why, fix)
 
 
 def _engine_is_here(config: RunConfig) -> bool:

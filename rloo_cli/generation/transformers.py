@@ -10,7 +10,7 @@ from typing import Literal
 
 from rloo_cli.config.rules_sampling import STRUCTURED
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, RunConfig, key
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import ConfigError, Problem
 
 IMPLEMENTATION = "rloo_cli.generation.hf.generator:build_transformers_generator"
 
@@ -62,3 +62,10 @@ def _form_problems(form: object) -> Iterator[Problem]:
     elif importlib.util.find_spec("xgrammar") is None:
         fix = "pip install 'rloo-cli[structured]', or generation=vllm_colocate"
         yield Problem("xgrammar is not installed", where, "it says which ids may come next", fix)
+    else:
+        from rloo_cli.generation.hf.grammar import parse_form  # lazy: torch
+
+        try:
+            parse_form(*next(iter(form.items())))
+        except ConfigError as error:
+            yield from error.problems

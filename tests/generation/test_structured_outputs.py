@@ -100,11 +100,14 @@ def test_what_is_no_form_is_refused_with_those_there_are(word: str, says: str) -
     assert "regex, json, json_object, choice, grammar" in str(caught.value)
 
 
-def test_a_form_that_does_not_compile_is_refused_before_anything_is_sampled(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError, match="cannot be compiled"):
-        make(tmp_path, *LONG, form(regex="(a"))
+@pytest.mark.parametrize(
+    "given",
+    [{"regex": "(a"}, {"json": "{"}, {"grammar": "root := a"}, {"choice": []}, {"choice": 3}],
+    ids=["regex", "json", "grammar", "no choice", "choice of a number"],
+)
+def test_a_form_that_cannot_be_read_is_refused_by_its_rule(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        checked((), (form(**given),))
 
 
 def test_without_xgrammar_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,24 +69,22 @@ def load_grammar(
     )
     compiler = xgrammar.GrammarCompiler(info)
     ((kind, value),) = form.items()
+    return Grammar(compiler.compile_grammar(parse_form(kind, value)), vocab_size, stop_ids)
+
+
+def parse_form(kind: str, value: Any) -> "xgrammar.Grammar":
+    """A form of this kind, read without a tokenizer. Raises ConfigError for one that is none."""
+    from xgrammar import Grammar as Parsed  # lazy: optional
+
     try:
-        return Grammar(_compile(compiler, kind, value), vocab_size, stop_ids)
+        if kind == "json_object":
+            return Parsed.builtin_json_grammar()
+        if kind == "choice":
+            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in value)
+            return Parsed.from_ebnf(f"root ::= {words}")
+        if kind == "json":
+            return Parsed.from_json_schema(value if isinstance(value, str) else json.dumps(value))
+        return Parsed.from_regex(value) if kind == "regex" else Parsed.from_ebnf(value)
     except Exception as error:  # the text of a parser in C++
         why = str(error).strip().rpartition("\n")[2][:300]
-        raise ConfigError(Problem(f"{KEY}.{kind} cannot be compiled", KEY, why)) from None
-
-
-def _compile(
-    compiler: "xgrammar.GrammarCompiler", kind: str, value: Any
-) -> "xgrammar.CompiledGrammar":
-    if kind == "regex":
-        return compiler.compile_regex(value)
-    if kind == "json":
-        schema = value if isinstance(value, str) else json.dumps(value)
-        return compiler.compile_json_schema(schema)
-    if kind == "json_object":
-        return compiler.compile_builtin_json_grammar()
-    if kind == "choice":
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
-        return compiler.compile_grammar(f"root ::= {choices}")
-    return compiler.compile_grammar(value)
+        raise ConfigError(Problem(f"{KEY}.{kind} cannot be read", KEY, why)) from None
