@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_compose
 from cli_cases import rloo, rloo_without_torch
 from endpoint_cases import serve
 from fork_cases import fast, forked
@@ -27,6 +28,7 @@ __all__ = [
     "smollm2_folder",
 ]  # fmt: skip
 
+quick_compose.install()
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Files whose tests use `server`.
 ONE_SERVER = (

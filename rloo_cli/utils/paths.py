@@ -2,6 +2,7 @@
 of the cache.
 """
 
+import functools
 import os
 from pathlib import Path
 
@@ -50,8 +51,7 @@ def unusable_cache_problem(why: str) -> Problem:
 
 def recipe_files() -> dict[str, Path]:
     """Name of every shipped recipe -> its file; `a/b` for recipes/a/b.yaml."""
-    files = sorted(RECIPES.rglob("*.yaml"))
-    return {str(path.relative_to(RECIPES).with_suffix("")): path for path in files}
+    return {**_shipped_choices(CONF, RECIPES)["recipe"]}
 
 
 def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
@@ -59,11 +59,25 @@ def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
 
     A user's recipes may lie in `recipe/` or `recipes/` of such a folder.
     """
-    groups: dict[str, dict[str, Path]] = {"recipe": dict(recipe_files())}
-    for root in [CONF, *config_dirs]:
-        for path in sorted(root.glob("*/**/*.yaml")):
-            name = str(path.relative_to(root).with_suffix(""))
-            is_recipe = name.partition("/")[0] in ("recipe", "recipes")
-            group, _, choice = name.partition("/") if is_recipe else name.rpartition("/")
-            groups.setdefault("recipe" if is_recipe else group, {})[choice] = path
+    groups = {group: {**choices} for group, choices in _shipped_choices(CONF, RECIPES).items()}
+    for root in config_dirs:
+        _add_choices(groups, root)
     return groups
+
+
+@functools.cache
+def _shipped_choices(conf: Path, recipes: Path) -> dict[str, dict[str, Path]]:
+    """The choices of these two folders, which stay as they are while a process lives."""
+    files = sorted(recipes.rglob("*.yaml"))
+    groups = {"recipe": {str(path.relative_to(recipes).with_suffix("")): path for path in files}}
+    _add_choices(groups, conf)
+    return groups
+
+
+def _add_choices(groups: dict[str, dict[str, Path]], root: Path) -> None:
+    """Add the choices of a folder of groups."""
+    for path in sorted(root.glob("*/**/*.yaml")):
+        name = str(path.relative_to(root).with_suffix(""))
+        is_recipe = name.partition("/")[0] in ("recipe", "recipes")
+        group, _, choice = name.partition("/") if is_recipe else name.rpartition("/")
+        groups.setdefault("recipe" if is_recipe else group, {})[choice] = path
