@@ -188,8 +188,10 @@ def print_ranks() -> None:
     if rows:
         print("\n| two ranks of ddp | seconds a step without sampling | whole | runs |")
         print("|---|---|---|---|")
-    for mode in RANK_MODES if rows else ():
+    for mode in RANK_MODES:
         own = [row for row in rows if row["mode"] == mode]
+        if not own:
+            continue
         trained, whole = (
             statistics.median(statistics.median(row[name]) for row in own)
             for name in ("train_s", "step_s")

@@ -327,6 +327,12 @@ def linear_targets(model: PreTrainedModel) -> list[str]:
     return sorted({n.rpartition(".")[2] for n, m in layers if not isinstance(m, skipped)})
 
 
+def adapted_beside_language(model: PreTrainedModel) -> list[str]:
+    """Names of an adapter's weights in a vision tower, or in what joins it to the language model."""
+    apart = vision.modules_beside_language(model)
+    return [n for n in (adapter_parameters(model) if apart else ()) if apart & {*n.split(".")}]
+
+
 def _parameter_wrapper() -> type[nn.Module]:
     """The class of peft's layer around one parameter of a module; several of them are nested."""
     return importlib.import_module("peft.tuners.lora.layer").ParamWrapper

@@ -76,12 +76,9 @@ def freeze_parts(model: PreTrainedModel, parts: Sequence[str]) -> int:
 
     Raises ConfigError for a model that has no such part.
     """
-    names = {"vision": "towers", "projector": "projectors"}
     frozen = 0
     for part in parts:
-        family = family_of_model(model)
-        modules = getattr(family, names[part]) if family is not None else ()
-        found = [w for name, w in model.named_parameters() if {*modules} & {*name.split(".")}]
+        found = [*_weights_of(model, part).values()]
         if not found:
             what = f"model.freeze names {part}, and the model has no such part"
             why = f"{type(model).__name__} has {', '.join(n for n, _ in model.named_children())}"
@@ -92,13 +89,31 @@ def freeze_parts(model: PreTrainedModel, parts: Sequence[str]) -> int:
     return frozen
 
 
+def _weights_of(model: PreTrainedModel, part: str) -> dict[str, nn.Parameter]:
+    """The weights of a part that `model.freeze` names; none for a model without it."""
+    family = family_of_model(model)
+    attribute = {"vision": "towers", "projector": "projectors"}[part]
+    modules = {*getattr(family, attribute)} if family is not None else set()
+    return {n: w for n, w in model.named_parameters() if modules & {*n.split(".")}}
+
+
+def frozen_names(model: PreTrainedModel) -> set[str]:
+    """The weights of parts that keep all of theirs (`model.freeze`)."""
+    if all(w.requires_grad for w in model.parameters()):
+        return set()
+    parts = [_weights_of(model, part) for part in ("vision", "projector")]
+    return {n for part in parts if not any(w.requires_grad for w in part.values()) for n in part}
+
+
+def modules_beside_language(model: PreTrainedModel) -> set[str]:
+    """Names of the modules that see images, or join them to the language model."""
+    family = family_of_model(model)
+    return set() if family is None else {*family.towers, *family.projectors}
+
+
 def language_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The modules that compute text: all of a model without a tower."""
-    family = family_of_model(model)
-    if family is None:
-        yield from model.modules()
-        return
-    apart = {*family.towers, *family.projectors}
+    apart = modules_beside_language(model)
     for name, module in model.named_modules():
         if not apart & {*name.split(".")}:
             yield module

@@ -472,9 +472,12 @@ def _check_vocabularies(
 def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
     """Log if an adapter reaches the experts of a mixture.
 
-    Raises ConfigError if the inference engine cannot apply that.
+    Raises ConfigError if the inference engine cannot apply that, or an adapter in a vision tower.
     """
-    parts = lora.adapted_parameters(policy.model) if lora.has_adapter(policy.model) else []
+    has_adapter = lora.has_adapter(policy.model)
+    if has_adapter and config.generation.backend in rules_lora.VLLM_BACKENDS:
+        _check_adapted_tower(config, policy.model)
+    parts = lora.adapted_parameters(policy.model) if has_adapter else []
     if not parts:
         return
     kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in parts}))
@@ -488,6 +491,20 @@ def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
         f"the adapter is in {kinds} ({len(parts)} parameters) besides the linear layers;"
         f" without them: model.lora.target_modules=[{linear}]"
     )
+
+
+def _check_adapted_tower(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for an adapter in a vision tower, which vLLM would leave out."""
+    beside = lora.adapted_beside_language(model)
+    if not beside:
+        return
+    shared = {name.split(".")[-3] for name in beside}
+    own = [name for name in lora.linear_targets(model) if name not in shared]
+    what = f"this adapter cannot be sampled by {config.generation.backend}"
+    why = f"it is in the vision tower, too ({beside[0]}); vLLM adapts the language model alone"
+    fix = f"model.lora.target_modules=[{','.join(own)}], or " if own else ""
+    fix += "generation=transformers"
+    raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
 
 
 def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:

@@ -4,12 +4,13 @@ import pytest
 import torch
 import vision_cases as v
 from layout_cases import gradients, worst
+from lora_cases import keys, move
 from policy_cases import fresh
 
 from rloo_cli.data import segments
 from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
-from rloo_cli.policy import layouts, load, shared_attention
+from rloo_cli.policy import layouts, load, lora, shared_attention
 from rloo_cli.policy.layout_support import why_not_shared
 from rloo_cli.policy.model import PlainSequence, Policy
 from rloo_cli.policy.vision import freeze_parts
@@ -132,3 +133,39 @@ def test_a_frozen_tower_has_no_gradient_and_a_missing_one_is_refused():
     assert not any(".visual." in name for name in gradients(policy.model))
     with pytest.raises(ConfigError, match="no such part"):
         freeze_parts(fresh("llama"), ["vision"])
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [("qwen2_5_vl", "shared"), ("qwen2_5_vl", "padded"), ("idefics3", "shared"),
+     ("gemma3", "packed"), ("llava_next", "shared")],
+)  # fmt: skip
+def test_an_adapter_in_the_tower_trains_row_by_row_and_is_off_for_the_reference(name, layout):
+    policy, _, groups = made(name)
+    plain = row_by_row(policy, groups).detach()
+    lora.attach_adapter(policy.model, keys(), seed=1)
+    move(policy.model)
+    inside = {n for n, w in policy.model.named_parameters() if w.requires_grad and "vis" in n}
+    assert inside and lora.adapted_beside_language(policy.model)
+    expected = row_by_row(policy, groups)
+    assert float((expected - plain).detach().abs().max()) > 1e-3
+    expected.square().sum().backward()
+    of_rows = gradients(policy.model)
+    assert {n for n in inside if "lora_A" in n} <= of_rows.keys()
+    policy.model.zero_grad()
+    batch = laid(policy, groups, layout)
+    (found,), *_ = policy.call(batch, [1.0], False)
+    found.square().sum().backward()
+    assert float((found - expected).detach().abs().max()) < 1e-4
+    assert worst(gradients(policy.model), of_rows) < 1e-4
+    with torch.no_grad(), lora.use_adapter(lora.adapter_layers(policy.model), None):
+        (off,), *_ = policy.call(batch, [1.0], False)
+    assert float((off - plain).abs().max()) < 1e-5
+
+
+def test_an_adapter_of_the_language_model_alone_is_not_beside_it():
+    model, _ = v.fresh("qwen2_5_vl")
+    lora.attach_adapter(model, keys(target_modules=["q_proj", "v_proj"]), seed=1)
+    assert lora.adapted_beside_language(model) == []
+    lora.attach_adapter(text := fresh("qwen3"), keys(), seed=1)
+    assert lora.adapted_beside_language(text) == []

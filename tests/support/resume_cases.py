@@ -144,13 +144,13 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "final" / "model.safetensors")
 
 
-def update_apart(one: Path, other: Path) -> float:
-    """The largest relative difference of two runs' whole updates, over tensors.
+def update_apart(one: Path, other: Path, model: str = "make:tiny") -> float:
+    """The largest relative difference of two runs' whole updates of this model, over tensors.
 
     Two sums that differ in their last bit may leave a weight one rounding apart, which of a norm's
     weight of 1 is a tenth of a small update: so much is no difference.
     """
-    begin = load_file(Path(synthetic.resolve_model_path("make:tiny")) / "model.safetensors")
+    begin = load_file(Path(synthetic.resolve_model_path(model)) / "model.safetensors")
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
 
@@ -158,4 +158,9 @@ def update_apart(one: Path, other: Path) -> float:
         rounding = torch.finfo(torch.float32).eps * a[name].abs()
         return ((a[name] - b[name]).abs() - rounding).clamp(min=0).norm()
 
-    return max(float(gap(n) / (a[n] - begin[n]).norm()) for n in a)
+    def apart(name: str) -> float:
+        if torch.equal(a[name], b[name]):
+            return 0.0  # of a frozen weight there is no change to compare with
+        return float(gap(name) / (a[name] - begin[name]).norm())
+
+    return max(map(apart, a))

@@ -171,3 +171,11 @@ def test_weights_move_with_every_layout_of_images(tmp_path, file):
     _, row, batch = step(run)
     assert run.layout_choice.layout == "packed" and float((flat(run) - before).norm()) > 0
     assert row["grad_norm"] > 0 and batch.score.shape == (4, 2)
+
+
+def test_an_adapter_in_the_tower_is_refused_before_vllm_starts(tmp_path, file, monkeypatch):
+    monkeypatch.setattr(image_rules, "_vllm_imports", lambda kind: True)
+    with pytest.raises(ConfigError, match="vision tower, too") as caught:
+        make(tmp_path, *words_of(file), "generation=vllm_colocate", "lora=default")
+    fix = "model.lora.target_modules=[k_proj,o_proj,q_proj,v_proj], or generation=transformers"
+    assert fix in str(caught.value)

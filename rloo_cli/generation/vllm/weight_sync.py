@@ -114,6 +114,8 @@ class WeightSync:
         if self.source is None or self.source.model is not model:
             self.source = CountedWeightSource(model, self._make_weight_source(model))
         self.source.bytes_sent = 0
+        if isinstance(self.source.source, ModelWeightSource):
+            self.source.source.leaves_frozen = self.synced_label is not None  # it has them from us
         return self.source
 
     def _make_weight_source(self, model: nn.Module) -> WeightSource:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from rloo_cli.distributed import gather
-from rloo_cli.policy import lora
+from rloo_cli.policy import lora, vision
 from rloo_cli.policy.model import weight_shape
 from rloo_cli.utils.device_waits import wait_for_device, wait_for_stream
 from rloo_cli.utils.files import JsonObject
@@ -52,14 +52,20 @@ class TransferClient(Protocol):
 class ModelWeightSource:
     """Every parameter of an unsharded model, each once (a tied head goes with its embedding).
 
-    `dtype`: what the engine computes in; tensors are cast to it one at a time.
+    `dtype`: what the engine computes in; tensors are cast to it one at a time. With
+    `leaves_frozen`, parts that `model.freeze` keeps as they are, which the engine has, are left
+    out.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.leaves_frozen = model, dtype, False
 
     def metadata(self) -> list[TensorMeta]:
-        return self._metadata_of(dict(self.model.named_parameters()))
+        return self._metadata_of(self._parameters())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        left = vision.frozen_names(self.model) if self.leaves_frozen else set[str]()
+        return {n: p for n, p in self.model.named_parameters() if n not in left}
 
     def _metadata_of(self, parameters: Mapping[str, nn.Parameter]) -> list[TensorMeta]:
         # From shapes alone: fused experts would otherwise be taken apart twice.
@@ -71,7 +77,7 @@ class ModelWeightSource:
         return [TensorMeta(name, self.dtype, tuple(t.shape)) for name, t in named]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        named = self._to_checkpoint_names({n: p.detach() for n, p in self.model.named_parameters()})
+        named = self._to_checkpoint_names({n: p.detach() for n, p in self._parameters().items()})
         wait_for_stream()  # experts that were taken apart are packed on other streams too
         for name, tensor in named:
             yield name, tensor.detach().to(self.dtype).contiguous()

@@ -14,20 +14,33 @@ from rloo_cli.generation.vllm import engine_images
 from rloo_cli.generation.vllm.sampling_params import parity_params
 
 
+SAMPLED_FROM = {
+    "a server": ("idefics3", "generation=vllm_server"),
+    "an engine of its own, a frozen tower": (
+        "idefics3", "generation=vllm_colocate", "model.freeze=[vision]"
+    ),
+    "Qwen2.5-VL": ("qwen2_5_vl", "generation=vllm_colocate"),
+}  # fmt: skip
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["vllm_server", "vllm_colocate"])
+@pytest.mark.parametrize(("family", "words"), [(f, w) for f, *w in SAMPLED_FROM.values()],
+                         ids=SAMPLED_FROM)  # fmt: skip
 def test_a_run_samples_from_images_with_vllm(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, backend: str
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, family: str, words: list[str]
 ) -> None:
     file = v.rows_file(tmp_path / "rows")
     rloo = Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()))
-    words = ("+recipe=smoke", *v.run_words("idefics3", file), f"generation={backend}")
-    done = rloo("train", *words, "model.dtype=float32", "eval.at_start=false", timeout=1800)
+    given = ("+recipe=smoke", *v.run_words(family, file), *words)
+    done = rloo("train", *given, "model.dtype=float32", "eval.at_start=false", timeout=1800)
     assert done.code == 0, done.said
     assert "parity of trainer and vLLM on" in done.said
     rows = [r for r in strict(tmp_path / "runs" / "smoke" / "metrics.jsonl") if "step_time" in r]
     assert len(rows) == 2 and all(row["sampling/logp_diff_max"] < 1e-3 for row in rows)
+    first, second = (row["vllm/synced_bytes"] for row in rows)
+    is_frozen = "model.freeze=[vision]" in words
+    assert (second < first) == is_frozen and second > 0
 
 
 @pytest.mark.vllm

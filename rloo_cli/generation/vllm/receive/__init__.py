@@ -1,7 +1,7 @@
 """The receiving ends of a weight transfer, which run inside vLLM's workers.
 
 `CompleteUpdateMixin` is what they have in common: every layer of the engine must have received all
-of its elements before an update may end. vLLM itself only logs a layer that received none, and
+of its elements before an update may end (a frozen tower, in the first). vLLM itself only logs a layer that received none, and
 fills the rest of one that received half with whatever was in memory.
 
     adapter  the receiver of an adapter
@@ -10,10 +10,14 @@ fills the rest of one that received half with whatever was in memory.
     nccl     vLLM's NCCL receiver, with complete updates
 """
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
@@ -30,14 +34,59 @@ else:
 class CompleteUpdateMixin(Base):
     """Goes before one of vLLM's engines in the order of base classes."""
 
+    had_all = False  # whether an update of this connection brought all weights
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.had_all = False
+        super().init_transfer_engine(init_info)
+
     def finish_weight_update(self) -> None:
-        """Raises ValueError that lists the layers that did not receive all of their weights."""
+        """Raises ValueError that lists the layers that did not receive all of their weights.
+
+        A trainer sends what it has frozen in its first update alone, so a vision tower, or what
+        joins it to the language model, may then be left as it is, whole.
+        """
         incomplete = incomplete_layers(self.model)
+        kept = parts_left_out(self.model, {n for n, a, _ in incomplete if not a})
+        if self.had_all:
+            incomplete = [layer for layer in incomplete if layer[0] not in kept]
         # Even an update that is refused must be closed: else the engine would refuse the next one.
-        super().finish_weight_update()
+        with _no_warning_of_layers_left_out() if kept else nullcontext():
+            super().finish_weight_update()
         if incomplete:
             raise missing_weights_error([f"{n} ({a} of {b} elements)" for n, a, b in incomplete])
+        self.had_all = True
         refresh_heads(self.model)
+
+
+def parts_left_out(model: nn.Module, empty: set[str]) -> set[str]:
+    """Those of the `empty` layers, which received nothing, that are of a part (a vision tower; what
+    joins it to the language model) of which no layer received anything."""
+    if not empty or not hasattr(model, "get_mm_mapping"):
+        return set()
+    names = model.get_mm_mapping()
+    connector, tower = (
+        {n for n, layer in model.named_modules() if _takes_weights(layer) and n.startswith(start)}
+        for start in (tuple(names.connector), tuple(names.tower_model))
+    )
+    return {n for part in (connector, tower - connector) if part <= empty for n in part}
+
+
+def _takes_weights(layer: nn.Module) -> bool:
+    own = next(layer.parameters(recurse=False), None)
+    return own is not None and get_layerwise_info(layer).can_load()
+
+
+@contextmanager
+def _no_warning_of_layers_left_out() -> Iterator[None]:
+    """vLLM warns of each layer that an update leaves as it is: here it is meant."""
+    log = logging.getLogger(layerwise.__name__)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def missing_weights_error(layers: list[str]) -> ValueError:
