@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.data.images import decode_png
@@ -74,7 +75,9 @@ def use_pil_processors() -> None:
         for kind in [n for n in vars(module) if n.endswith("ImageProcessorPil")]:
             setattr(module, kind.removesuffix("Pil"), getattr(module, kind))
         sys.modules[f"{package}.image_processing_{name}"] = module
+    kwargs = importlib.import_module("transformers.processing_utils").VideosKwargs
     for name in VIDEO_PROCESSORS:
         kind = getattr(transformers, name)
+        kind.video_processor = SimpleNamespace(valid_kwargs=kwargs)  # vLLM asks for their names
         kept = [part for part in kind.get_attributes() if part != "video_processor"]
         kind.get_attributes = classmethod(lambda cls, kept=kept: list(kept))
