@@ -19,7 +19,7 @@ from rloo_cli.utils.errors import ConfigError, Problem
 
 NUM_EXAMPLES = 2  # prompts with images that layouts are tried on
 # Of the families, those that vLLM 0.32 runs without torchvision (its CPU build has none).
-WITHOUT_TORCHVISION = ("idefics3", "qwen2_5_vl")
+WITHOUT_TORCHVISION = ("idefics3", "qwen2_5_vl", "qwen2_vl", "gemma3", "llava_next", "smolvlm", "internvl")
 WHOLE_WEIGHTS_ENGINES = ("single", "ddp")
 AGENTS_WITH_IMAGES = ("tools", "class")
 

@@ -86,6 +86,7 @@ def _gemma3():
     named = dict(zip(("image_token", "boi_token", "eoi_token"), names, strict=True))
     tokens = byte_tokenizer(names, named, "<start_of_image>")
     image, begin, end = tokens.convert_tokens_to_ids(names)
+    tokens.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # Gemma's tokenizer has them
     config = T.Gemma3Config(
         text_config=_text(tokens, head_dim=32, sliding_window=512, query_pre_attn_scalar=32),
         vision_config=TOWER, mm_tokens_per_image=4, image_token_index=image,

@@ -7,8 +7,9 @@ those that it reports, in every request. Imports neither torch nor, before it is
 
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 VIDEO_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 # Modules of transformers whose processors of images want torchvision, and have a twin of PIL.
 PIL_FAMILIES = ("qwen2_vl", "gemma3", "pixtral")
+# A weight of a tower whose name leaves out the tower's one module.
+FLAT_TOWER, TOWER_NAME = re.compile(r"\bvision_tower\.(?!vision_model\.)"), "vision_tower.vision_model."
 NEVER_SAMPLED = -100.0  # vLLM's least bias: exp(-100) is 0 beside any other token
 
 
@@ -81,3 +84,20 @@ def use_pil_processors() -> None:
         kind.video_processor = SimpleNamespace(valid_kwargs=kwargs)  # vLLM asks for their names
         kept = [part for part in kind.get_attributes() if part != "video_processor"]
         kind.get_attributes = classmethod(lambda cls, kept=kept: list(kept))
+
+
+def take_flat_towers() -> None:
+    """Let vLLM's models load a tower of SigLIP or CLIP as transformers 5 names it: Gemma 3's and
+    LLaVA-NeXT's weights are `vision_tower.embeddings...`, in files that it saves and in updates,
+    where vLLM's module is `vision_tower.vision_model`."""
+    loader = importlib.import_module("vllm.model_executor.models.utils").AutoWeightsLoader
+    load = loader.load_weights
+    if load.__module__ == __name__:
+        return  # it is ours already
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Any]], **more: Any) -> Any:
+        if hasattr(getattr(self.module, "vision_tower", None), "vision_model"):
+            weights = ((FLAT_TOWER.sub(TOWER_NAME, name), tensor) for name, tensor in weights)
+        return load(self, weights, **more)
+
+    loader.load_weights = load_weights

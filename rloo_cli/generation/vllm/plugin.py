@@ -55,6 +55,7 @@ def register() -> None:
         if name not in Factory._registry:
             Factory.register_engine(name, f"rloo_cli.generation.vllm.receive.{kind.lower()}", kind)
     engine_images.use_pil_processors()
+    engine_images.take_flat_towers()
     if current_platform.is_cpu():
         sleep_between_messages()
 

@@ -121,9 +121,12 @@ def shard_vocab_size(layer: VocabParallelEmbedding) -> int:
 
 
 def _tied_head(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether the layer's parameter is the embedding's, which is sent once, under that name."""
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    return bool(tied) and layer is getattr(model, "lm_head", None)
+    """Whether the layer's parameter is the embedding's, which is sent once, under that name. The
+    head of a model with a vision tower is its language model's."""
+    owner = next((m for m in model.modules() if getattr(m, "lm_head", None) is layer), None)
+    config = getattr(owner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "tie_word_embeddings", False))
 
 
 def refresh_heads(model: nn.Module) -> None:
