@@ -12,22 +12,24 @@ from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.vision_models import has_tower
+from rloo_cli.config.vision_models import VISION_FAMILIES, has_tower
 from rloo_cli.data.batch import Group
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.utils.errors import ConfigError, Problem
 
 NUM_EXAMPLES = 2  # prompts with images that layouts are tried on
 # Of the families, those that vLLM 0.32 runs without torchvision (its CPU build has none).
-WITHOUT_TORCHVISION = ("idefics3", "qwen2_5_vl", "qwen2_vl", "gemma3", "llava_next", "smolvlm", "internvl")
+WITHOUT_TORCHVISION = ("idefics3", "qwen2_5_vl", "qwen2_vl", "llava_next")
 WHOLE_WEIGHTS_ENGINES = ("single", "ddp")
 AGENTS_WITH_IMAGES = ("tools", "class")
 
 
-def check_image_run(config: RunConfig, prompts_by_set: Mapping[str | None, Prompts]) -> None:
+def check_image_run(
+    config: RunConfig, prompts_by_set: Mapping[str | None, Prompts], has_gpu: bool
+) -> None:
     """Raises ConfigError, once for everything, where a prompt has images and a key rules them out.
 
-    Held-out sets count too.
+    Held-out sets count too. `has_gpu`: whether this machine has one.
     """
     engine, backend, problems = config.distributed.engine, config.generation.backend, []
     if config.model.freeze and engine not in WHOLE_WEIGHTS_ENGINES:
@@ -36,10 +38,9 @@ def check_image_run(config: RunConfig, prompts_by_set: Mapping[str | None, Promp
     if any(any(prompts.media) for prompts in prompts_by_set.values()):
         kind = _model_type(config.model.path, config.model.revision)
         found = [*_obstacles(config, kind)]
-        if backend in VLLM_SECTIONS and _engine_is_here(config) and not _vllm_imports(kind):
-            why = f"vLLM's code for {kind} imports torchvision, which is not installed here"
-            fix = "pip install torchvision, as it fits your torch; or generation=transformers"
-            found.append(Problem(f"{backend} samples", "generation", why, fix))
+        if backend in VLLM_SECTIONS and _engine_is_here(config):
+            why, fix = _vllm_obstacle(kind, has_gpu)
+            found += [Problem(f"{backend} samples", "generation", why, fix)] if why else []
         problems += [replace(p, what=f"the prompts have images, and {p.what}") for p in found]
     if problems:
         raise ConfigError(*problems)
@@ -85,9 +86,16 @@ def _engine_is_here(config: RunConfig) -> bool:
     return getattr(keys, "base_url", None) is None
 
 
-def _vllm_imports(kind: str | None) -> bool:
-    """Whether vLLM can import its code for this kind of model here."""
-    return kind in WITHOUT_TORCHVISION or importlib.util.find_spec("torchvision") is not None
+def _vllm_obstacle(kind: str | None, has_gpu: bool) -> tuple[str, str]:
+    """Why vLLM does not sample from this kind of model here, and what to do; "" if it does."""
+    family = VISION_FAMILIES.get(str(kind))
+    if family is not None and family.two_way_images and not has_gpu:
+        why = "without a GPU its attention lets an image's tokens see only those before them"
+        return why, "generation=transformers"
+    if kind in WITHOUT_TORCHVISION or importlib.util.find_spec("torchvision") is not None:
+        return "", ""
+    why = f"vLLM's code for {kind} imports torchvision, which is not installed here"
+    return why, "pip install torchvision, as it fits your torch; or generation=transformers"
 
 
 def _model_type(path: str, revision: str | None) -> str | None:

@@ -26,7 +26,7 @@ from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.data import splits
 from rloo_cli.data.image_rules import check_image_run
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.distributed import gather
+from rloo_cli.distributed import device_count, gather
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.world import World, is_printed_elsewhere, join_ranks
 from rloo_cli.evaluation.evaluate import (
@@ -187,7 +187,7 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
     tools_of = None if tools is None else tools.schemas_of
     prepared = splits.tokenize_splits(settings, opened, tokenizer, context, tools_of)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
-    check_image_run(settings, prepared)
+    check_image_run(settings, prepared, bool(device_count.visible_gpus()))
     for data_note in splits.data_notes(settings, prepared, context):
         note(data_note)
     length = settings.generation.max_completion_length

@@ -5,12 +5,16 @@ are the same module, so behaviour_logp is old_logp up to rounding.
 """
 
 import importlib.util
+import json
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rloo_cli.config.rules_sampling import STRUCTURED
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, RunConfig, key
 from rloo_cli.utils.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import xgrammar
 
 IMPLEMENTATION = "rloo_cli.generation.hf.generator:build_transformers_generator"
 
@@ -38,6 +42,7 @@ SAMPLING_KWARGS = (
     "typical_p",
 )  # fmt: skip
 # What a completion may have to follow, by vLLM's names.
+FORM_KEY = f"generation.kwargs.{STRUCTURED}"
 FORMS = ("regex", "json", "json_object", "choice", "grammar")
 
 
@@ -55,7 +60,7 @@ def rules(run: RunConfig) -> Iterator[Problem]:
 
 def _form_problems(form: object) -> Iterator[Problem]:
     """What is wrong with a form that completions are to follow."""
-    where = f"generation.kwargs.{STRUCTURED}"
+    where = FORM_KEY
     if not (isinstance(form, dict) and len(form) == 1 and next(iter(form)) in FORMS):
         why = f"it has one of: {', '.join(FORMS)}"
         yield Problem(f"{where} = {form!r:.80} is no form", where, why, f"{{{FORMS[0]}: '[0-9]+'}}")
@@ -63,9 +68,25 @@ def _form_problems(form: object) -> Iterator[Problem]:
         fix = "pip install 'rloo-cli[structured]', or generation=vllm_colocate"
         yield Problem("xgrammar is not installed", where, "it says which ids may come next", fix)
     else:
-        from rloo_cli.generation.hf.grammar import parse_form  # lazy: torch
-
         try:
             parse_form(*next(iter(form.items())))
         except ConfigError as error:
             yield from error.problems
+
+
+def parse_form(kind: str, value: Any) -> "xgrammar.Grammar":
+    """A form of this kind, read without a tokenizer. Raises ConfigError for one that is none."""
+    from xgrammar import Grammar as Parsed  # lazy: optional
+
+    try:
+        if kind == "json_object":
+            return Parsed.builtin_json_grammar()
+        if kind == "choice":
+            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in value)
+            return Parsed.from_ebnf(f"root ::= {words}")
+        if kind == "json":
+            return Parsed.from_json_schema(value if isinstance(value, str) else json.dumps(value))
+        return Parsed.from_regex(value) if kind == "regex" else Parsed.from_ebnf(value)
+    except Exception as error:  # the text of a parser in C++
+        why = str(error).strip().rpartition("\n")[2][:300]
+        raise ConfigError(Problem(f"{FORM_KEY}.{kind} cannot be read", FORM_KEY, why)) from None

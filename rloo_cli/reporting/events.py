@@ -63,7 +63,7 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
     for spec in specs:
         kind = load_user_code(spec, KEY)
         if not (isinstance(kind, type) and issubclass(kind, Events)):
-            fix = "class Mine(Events), with `from rloo_cli.plugin import Events`"
+            fix = "class Mine(Events), as docs/looking.md shows"
             raise ConfigError(Problem(f"{spec} is no class of Events", KEY, fix=fix))
         try:
             found.append(kind())

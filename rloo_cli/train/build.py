@@ -45,7 +45,7 @@ from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.image_rules import check_image_run, image_examples
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic.cache import listen_to_progress
-from rloo_cli.distributed import gather, meta_load
+from rloo_cli.distributed import device_count, gather, meta_load
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World, join_world
@@ -190,7 +190,7 @@ class RunBuilder:
             config, self.opened_splits, self.tokenizer, self.context_length,
             None if self.tools is None else self.tools.schemas_of,
         )  # fmt: skip
-        check_image_run(config, self.prompts_by_set)
+        check_image_run(config, self.prompts_by_set, bool(device_count.visible_gpus()))
         notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:

@@ -149,9 +149,14 @@ def test_where_tools_may_not_answer_with_images_the_reason_is_known(extra, said)
 def test_what_a_run_with_images_cannot_do_is_said_before_weights_load(
     tmp_path, file, monkeypatch, extra, said
 ):
-    monkeypatch.setattr(image_rules, "_vllm_imports", lambda kind: False)
+    monkeypatch.setattr(image_rules, "WITHOUT_TORCHVISION", ())
     with pytest.raises(ConfigError, match=rf"the prompts have images, and (.|\n)*{said}"):
         make(tmp_path, *words_of(file), *extra)
+
+
+def test_where_images_see_both_ways_vllm_without_a_gpu_is_refused(tmp_path, file):
+    with pytest.raises(ConfigError, match="lets an image's tokens see only those before them"):
+        make(tmp_path, *words_of(file, "gemma3"), "generation=vllm_colocate")
 
 
 def test_a_model_of_text_alone_is_refused_for_prompts_with_images(tmp_path, file):
@@ -174,7 +179,7 @@ def test_weights_move_with_every_layout_of_images(tmp_path, file):
 
 
 def test_an_adapter_in_the_tower_is_refused_before_vllm_starts(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(image_rules, "_vllm_imports", lambda kind: True)
+    monkeypatch.setattr(image_rules, "WITHOUT_TORCHVISION", ("qwen2_5_vl",))
     with pytest.raises(ConfigError, match="vision tower, too") as caught:
         make(tmp_path, *words_of(file), "generation=vllm_colocate", "lora=default")
     fix = "model.lora.target_modules=[k_proj,o_proj,q_proj,v_proj], or generation=transformers"

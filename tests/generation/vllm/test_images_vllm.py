@@ -13,18 +13,13 @@ from rloo_cli.data.images import decode_png
 from rloo_cli.generation.vllm import engine_images
 from rloo_cli.generation.vllm.sampling_params import parity_params
 
-
 SAMPLED_FROM = {
     "a server": ("idefics3", "generation=vllm_server"),
     "an engine of its own, a frozen tower": (
         "idefics3", "generation=vllm_colocate", "model.freeze=[vision]"
     ),
     "Qwen2.5-VL": ("qwen2_5_vl", "generation=vllm_colocate"),
-    "Qwen2-VL": ("qwen2_vl", "generation=vllm_colocate"),
-    "Gemma 3": ("gemma3", "generation=vllm_colocate"),
     "LLaVA-NeXT": ("llava_next", "generation=vllm_colocate"),
-    "SmolVLM": ("smolvlm", "generation=vllm_colocate"),
-    "InternVL": ("internvl", "generation=vllm_colocate"),
 }  # fmt: skip
 
 

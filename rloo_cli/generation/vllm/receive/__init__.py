@@ -13,7 +13,7 @@ fills the rest of one that received half with whatever was in memory.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -64,7 +64,7 @@ def parts_left_out(model: nn.Module, empty: set[str]) -> set[str]:
     joins it to the language model) of which no layer received anything."""
     if not empty or not hasattr(model, "get_mm_mapping"):
         return set()
-    names = model.get_mm_mapping()
+    names: Any = cast(Any, model).get_mm_mapping()
     connector, tower = (
         {n for n, layer in model.named_modules() if _takes_weights(layer) and n.startswith(start)}
         for start in (tuple(names.connector), tuple(names.tower_model))
@@ -124,7 +124,7 @@ def _tied_head(model: nn.Module, layer: nn.Module) -> bool:
     """Whether the layer's parameter is the embedding's, which is sent once, under that name. The
     head of a model with a vision tower is its language model's."""
     owner = next((m for m in model.modules() if getattr(m, "lm_head", None) is layer), None)
-    config = getattr(owner, "config", None)
+    config: Any = getattr(owner, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "tie_word_embeddings", False))
 
