@@ -328,7 +328,7 @@ def linear_targets(model: PreTrainedModel) -> list[str]:
 
 
 def adapted_beside_language(model: PreTrainedModel) -> list[str]:
-    """Names of an adapter's weights in a vision tower, or in what joins it to the language model."""
+    """Names of an adapter's weights in a vision tower, or between it and the language model."""
     apart = vision.modules_beside_language(model)
     return [n for n in (adapter_parameters(model) if apart else ()) if apart & {*n.split(".")}]
 

@@ -24,10 +24,8 @@ VIDEO_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 # Modules of transformers whose processors of images want torchvision, and have a twin of PIL.
 PIL_FAMILIES = ("qwen2_vl", "pixtral")
 # A weight of a tower whose name leaves out the tower's one module.
-FLAT_TOWER, TOWER_NAME = (
-    re.compile(r"\bvision_tower\.(?!vision_model\.)"),
-    "vision_tower.vision_model.",
-)
+FLAT_TOWER = re.compile(r"\bvision_tower\.(?!vision_model\.)")
+TOWER_NAME = "vision_tower.vision_model."
 NEVER_SAMPLED = -100.0  # vLLM's least bias: exp(-100) is 0 beside any other token
 
 

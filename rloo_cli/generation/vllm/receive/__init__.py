@@ -1,8 +1,8 @@
 """The receiving ends of a weight transfer, which run inside vLLM's workers.
 
 `CompleteUpdateMixin` is what they have in common: every layer of the engine must have received all
-of its elements before an update may end (a frozen tower, in the first). vLLM itself only logs a layer that received none, and
-fills the rest of one that received half with whatever was in memory.
+of its elements before an update may end (a frozen tower, in the first). vLLM itself only logs a
+layer that received none, and fills the rest of one that received half with whatever was in memory.
 
     adapter  the receiver of an adapter
     gloo     the gloo receiver: our own, for machines without GPUs
