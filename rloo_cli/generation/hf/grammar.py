@@ -1,8 +1,8 @@
 """Completions that follow a form: a regular expression, a JSON schema, a choice, a grammar.
 
-`structured_outputs` of `generation.kwargs` has vLLM's names, and the package that vLLM uses by default,
-`xgrammar`, says which ids may come next. All others get no probability, before temperature and
-filters, so a sampling mask has what is left.
+`structured_outputs` of `generation.kwargs` has vLLM's names, and the package that vLLM uses by
+default, `xgrammar`, says which ids may come next. All others get no probability, before temperature
+and filters, so a sampling mask has what is left.
 """
 
 from typing import TYPE_CHECKING
