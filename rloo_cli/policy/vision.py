@@ -114,6 +114,9 @@ def modules_beside_language(model: PreTrainedModel) -> set[str]:
 def language_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The modules that compute text: all of a model without a tower."""
     apart = modules_beside_language(model)
+    if not apart:
+        yield from model.modules()
+        return
     for name, module in model.named_modules():
         if not apart & {*name.split(".")}:
             yield module

@@ -173,6 +173,8 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
 def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkeypatch):
     did = []
     log = SimpleNamespace(
+        note=did.append,
+        events=None,
         close=lambda: did.append("close"),
         draw_curves=lambda: did.append("draw"),
         current_phase="update",
@@ -201,11 +203,12 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
     monkeypatch.setattr(worker, "_write_results", lambda *given: {})
     monkeypatch.setattr(worker, "_save_what_is_done", lambda run, error: did.append("save"))
     monkeypatch.setattr(worker.signals, "defer_signals", lambda: None)
+    settings = SimpleNamespace(seed=1, logging=SimpleNamespace(events=[]))
     if error is None:
-        assert worker.run_training(SimpleNamespace(seed=1), tmp_path) == {}
+        assert worker.run_training(settings, tmp_path) == {}
     else:
         with pytest.raises(error):
-            worker.run_training(SimpleNamespace(seed=1), tmp_path)
+            worker.run_training(settings, tmp_path)
     saved = ["save"] if error in (Stopped, RewardError) else []
     assert did == [*saved, "close", "draw", "generator"]
 
