@@ -186,8 +186,10 @@ def print_ranks() -> None:
     """The table of the stage `ranks`."""
     rows = rows_of("ranks")
     if rows:
-        print("\n| two ranks of ddp | seconds a step without sampling | whole | runs |")
-        print("|---|---|---|---|")
+        print(
+            "\n| two ranks of ddp | seconds a step without sampling | whole | five steps | runs |"
+        )
+        print("|---|---|---|---|---|")
     for mode in RANK_MODES:
         own = [row for row in rows if row["mode"] == mode]
         if not own:
@@ -196,7 +198,8 @@ def print_ranks() -> None:
             statistics.median(statistics.median(row[name]) for row in own)
             for name in ("train_s", "step_s")
         )
-        print(f"| {mode} | {trained:.2f} | {whole:.2f} | {len(own)} |")
+        summed = statistics.mean(sum(row["train_s"]) for row in own)
+        print(f"| {mode} | {trained:.2f} | {whole:.2f} | {summed:.1f} | {len(own)} |")
 
 
 def speed_row(mode: str, number: int, folder: Path) -> Row:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_cases import Rloo, strict, surroundings
 from loop_cases import checked, make, sampled, step
 
 from rloo_cli.config.rules_sampling import inexact_settings
@@ -123,3 +124,19 @@ def test_without_xgrammar_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_a_form_that_may_not_end_is_said(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match="a form cannot be ended"):
         sampled(make(tmp_path, *LONG, form(regex="ab"), "generation.ignore_eos=true"))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["vllm_colocate", "vllm_server"])
+def test_vllm_follows_a_form_by_the_same_words(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, backend: str
+) -> None:
+    rloo = Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()))
+    done = rloo(
+        "train", "+recipe=smoke", f"generation={backend}", "max_steps=1", "eval.at_start=false",
+        *LONG, OFF, "generation.kwargs={structured_outputs:{regex:'[ab]{3}c'}}", timeout=900,
+    )  # fmt: skip
+    assert done.code == 0, done.said
+    rows = strict(tmp_path / "runs" / "smoke" / "samples" / "step_000001.jsonl")
+    assert rows and all(re.fullmatch("[ab]{3}c", row["completion"]) for row in rows)

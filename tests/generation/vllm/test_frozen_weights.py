@@ -92,8 +92,7 @@ def test_an_engine_takes_a_tower_left_out_whole_and_nothing_else(
     takes = lambda layer: isinstance(layer, nn.Linear)  # noqa: E731
     monkeypatch.setattr(receive, "_takes_weights", takes)
     assert receive.parts_left_out(model, {"visual.a"}) == set()  # it does not say what is a tower
-    parts = SimpleNamespace(connector=["visual.merger."], tower_model=["visual."])
-    parts.connector = ["visual.merger"]
+    parts = SimpleNamespace(connector=["visual.merger"], tower_model=["visual."])
     monkeypatch.setattr(model, "get_mm_mapping", lambda: parts, raising=False)
     left = receive.parts_left_out
     assert left(model, set()) == set()

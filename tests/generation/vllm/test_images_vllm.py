@@ -19,6 +19,7 @@ SAMPLED_FROM = {
         "idefics3", "generation=vllm_colocate", "model.freeze=[vision]"
     ),
     "Qwen2.5-VL": ("qwen2_5_vl", "generation=vllm_colocate"),
+    "Qwen2-VL": ("qwen2_vl", "generation=vllm_colocate"),
     "LLaVA-NeXT": ("llava_next", "generation=vllm_colocate"),
 }  # fmt: skip
 
