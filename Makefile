@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint words mutants scorecard soak fuzz house site sbom audit gpu-proof pictures \
-	clean
+.PHONY: quickstart test test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu-proof \
+	pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
@@ -97,6 +97,10 @@ fuzz: $(VENV)/installed-test
 # Every promise is put to the test, by a command each: docs/RELIABILITY.md. Half an hour on two cores.
 scorecard: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/scorecard/run_scorecard.py
+
+# What no single change waits for, in turn: everything above, the site and the audit; into nightly/.
+nightly: $(VENV)/installed-test
+	$(BIN)/python tests/house/nightly.py
 
 # The rooms and who imports whom, as a picture of the code as it is: docs/house.svg.
 house: $(VENV)/installed-test

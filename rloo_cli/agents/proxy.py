@@ -74,11 +74,11 @@ def split_command(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(
-            Problem(f"agent.command cannot be read: {command}", "agent.command", str(error))
-        ) from None
+        what, fix = f"agent.command cannot be read: {command}", "close the quotes in agent.command"
+        raise ConfigError(Problem(what, "agent.command", str(error), fix)) from None
     if not words:
-        raise ConfigError(Problem("agent.command is empty", "agent.command"))
+        why, fix = "it is started for each episode", "agent.command='python agent.py'"
+        raise ConfigError(Problem("agent.command is empty", "agent.command", why, fix))
     return words
 
 

@@ -209,7 +209,9 @@ def save_final(
         raise
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
         why = f"{error}; free: {shutil.disk_usage(folder).free / 1e9:.1f} GB"
-        raise StorageError(Problem(f"the final save failed: {named}", str(folder), why)) from error
+        fix = "make that folder writable, with space on its disk, then go on with resume=auto"
+        what = f"the final save failed: {named}"
+        raise StorageError(Problem(what, str(folder), why, fix)) from error
     finally:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -86,7 +86,8 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
     if checkpoint is None and metadata.get("came_from"):  # it went on from another run's checkpoint
         checkpoint = Path(metadata["came_from"])
         if (wrong := manifest.checkpoint_problem(checkpoint)) is not None:
-            raise ConfigError(Problem(f"{checkpoint} cannot be used", "resume", wrong))
+            fix = "put that checkpoint back, whole, or begin anew: resume=never name=OTHER"
+            raise ConfigError(Problem(f"{checkpoint} cannot be used", "resume", wrong, fix))
     if checkpoint is None:
         notes = _notes_without_checkpoint(folder, metadata, notes)
     else:

@@ -37,7 +37,8 @@ def check_folder_free(folder: Path) -> None:
     fix = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
     try:
         if (why := path_problem(folder)) is not None:
-            raise ConfigError(Problem(f"{folder} cannot be a run's folder", "root, name", why))
+            what, other = f"{folder} cannot be a run's folder", "name=OTHER, or root=OTHER"
+            raise ConfigError(Problem(what, "root, name", why, other))
         why = foreign_folder_reason(folder) if folder.exists() else None
     except PermissionError as error:
         problem = Problem(f"{folder} cannot be read", "root, name", str(error), fix)

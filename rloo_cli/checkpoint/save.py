@@ -330,7 +330,8 @@ def _save_error(target: Path, error: Exception) -> StorageError:
     free = f"free: {shutil.disk_usage(target.parent).free / 1e9:.3g} GB"
     last = read_json(target.parent / "run.json").get("checkpoint", "none")
     why = f"{message or type(error).__name__}; {free}; the last checkpoint is {last}"
-    return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why))
+    fix = "make that folder writable, with space on its disk, then go on with resume=auto"
+    return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why, fix))
 
 
 def optimizer_file_name(rank: int, world_size: int) -> str:

@@ -29,13 +29,15 @@ def run(args: list[str]) -> int:
         raise ConfigError(Problem(what, "command line", fix=f"{out.with_suffix('.png')}"))
     if not curves.read_metrics_lines(folder / "metrics.jsonl"):
         why = "its first step, or its first evaluation, has not ended yet"
-        raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why))
+        fix = f"wait for it; rloo doctor {folder} says what keeps it"
+        raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why, fix))
     try:
         drawn = curves.draw_run_curves(folder / "metrics.jsonl", out, folder.name)
         shown = show_control_characters(str(drawn))
         print(json.dumps({"curves": str(drawn)}) if given.json else shown)
     except OSError as error:
+        fix = f"rloo curves {given.run} FOLDER/{out.name}, in a folder that can be written"
         raise StorageError(
-            Problem(f"{out} cannot be written", "command line", str(error))
+            Problem(f"{out} cannot be written", "command line", str(error), fix)
         ) from None
     return 0

@@ -128,7 +128,9 @@ def _kill_orphans(name: str, as_json: bool) -> int:
     if stuck:
         pids = ", ".join(str(process.pid) for process in stuck)
         why = "they take no SIGKILL: another user's, or waiting for a device or a file system"
-        raise MachineError(Problem(f"processes {pids} of {folder} would not end", "", why))
+        fix = f"as their user: kill -9 {pids.replace(',', '')}; or start the machine again"
+        what = f"processes {pids} of {folder} would not end"
+        raise MachineError(Problem(what, "command line", why, fix))
     return 0
 
 

@@ -56,9 +56,9 @@ def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
         if name in ("--config-dir", "-cd"):
             dirs.append(Path(value if equals else next(given, "")))
             if not dirs[-1].is_dir():
-                raise ConfigError(
-                    Problem(f"--config-dir {dirs[-1]} is not a folder", "command line")
-                )
+                what = f"--config-dir {dirs[-1]} is not a folder"
+                fix = "--config-dir FOLDER, with one that is there"
+                raise ConfigError(Problem(what, "command line", fix=fix))
         elif word.startswith("-"):
             why = "flags of eval: --config-dir DIR, --json, --debug, --errors=json"
             raise ConfigError(Problem(f"{name} is not a flag of eval", "command line", why, USAGE))
@@ -88,7 +88,9 @@ def _evaluate(target: EvalTarget, ranks: int) -> int:
             if code == 0:
                 _replace_results(folder, place)
     except OSError as error:
-        raise StorageError(Problem("results cannot be written", str(place), str(error))) from error
+        fix = f"free some space in {place.parent}, or let it be written; then run it again"
+        what = "results cannot be written"
+        raise StorageError(Problem(what, str(place), str(error), fix)) from error
     if code == 0:
         print(f"results        {place}")
     elif code == STOPPED:

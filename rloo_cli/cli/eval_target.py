@@ -136,7 +136,8 @@ def _find_model_folder(run_path: str) -> Path:
             print(note)
         if newest is None:
             why = "no final model and no complete checkpoint"
-            raise ConfigError(Problem(f"{path} has nothing to evaluate", "command line", why))
+            fix = "train it on first, with resume=auto, to a checkpoint or its end"
+            raise ConfigError(Problem(f"{path} has nothing to evaluate", "command line", why, fix))
         return newest
     if path.name != "final" and manifest.checkpoint_position(path) is None:
         why = "not a run's folder, nor the final or checkpoint-N of one"
@@ -150,7 +151,8 @@ def _find_model_folder(run_path: str) -> Path:
         )
     why_not = manifest.checkpoint_problem(path) if path.name != "final" else None
     if why_not is not None:
-        raise ConfigError(Problem(f"{path} cannot be evaluated", "command line", why_not))
+        fix = f"rloo eval {path.parent}, for its final model or newest whole checkpoint"
+        raise ConfigError(Problem(f"{path} cannot be evaluated", "command line", why_not, fix))
     return path
 
 
@@ -165,11 +167,12 @@ def _read_run_config(path: Path) -> PlainConfig:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(broken_yaml_problem(path, error)) from None
+    what, fix = f"{path} is not the config of a run", "name a run that `rloo runs` lists"
     if not isinstance(values, dict) or any(not isinstance(key, str) for key in values):
-        raise ConfigError(Problem(f"{path} is not the config of a run", str(path)))
+        raise ConfigError(Problem(what, str(path), "keys with values were expected", fix))
     for key in ("algorithm", "generation", "data", "reward", "eval", "model"):
         if not isinstance(values.get(key), dict):
-            raise ConfigError(Problem(f"{path} is not the config of a run", key, f"no {key}"))
+            raise ConfigError(Problem(what, key, f"no {key}", fix))
     return values
 
 
@@ -183,8 +186,9 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
     *sections, leaf = override.key_or_group.split(".")
     if override.key_or_group in paths.group_choices([]) or override.is_sweep_override():
         why = "a run's config is evaluated as it is, with keys (and judge=) changed one by one"
+        fix = "one key with one value, such as eval.num_generations=8"
         raise ConfigError(
-            Problem(f"{override_text.lstrip('+')} is not one value of one key", where, why)
+            Problem(f"{override_text.lstrip('+')} is not one value of one key", where, why, fix)
         )
     if override.key_or_group == "model.path":
         fix = "rloo eval +recipe=NAME model.path=..."
@@ -193,7 +197,8 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
             why = f"{section} is not a section"
-            raise ConfigError(Problem(f"{override.key_or_group} is not a key", where, why))
+            fix = f"leave {override.key_or_group} out; rloo config lists all keys"
+            raise ConfigError(Problem(f"{override.key_or_group} is not a key", where, why, fix))
         values = inner
     if override.is_delete():
         values.pop(leaf, None)
@@ -236,8 +241,10 @@ def _run_provenance(checkpoint: Path) -> PlainConfig:
             # The run was made longer since, and has not come to its new end.
             state, steps = {"step": ended["steps"], "updates": ended["updates"]}, ended["steps"]
     if not isinstance(state, dict) or not isinstance(steps, int):
-        where = str(folder / "run.json")
-        raise ConfigError(Problem(f"nothing says at which step {checkpoint} was made", where))
+        where, why = str(folder / "run.json"), "its progress and its plan.max_steps were expected"
+        what = f"nothing says at which step {checkpoint} was made"
+        fix = f"rloo eval +recipe=NAME model.path={checkpoint}"
+        raise ConfigError(Problem(what, where, why, fix))
     prompts = facts.get("prompts", 0)
     return {"source": str(checkpoint), "run": str(folder), "state": state, "steps": steps,
             "prompts": prompts}  # fmt: skip

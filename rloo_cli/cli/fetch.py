@@ -90,7 +90,9 @@ def _fetch_artifact(artifact: Artifact) -> tuple[Path, str]:
         folder = Path(_download_snapshot(artifact))
         if artifact.kind == "model" and not [*folder.glob("*.safetensors")]:
             why = f"{folder} has none: other formats are pickles, which run code when they load"
-            raise MachineError(Problem(f"{artifact.path} has no safetensors", artifact.key, why))
+            fix = f"{artifact.key}=NAME of a model that has safetensors files"
+            what = f"{artifact.path} has no safetensors"
+            raise MachineError(Problem(what, artifact.key, why, fix))
     return folder, _format_size(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
 
 

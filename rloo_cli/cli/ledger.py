@@ -25,7 +25,8 @@ def run(args: list[str]) -> int:
     folder = find_run_folder(options.run, "ledger")
     if not (folder / LEDGER_FILE).is_file():
         why = "it has not begun its first step, or an older rloo made it"
-        raise ConfigError(Problem(f"{folder} has no {LEDGER_FILE}", "command line", why))
+        fix = f"wait for it; rloo doctor {folder} says what keeps it"
+        raise ConfigError(Problem(f"{folder} has no {LEDGER_FILE}", "command line", why, fix))
     audit, notes = audit_ledger(folder)
     if options.json:
         values = {"run": str(folder)} | ledger_summary(audit) | {"notes": notes}

@@ -88,7 +88,8 @@ def _lost_output_code() -> int:
     if lost is None or isinstance(lost, BrokenPipeError) or not writes_no_file:
         return 0
     why = "what this verb prints is all that it does"
-    return print_error(StorageError(Problem(f"stdout takes nothing more: {lost}", "stdout", why)))
+    what, fix = f"stdout takes nothing more: {lost}", "send it to a disk with space: > FILE"
+    return print_error(StorageError(Problem(what, "stdout", why, fix)))
 
 
 def find_verb(args: list[str]) -> Callable[[], int]:
@@ -167,13 +168,18 @@ def run_train(args: list[str]) -> int:
         except ConfigError as error:
             if not codes:
                 raise
-            what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
-            codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
+            codes.append(print_error(_sweeper_error(len(codes), error.problems[0])))
         codes += app.exit_codes
         _tell_of_jobs(codes, app.best_job, answer)
         code = next((code for code in codes if code), 0)
         answer |= {"code": code, "runs": told}
     return code
+
+
+def _sweeper_error(num_jobs: int, found: Problem) -> ConfigError:
+    what = f"Hydra's sweeper gave up after {num_jobs} jobs"
+    fix = found.fix or "correct what the failed jobs above say, then run it again"
+    return ConfigError(Problem(what, "hydra/sweeper", found.what, fix))
 
 
 def _tell_of_jobs(codes: list[int], best: str, answer: JsonObject) -> None:

@@ -26,6 +26,7 @@ from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.openrlhf import convert_openrlhf
 from rloo_cli.compat.migrate.parse import read_old_run
 from rloo_cli.compat.migrate.verl import convert_verl
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 
 FROM_CHOICES = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
@@ -39,13 +40,16 @@ def run(args: list[str]) -> int:
         return 0 if "--help" in options else 2
     if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
         why = f"one of {', '.join(FROM_CHOICES)}"
-        raise ConfigError(Problem(f"--from {chosen}: no such trainer", why=why))
+        fix = f"--from {next(iter(nearest_names(chosen, FROM_CHOICES)), 'trl')}"
+        what = f"--from {chosen}: no such trainer"
+        raise ConfigError(Problem(what, "command line", why, fix))
     if foreign := read_foreign_run(old_args, chosen or ""):
         convert = convert_openrlhf if foreign.tool == "openrlhf" else convert_verl
         return _print_answer("recipe", convert(foreign), options)
     if chosen in tables.FOREIGN_TITLES:
         what = f"this is not a run of {tables.FOREIGN_TITLES[chosen]}"
-        raise ConfigError(Problem(what, "the old run", "no setting of it is there"))
+        fix = f"leave --from {chosen} out"
+        raise ConfigError(Problem(what, "the old run", "no setting of it is there", fix))
     try:
         if len(old_args) > 1 and (command := convert_other_command(old_args)):
             return _print_answer("command", command, options)
@@ -90,7 +94,9 @@ def _world_size(options: dict[str, str], old_run: OldRun) -> int:
     """W, the old run's processes: by --world-size, by its launcher, or 1 with a note."""
     if text := options.get("--world-size"):
         if not text.isdigit() or int(text) < 1:
-            raise ConfigError(Problem(f"--world-size {text}: a whole number >= 1 is expected"))
+            what = f"--world-size {text}: a whole number >= 1 is expected"
+            fix = "--world-size N, the number of processes of the old run"
+            raise ConfigError(Problem(what, "command line", fix=fix))
         return int(text)
     if old_run.processes is None:
         old_run.notes.append(

@@ -181,10 +181,14 @@ def submitit_error(error: Exception) -> RunError | None:
     kind = type(error).__name__
     said = "\n".join([line for line in str(error).splitlines() if line.strip()][:8])
     if kind == "FailedSubmissionError":
-        return MachineError(Problem("the jobs of the sweep are not taken", "hydra/launcher", said))
+        fix = "correct the hydra.launcher key that Slurm names, as hydra.launcher.partition=NAME"
+        what = "the jobs of the sweep are not taken"
+        return MachineError(Problem(what, "hydra/launcher", said, fix))
     if kind in ("UncompletedJobError", "FailedJobError"):
         what = "a job of the sweep ended without a word: killed, or at its time limit"
-        return GenerationError(Problem(what, "hydra/launcher", said))
+        fix = "resume=auto goes on with it; hydra.launcher.timeout_min=N for a longer limit"
+        return GenerationError(Problem(what, "hydra/launcher", said, fix))
     if kind == "RuntimeError" and "srun" in said:  # submitit looks for it before anything else
-        return MachineError(Problem("there is no Slurm here", "hydra/launcher", said))
+        fix = "on a login node of the cluster, or leave hydra/launcher out"
+        return MachineError(Problem("there is no Slurm here", "hydra/launcher", said, fix))
     return None

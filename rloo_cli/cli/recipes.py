@@ -56,7 +56,8 @@ def _copy_recipe(source: Path, target: Path) -> None:
         fix = f"rloo recipes copy {source.stem} {target}.yaml"
         raise ConfigError(Problem(f"{target} does not end in .yaml", "command line", fix=fix))
     if target.exists():
-        raise ConfigError(Problem(f"{target} exists", "command line", "it is left as it is"))
+        fix = f"rloo recipes copy {source.stem} {target.with_stem(f'{target.stem}_2')}"
+        raise ConfigError(Problem(f"{target} exists", "command line", "it is left as it is", fix))
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     print(f"{target} is yours: rloo train +recipe={target}")

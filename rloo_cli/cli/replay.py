@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
-from rloo_cli.config import rules
+from rloo_cli.config import rules_code
 from rloo_cli.data import rollout_files
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.panel import clean_line
@@ -46,7 +46,7 @@ def run(args: list[str]) -> int:
 
 
 def _check_options(step: int | None, reward: str | None, tolerance: float | None) -> None:
-    if reward is not None and (problems := [*rules.code_problems("--reward", reward)]):
+    if reward is not None and (problems := [*rules_code.code_problems("--reward", reward)]):
         raise ConfigError(*problems)
     if tolerance is not None and not 0 <= tolerance < 1:
         why = "it is relative, and absolute too; 0 = bit for bit"

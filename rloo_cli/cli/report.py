@@ -42,6 +42,7 @@ def run(args: list[str]) -> int:
         write_text(out, page)
     except OSError as error:
         what = f"{out} cannot be written"
-        raise StorageError(Problem(what, "command line", str(error))) from None
+        fix = f"--out FOLDER/{out.name}, in a folder that can be written"
+        raise StorageError(Problem(what, "command line", str(error), fix)) from None
     print(show_control_characters(str(out)))
     return 0

@@ -167,7 +167,8 @@ def submit_job(job: SlurmJob) -> list[str]:
         timeout=SBATCH_TIMEOUT_S,
     )
     if ended.returncode:
-        raise MachineError(Problem("sbatch refuses the job", "slurm", ended.stderr.strip()))
+        fix = "correct the key of slurm that it names; `rloo slurm render` prints the script"
+        raise MachineError(Problem("sbatch refuses the job", "slurm", ended.stderr.strip(), fix))
     number = ended.stdout.strip().splitlines()[-1].partition(";")[0]
     log = job.log.replace("%x", str(job.config.name)).replace("%j", number).replace("%A", number)
     return [

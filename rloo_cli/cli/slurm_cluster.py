@@ -1,5 +1,6 @@
 """What the cluster here has, by `sinfo`, and why a job would wait there for ever."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import MachineError, Problem
 
 SINFO_TIMEOUT_S = 30.0
+ELSEWHERE = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
 SECONDS_PER_UNIT = (1, 60, 3600, 86400)
 
 
@@ -30,8 +32,8 @@ class Partition:
 def check_cluster_fits(job: SlurmJob) -> None:
     """Raises MachineError (exit 3) with everything that keeps this job from running here."""
     if shutil.which("sbatch") is None:
-        fix = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
-        raise MachineError(Problem("there is no sbatch here", "PATH", fix=fix))
+        why = f"none of these folders has it: {os.environ.get('PATH', '')}"
+        raise MachineError(Problem("there is no sbatch here", "PATH", why, ELSEWHERE))
     found = cluster_partitions()
     if problems := [*_problems(job, found)]:
         raise MachineError(*problems)
@@ -51,12 +53,13 @@ def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
         where = "generation.server.num_nodes" if job.serving_nodes else "distributed.num_nodes"
         parts = f"{job.nodes - job.serving_nodes} to train"
         parts += f" and {job.serving_nodes} to serve" if job.serving_nodes else ""
-        yield Problem(f"it takes {job.nodes} nodes: {parts}", where, facts)
+        fix = _nodes_fix(job, partitions, max(p.nodes for p in mine))
+        yield Problem(f"it takes {job.nodes} nodes: {parts}", where, facts, fix)
     longest = None if None in limits else max((n for n in limits if n is not None), default=None)
     asked_s = parse_slurm_time(asked.time) if asked.time else None
     if asked_s is not None and longest is not None and asked_s > longest:
         what = f"slurm.time = {asked.time} is more than the partition allows"
-        yield Problem(what, "slurm.time", facts)
+        yield Problem(what, "slurm.time", facts, f"slurm.time={format_slurm_time(longest)}")
     limit = asked_s if asked_s is not None else longest
     if limit is not None and limit <= job.lead_s:
         why = (
@@ -74,15 +77,28 @@ def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
         )
 
 
+def _nodes_fix(job: SlurmJob, partitions: list[Partition], most: int) -> str:
+    """A partition with enough nodes for a job, else as many nodes as its own has, `most`."""
+    larger = [p.name for p in partitions if p.nodes >= job.nodes]
+    if larger:
+        return f"slurm.partition={larger[0]}"
+    key, fewer = "distributed.num_nodes", most
+    if job.serving_nodes:
+        key, fewer = "generation.server.num_nodes", most - (job.nodes - job.serving_nodes)
+    return f"{key}={fewer}" if fewer > 0 else "a cluster with more nodes"
+
+
 def cluster_partitions() -> list[Partition]:
     """Every partition. Raises MachineError where the controller does not answer."""
     words = ["sinfo", "--noheader", "--format=%P|%l|%D"]
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=SINFO_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MachineError(Problem("sinfo does not answer", "PATH", str(error))) from None
+        what = "sinfo does not answer"
+        raise MachineError(Problem(what, "PATH", str(error), ELSEWHERE)) from None
     if ended.returncode:
-        raise MachineError(Problem("sinfo does not answer", "PATH", ended.stderr.strip()))
+        fix = "try again once `sinfo` by itself answers"
+        raise MachineError(Problem("sinfo does not answer", "PATH", ended.stderr.strip(), fix))
     found: dict[str, Partition] = {}
     for line in ended.stdout.splitlines():
         name, limit, nodes = line.strip().split("|")

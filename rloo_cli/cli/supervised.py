@@ -72,8 +72,9 @@ def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str, ra
             if code == 0:
                 folder.rename(output_dir)
     except OSError as error:
+        fix = "free some space, or root=FOLDER that can be written; then run it again"
         raise StorageError(
-            Problem("the model cannot be written", str(output_dir), str(error))
+            Problem("the model cannot be written", str(output_dir), str(error), fix)
         ) from error
     if code in STOPPED_CODES:
         print(f"stopped: nothing of it is kept, and the same command begins anew ({output_dir})")

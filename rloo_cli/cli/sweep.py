@@ -333,7 +333,8 @@ def _clone_trial(args: list[str], answer: JsonObject) -> int:
         (settings,) = rules.check_trial_configs([job])
         problems = []
         if Path(settings.root).resolve() != folder.parent.resolve():
-            problems.append(Problem("a clone stays in its sweep's root", "root"))
+            what, why = "a clone stays in its sweep's root", f"it is {folder.parent}"
+            problems.append(Problem(what, "root", why, "leave root out"))
         if not changes:
             fix = f"rloo sweep clone {args[0]} {args[1]} train.learning_rate=3e-5"
             problems.append(Problem("a clone needs a changed key", "command line", fix=fix))

@@ -51,7 +51,8 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
         [*record.eval_metrics, *record.step_metrics], key=lambda metrics: metrics["step"]
     )
     if not lines:
-        raise ConfigError(Problem(f"{folder} has no metrics to send", "command line"))
+        fix = f"wait for its first step; rloo doctor {folder} says what keeps it"
+        raise ConfigError(Problem(f"{folder} has no metrics to send", "command line", fix=fix))
     logging = record.config.get("logging")
     project = project or (logging.get("tracker_project") if isinstance(logging, dict) else None)
     about = tracker_about(folder, [name], project, folder.name, record.config)
@@ -71,7 +72,8 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
         ) from None
     except Exception as error:  # a client may raise anything
         why = f"{type(error).__name__}: {error}"
-        raise TrackerError(Problem(f"{name} does not take the run", "command line", why)) from error
+        what, fix = f"{name} does not take the run", "see to its login and network, then try again"
+        raise TrackerError(Problem(what, "command line", why, fix)) from error
     remember_tracker_run(folder, name, writer.run_id, writer.url)
     return {
         "tracker": name, "id": writer.run_id, "url": writer.url, "sent": len(new),

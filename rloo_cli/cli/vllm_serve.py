@@ -117,10 +117,12 @@ def _serve(
         left = rollout_server.stop_server(process)
     if left:
         what = f"processes {', '.join(map(str, left))} of the server would not end"
-        raise GenerationError(Problem(what, more=f"log: {process.log}"))
+        fix = f"kill -9 {' '.join(map(str, left))}"
+        raise GenerationError(Problem(what, "generation.server", "", fix, f"log: {process.log}"))
     if not heard:
         what = f"the server's process ended by itself, with {died}"
-        raise GenerationError(Problem(what, "", last, more=f"log: {process.log}"))
+        fix = "correct what its log says, then start it again"
+        raise GenerationError(Problem(what, "generation.server", last, fix, f"log: {process.log}"))
     print(f"{folder}: the server has ended, as it was asked to", file=out)
     return 0
 

@@ -114,7 +114,8 @@ class RLOOTrainer:
             [sys.executable, "-m", "rloo_cli", *words], env=env, stdout=subprocess.PIPE, text=True
         )
         if told.returncode:
-            raise ConfigError(Problem(f"{repo} was not pushed", "push_to_hub", "see above"))
+            fix = "correct what rloo push says above, then call push_to_hub() again"
+            raise ConfigError(Problem(f"{repo} was not pushed", "push_to_hub", "see above", fix))
         return told.stdout.strip()
 
     def _final(self) -> Path:

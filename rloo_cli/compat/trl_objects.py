@@ -75,7 +75,8 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
             settings |= {"peft_type": PEFT_CONFIGS[kind], "peft_kwargs": kwargs}
         elif kind != "LoraConfig":
             why = f"adapters are LoraConfig, {', '.join(PEFT_CONFIGS)}"
-            raise ConfigError(Problem(f"peft_config is a {kind}", "peft_config", why))
+            what, fix = f"peft_config is a {kind}", "peft_config=LoraConfig()"
+            raise ConfigError(Problem(what, "peft_config", why, fix))
         names = LAYER_ARGUMENTS if kind in PEFT_CONFIGS else LORA_SETTINGS
         for theirs, flag in {name: LORA_SETTINGS[name] for name in names}.items():
             if (value := getattr(peft_config, theirs, None)) is not None:
@@ -222,7 +223,8 @@ class InputFolder:
         name, module = code.__qualname__, code.__module__
         if "<" in name or "." in name:
             what = f"{name} is inside of a function"
-            raise ConfigError(Problem(what, "tools", "other processes import it by its name"))
+            why, fix = "other processes import it by its name", "define it outside of functions"
+            raise ConfigError(Problem(what, "tools", why, fix))
         if module != "__main__":
             return f"{module}:{name}"
         path = self.folder / "code.py"

@@ -19,6 +19,7 @@ prompt_limit  how long a prompt may be
 provenance    the file and line that each value comes from
 registry      names to modules, and a user's own code
 rules         what one key forbids another
+rules_code    code of the user's own, looked at without running it
 rules_lora    rules for adapters, quantization and moving references
 rules_model   checks of the files in a model's folder, without torch
 rules_overlap  what sampling beside the training does not go with

@@ -118,7 +118,8 @@ class AccelerateFile:
         processes = 1 if keys["engine"] == "single" else self._count("num_processes")
         if processes % machines:
             why = f"num_processes: {processes} are all of them, on num_machines: {machines}"
-            raise self._error("machines would have unequal numbers of processes", why, "")
+            fix = f"num_processes: {max(machines, processes - processes % machines)}"
+            raise self._error("machines would have unequal numbers of processes", why, fix)
         keys["num_processes"] = processes // machines
         address, port = (self.content.get(f"main_process_{part}") for part in ("ip", "port"))
         if machines > 1 and address and port:
@@ -163,7 +164,8 @@ class AccelerateFile:
     def _section(self, key: str) -> JsonObject:
         section = self.content.get(key) or {}
         if not isinstance(section, dict):
-            raise self._error(f"{key} is not a section", f"{key}: {section!r}", "")
+            fix = f"`name: value` lines below {key}, or leave it out"
+            raise self._error(f"{key} is not a section", f"{key}: {section!r}", fix)
         return section
 
     def _read_deepspeed_file(self) -> JsonObject:
@@ -190,7 +192,8 @@ def _read_mapping(path: Path, name: str) -> JsonObject:
         fix = "the file that `accelerate config` wrote"
         raise ConfigError(Problem(f"{name} cannot be read", KEY, why, fix)) from None
     if not isinstance(content, dict):
-        raise ConfigError(Problem(f"{name} is not a mapping of settings", KEY))
+        why, fix = "expected `name: value`", "the file that `accelerate config` wrote"
+        raise ConfigError(Problem(f"{name} is not a mapping of settings", KEY, why, fix))
     return content
 
 

@@ -297,7 +297,8 @@ def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
         return build_run_config(prepare(values))
     except (ValidationError, KeyError) as error:
         what = f"{path} is not a config of this version"
-        raise ConfigError(Problem(what, why=str(error))) from None
+        fix = "use the version of rloo that wrote it"
+        raise ConfigError(Problem(what, str(path), str(error), fix)) from None
 
 
 def read_resolved_config(path: Path) -> RunConfig:

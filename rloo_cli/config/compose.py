@@ -284,11 +284,13 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     where = f"{COMMAND_LINE}: {override}" if override else ""
     if isinstance(error, RecursionError):
         why = "lists of defaults include each other, or a value is nested too deep"
-        return Problem("the config does not compose: it has no end", where, why)
+        fix = "leave out of defaults what leads back to itself, and nest values less deeply"
+        return Problem("the config does not compose: it has no end", where, why, fix)
     if re.search("LexerNoViableAlt|^mismatched input|^extraneous input", text):
         name, _, value = override.partition("=")
         why = "a key is letters, digits, _ and dots; a value with anything else stands in quotes"
-        fix = f"'{name}=\"{value}\"'" if re.fullmatch(r"[\w.]+", name, re.ASCII) else ""
+        is_key = re.fullmatch(r"[\w.]+", name, re.ASCII)
+        fix = f"'{name}=\"{value}\"'" if is_key else "write key=value in letters a to z"
         return Problem(f"{override!r} cannot be read", where, why, fix)
     for name, path in USER_RECIPE_FILES.items():
         text = text.replace(f"recipe/{name}", str(path)).replace(name, str(path))
@@ -298,7 +300,10 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     values = [override.partition("=")[2] for override in overrides]
     recipes = [str(USER_RECIPE_FILES[value]) for value in values if value in USER_RECIPE_FILES]
     where = where or next(iter(recipes), "")
-    return Problem(f"the config does not compose: {what}"[:400], where, "\n".join(lines[1:6]))
+    name = override if len(override) < 60 else override.partition("=")[0][:60]
+    fix = f"correct {name}, or leave it out" if name else f"correct {where or 'the overrides'}"
+    why = "\n".join(lines[1:6])
+    return Problem(f"the config does not compose: {what}"[:400], where, why, fix)
 
 
 def read_hydra_config(

@@ -174,7 +174,8 @@ def chat_judge_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> I
     try:
         groups = re.compile(keys.pattern).groups
     except re.error as error:
-        yield Problem(f"{pattern_key} is not a regular expression", pattern_key, str(error))
+        fix = f"correct {pattern_key}, or leave it out for the one that is shipped"
+        yield Problem(f"{pattern_key} is not a regular expression", pattern_key, str(error), fix)
         return
     if not groups:
         why, fix = "the first group is what is read in an answer", r"Score:\s*(\d+), in quotes"

@@ -107,7 +107,8 @@ def _overflow_problems(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
         if isinstance(value, int) and abs(value) > MAX_INT64:
             why = f"{str(value)[:20]}... is beyond {MAX_INT64}, what 64 bits hold"
-            yield Problem(f"{key} is too large a number", key, why)
+            fix = f"give {key} a number that is nearer to 0"
+            yield Problem(f"{key} is too large a number", key, why, fix)
 
 
 def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[Problem]:
@@ -118,7 +119,8 @@ def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[P
         for written in EXPONENT.finditer(sources.text_of(key)):
             if re.search("[1-9]", written[1]) and float(written[0]) == 0:
                 why = f"it is nearer to 0 than the least number that 64 bits hold, {MIN_FLOAT64:g}"
-                yield Problem(f"{key} = {written[0]} would be 0", key, why)
+                fix = f"{key}=0 if that is meant, else a number further from 0"
+                yield Problem(f"{key} = {written[0]} would be 0", key, why, fix)
                 break
 
 

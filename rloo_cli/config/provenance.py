@@ -137,10 +137,12 @@ def read_user_yaml(path: Path) -> yaml.Node | None:
         raise ConfigError(broken_yaml_problem(path, too_deep)) from None
     if too_many:
         why = f"over {MAX_YAML_VALUES} values, once its aliases (*name) are written out"
-        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why))
+        fix = "take out aliases that repeat others"
+        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why, fix))
     if root is not None and (forbidden := _forbidden_node(root)):
         line, why = forbidden
-        raise ConfigError(Problem(f"{path.name} is not valid YAML", f"{path}:{line}", why))
+        fix = f"write plain values there, at most {MAX_YAML_DEPTH} levels deep"
+        raise ConfigError(Problem(f"{path.name} is not valid YAML", f"{path}:{line}", why, fix))
     return root
 
 
@@ -149,12 +151,14 @@ def _bytes(path: Path) -> bytes:
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "is not a file"
         what = f"{path} {kind if path.exists() else 'does not exist'}"
-        raise ConfigError(Problem(what, str(path), "expected a file of YAML"))
+        fix = "name a file of YAML that exists"
+        raise ConfigError(Problem(what, str(path), "expected a file of YAML", fix))
     with path.open("rb") as file:
         raw = file.read(MAX_YAML_BYTES + 1)
     if len(raw) > MAX_YAML_BYTES:
         why = f"over {MAX_YAML_BYTES // 1000} kB"
-        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why))
+        fix = "keep in it what sets keys, and move data to files of their own"
+        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why, fix))
     return raw
 
 
@@ -177,7 +181,14 @@ def broken_yaml_problem(path: Path, error: Exception) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     why = getattr(error, "problem", None) or str(error)
-    return Problem(f"{path.name} is not valid YAML", where, why)
+    fix = f"correct line {mark.line + 1}" if mark else f"correct {path}"
+    if isinstance(error, OSError):
+        fix = f"make {path} readable"
+    elif isinstance(error, UnicodeDecodeError):
+        fix = f"save {path} as UTF-8"
+    elif isinstance(error, RecursionError):
+        fix = "nest its values less deeply"
+    return Problem(f"{path.name} is not valid YAML", where, why, fix)
 
 
 def _node_size(node: yaml.Node, sizes: dict[int, int]) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rloo_cli.config.hooks import guard_hooks
 from rloo_cli.config.old_algorithm_file import check_algorithm_file
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -82,16 +83,18 @@ def _algorithm_file(name: str) -> ModuleType:
     except BaseException as error:  # whatever a file does when it is read
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         why = f"{type(error).__name__}: {error}, at line {line}"
-        raise ConfigError(Problem(f"{name} cannot be read", "algorithm.name", why)) from error
+        what, fix = f"{name} cannot be read", f"correct {name}"
+        raise ConfigError(Problem(what, "algorithm.name", why, fix)) from error
     config = getattr(loaded, "Config", None)
     if not isinstance(config, type) or not hasattr(config, "model_fields"):
-        raise ConfigError(_not_an_algorithm(name, "its file has no class Config(Switches)"))
+        why, fix = "its file has no class Config(Switches)", "add class Config(Switches) to it"
+        raise ConfigError(_not_an_algorithm(name, why, fix))
     return loaded
 
 
-def _not_an_algorithm(name: str, why: str) -> Problem:
+def _not_an_algorithm(name: str, why: str, fix: str) -> Problem:
     what = f"{name} is not an algorithm"
-    return Problem(what, "algorithm.name", why, more="docs/ADD_AN_ALGORITHM.md")
+    return Problem(what, "algorithm.name", why, fix, more="docs/ADD_AN_ALGORITHM.md")
 
 
 def config_class(registry: str, name: str) -> Any:
@@ -115,10 +118,12 @@ def algorithm_class(name: str) -> Any:
     if len(found) != 1:
         names = ", ".join(value.__name__ for value in found) or "none"
         why = f"its file must define one class that is an Algorithm; it has {names}"
-        raise ConfigError(_not_an_algorithm(name, why))
+        fix = "add class Mine(Algorithm[Config])" if not found else "move all but one elsewhere"
+        raise ConfigError(_not_an_algorithm(name, why, fix))
     if inspect.isabstract(found[0]):
         left = ", ".join(sorted(found[0].__abstractmethods__))
-        raise ConfigError(_not_an_algorithm(name, f"{found[0].__name__} does not define {left}"))
+        why = f"{found[0].__name__} does not define {left}"
+        raise ConfigError(_not_an_algorithm(name, why, f"define {left} in {found[0].__name__}"))
     guard_hooks(found[0], loaded)
     return found[0]
 
@@ -128,7 +133,8 @@ def split_code_spec(spec: str) -> tuple[str, str]:
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
         why = "expected path/to/file.py:name or package.module:name"
-        raise ConfigError(Problem(f"{spec!r} does not name code", why=why))
+        fix = f"{where or ('' if colon else name) or 'file.py'}:NAME, of a function or class in it"
+        raise ConfigError(Problem(f"{spec!r} does not name code", why=why, fix=fix))
     return where, name
 
 
@@ -144,7 +150,9 @@ def load_code(spec: str) -> Any:
     if not hasattr(loaded, name):
         public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
         why = f"it has: {', '.join(public) or 'nothing'}"
-        raise ConfigError(Problem(f"{where} has no {name!r}", why=why))
+        close = nearest_names(name, public)
+        fix = f"{where}:{close[0]}" if close else f"define {name} in {where}"
+        raise ConfigError(Problem(f"{where} has no {name!r}", where, why, fix))
     return getattr(loaded, name)
 
 
@@ -182,12 +190,15 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(Problem(f"no module named {error.name!r}", why=f"from {name}")) from None
+        what, why = f"no module named {error.name!r}", f"from {name}"
+        fix = f"install {error.name}, or start rloo in the folder that has it"
+        raise ConfigError(Problem(what, name, why, fix)) from None
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(Problem(f"{path} is not a file", why=f"looked at {path.absolute()}"))
+        why, fix = f"looked at {path.absolute()}", "give the path of a file that exists"
+        raise ConfigError(Problem(f"{path} is not a file", str(path), why, fix))
     name = f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -4,8 +4,6 @@ An algorithm's own rules are in its file (`rules`); these concern the run as a w
 problem's `where` is the dotted key; `messages.locate_problem` turns it into a file and line.
 """
 
-import ast
-import sys
 from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
@@ -15,6 +13,7 @@ from rloo_cli.config import (
     hf_cache,
     prompt_limit,
     registry,
+    rules_code,
     rules_lora,
     rules_model,
     rules_overlap,
@@ -26,7 +25,7 @@ from rloo_cli.config import (
 from rloo_cli.config import judge as config_judge
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig, RunConfig
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
 SHARDED_ENGINES = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank
@@ -197,12 +196,6 @@ LR_SCHEDULES = (
 LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup")
 RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 
-# Packages that rloo depends on: none has a reward, and some load and run their arguments.
-DEPENDENCIES = (
-    "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
-    "pandas", "pyarrow", "yaml", "hydra", "omegaconf", "pydantic", "jinja2", "accelerate",
-)  # fmt: skip
-
 
 def run_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with a run each of whose keys is valid by itself."""
@@ -283,56 +276,13 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
     }
     codes |= {key: spec for key, spec in trained_by.items() if ":" in spec}
     for key, spec in (codes | user_code_specs(run)).items():
-        yield from code_problems(key, spec)
+        yield from rules_code.code_problems(key, spec)
     shipped = {"train.optimizer": ("adamw",), "train.lr_scheduler": LR_SCHEDULES}
     for key, value in trained_by.items():
         if ":" not in value and value not in shipped[key]:
             close = nearest_names(value, shipped[key]) or shipped[key][:1]
             why = f"one of: {', '.join(shipped[key])}; or file.py:name of your own"
             yield Problem(f"{key} = {value!r} is unknown", key, why, f"{key}={close[0]}")
-
-
-def code_problems(key: str, spec: str) -> Iterator[Problem]:
-    """What is wrong with `file.py:name`, found without running the file."""
-    try:
-        where, name = registry.split_code_spec(spec)
-    except ConfigError as error:
-        yield Problem(error.problems[0].what, key, error.problems[0].why, f"{key}=file.py:name")
-        return
-    if not where.endswith(".py"):
-        package = where.partition(".")[0]
-        if package in sys.stdlib_module_names or (package in DEPENDENCIES and key[:3] == "rew"):
-            why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
-            yield Problem(f"{key} = {spec!r} is not code of yours", key, why, f"{key}=file.py:name")
-        return
-    path = Path(where)
-    if not path.is_file():
-        yield Problem(f"{key}: {where} does not exist", key, f"looked at {path.absolute()}")
-        return
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))  # bytes: in the encoding the file declares
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", 1)
-        yield Problem(f"{key}: {where} is not valid Python", f"{where}:{line}", str(error))
-        return
-    defined = _top_level(tree)
-    if name not in defined and "*" not in defined:
-        close = nearest_names(name, defined)
-        fix = f"{key}={where}:{close[0]}" if close else ""
-        names = ", ".join(sorted(n for n in defined if not n.startswith("_"))) or "nothing"
-        yield Problem(f"{key}: {where} has no {name!r}", key, f"it defines: {names}", fix)
-
-
-def _top_level(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(a.asname or a.name).split(".")[0] for a in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
 
 
 def local_model_config(path: str) -> JsonObject:
@@ -377,7 +327,8 @@ def _context(run: RunConfig) -> Iterator[Problem]:
     except ValueError as error:
         limit, why = None, str(error)
     if why:
-        yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", why)
+        fix = "model.path=ORG/NAME or a folder, with a config.json that transformers wrote"
+        yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", why, fix)
         return
     longest, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
     if limit is None or longest + prompt <= limit:

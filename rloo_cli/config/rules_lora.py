@@ -69,7 +69,8 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
         adapter = json.loads(file.read_text())
         kind = adapter["peft_type"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        yield Problem(f"{file} is not the config of an adapter", where)
+        why, fix = "expected JSON with a peft_type", "a folder that peft or rloo saved"
+        yield Problem(f"{file} is not the config of an adapter", where, why, fix)
         return
     if kind != keys.peft_type:
         why = f"its peft_type is {kind}, and model.lora.peft_type is {keys.peft_type}"

@@ -70,16 +70,21 @@ def model_file_problems(run: RunConfig) -> Iterator[Problem]:
     """What is wrong with the policy and its reference, as far as their files show it."""
     policy = _values(run.model.path, run.model.revision)
     if why := wrong_head_reason(policy):
-        yield Problem(f"{run.model.path} is not a language model", "model.path", why)
+        fix = "model.path=ORG/NAME or a folder, of a language model"
+        yield Problem(f"{run.model.path} is not a language model", "model.path", why, fix)
     yield from expert_problems(run)
     if run.model.ref_path is not None and run.algorithm.needs_reference:
         reference = _values(run.model.ref_path)
         if why := wrong_head_reason(reference):
-            yield Problem(f"{run.model.ref_path} is not a language model", "model.ref_path", why)
+            what = f"{run.model.ref_path} is not a language model"
+            fix = "model.ref_path=ORG/NAME or a folder, of a language model"
+            yield Problem(what, "model.ref_path", why, fix)
         ours, theirs = _vocabulary(policy), _vocabulary(reference)
         if ours and theirs and ours != theirs:
             why = f"the policy knows {ours} tokens, the reference {theirs}"
-            yield Problem("policy and reference differ in vocabulary", "model.ref_path", why)
+            what = "policy and reference differ in vocabulary"
+            fix = "model.ref_path=ORG/NAME or a folder, of a model with the policy's tokens"
+            yield Problem(what, "model.ref_path", why, fix)
     yield from _tokenizer(run)
 
 

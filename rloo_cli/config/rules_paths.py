@@ -129,13 +129,14 @@ def _template(value: str) -> Iterator[Problem]:
         names = ", ".join(synthetic.MAKE_PREFIX + n for n in synthetic.SYNTHETIC_TEMPLATES)
         yield Problem(f"{key} = {value!r} is not known", key, f"there is {names}", f"{key}={names}")
         return
+    fix = f"{key}=null for the tokenizer's own, or a text file"
     if not path.is_file():
-        yield Problem(f"{key} = {value!r} is not a file", key, f"looked at {path.absolute()}")
+        yield Problem(f"{key} = {value!r} is not a file", key, f"looked at {path.absolute()}", fix)
         return
     try:
         path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        yield Problem(f"{key} = {value!r} cannot be read", key, str(error))
+        yield Problem(f"{key} = {value!r} cannot be read", key, str(error), fix)
 
 
 def _root(root: str) -> Iterator[Problem]:

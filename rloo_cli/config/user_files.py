@@ -36,7 +36,9 @@ def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
     problems: list[Problem] = []
     for folder in config_dirs:
         if not folder.is_dir():
-            raise ConfigError(Problem(f"--config-dir {folder} is not a folder", "command line"))
+            what, why = f"--config-dir {folder} is not a folder", f"looked at {folder.absolute()}"
+            fix = "--config-dir FOLDER, which exists"
+            raise ConfigError(Problem(what, "command line", why, fix))
         for path in sorted(folder.rglob("*.yaml")):
             try:
                 problems += _forbidden_content(path, read_user_yaml(path))
@@ -106,13 +108,15 @@ def _store(name: str, path: Path) -> None:
 
 
 def _no_mapping(path: Path) -> Problem:
-    return Problem(f"{path.name} is not a mapping of keys", str(path), "expected `key: value`")
+    what, fix = f"{path.name} is not a mapping of keys", "write a `key: value` on each line"
+    return Problem(what, str(path), "expected `key: value`", fix)
 
 
 def _shadowing_problems(inside: Path, path: Path, shipped: Groups) -> Iterator[Problem]:
     group, _, choice = str(inside.with_suffix("")).partition("/")
     if "hydra" in inside.parts:
-        yield Problem(f"{path} reaches into Hydra", str(path), HYDRA_REASON)
+        fix = f"move {path.name} out of the folder hydra"
+        yield Problem(f"{path} reaches into Hydra", str(path), HYDRA_REASON, fix)
     group = "recipe" if group == "recipes" else group
     if choice in shipped.get(group, {}):
         why = f"rloo ships a {group} of that name, and could not tell the two apart"
@@ -126,7 +130,8 @@ def _forbidden_content(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
         if text.strip() and not text.lstrip().startswith("#"):
             break
         if "@package" in text and "hydra" in (text + path.stem).lower():
-            yield Problem(f"{path.name} reaches into Hydra", f"{path}:{line}", HYDRA_REASON)
+            what, fix = f"{path.name} reaches into Hydra", "leave out the line of @package"
+            yield Problem(what, f"{path}:{line}", HYDRA_REASON, fix)
     if root is None:
         return  # an empty file changes nothing
     if not isinstance(root, yaml.MappingNode):
@@ -157,7 +162,9 @@ def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
     for key, value in node.value:
         bare = str(key.value).removeprefix("++")
         if not re.fullmatch(r"[\w.]+", bare) or re.match(r"hydra\b|_target_", bare):
-            yield Problem(f"{key.value!r} is not a key to sweep over", where, HYDRA_REASON)
+            what = f"{key.value!r} is not a key to sweep over"
+            fix = 'name a key of rloo, as in ++train.learning_rate: "1e-5,3e-5"'
+            yield Problem(what, where, HYDRA_REASON, fix)
         elif not isinstance(value, yaml.ScalarNode):
             yield Problem(f"{bare} is swept over a text", where, fix=f'{key.value}: "a,b"')
         elif bare == key.value and bare not in groups:
@@ -170,11 +177,13 @@ def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:
     entries = node.value if isinstance(node, yaml.SequenceNode) else None
     texts = [_text(entry) for entry in entries or []]
     if entries is None or None in texts:
-        yield Problem("defaults is not a list of choices", where, f"expected {right}")
+        fix = "defaults: [override /model: tiny]"
+        yield Problem("defaults is not a list of choices", where, f"expected {right}", fix)
     for entry, text in zip(entries or [], texts, strict=True):
         if text and re.search(r"(^|[\s/@.])hydra([/.@:\s]|$)", text):
             where = f"{where.rpartition(':')[0]}:{entry.start_mark.line + 1}"
-            yield Problem(f"defaults: {text!r} reaches into Hydra", where, HYDRA_REASON)
+            what, fix = f"defaults: {text!r} reaches into Hydra", f"leave out {text!r}"
+            yield Problem(what, where, HYDRA_REASON, fix)
 
 
 def _text(entry: yaml.Node) -> str | None:

@@ -104,7 +104,9 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset"
 
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:
-    return DataError(Problem(f"the data is empty: {config.path} [{split}] has 0 rows", "data.path"))
+    what = f"the data is empty: {config.path} [{split}] has 0 rows"
+    fix = "another data.split, or data.path=FILE with at least one row"
+    return DataError(Problem(what, "data.path", fix=fix))
 
 
 def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
@@ -126,12 +128,18 @@ def _check_names(column_names: list[str], new_names: dict[str, str]) -> None:
     unknown = [old for old in new_names if old not in column_names]
     if unknown:
         what = f"data.columns renames {unknown[0]!r}, which is not a column"
-        raise DataError(Problem(what, "data.columns", columns))
+        close = nearest_names(unknown[0], column_names)
+        fix = f"leave {unknown[0]} out of data.columns"
+        if close:
+            fix = f"{close[0]} in place of {unknown[0]} in data.columns"
+        raise DataError(Problem(what, "data.columns", columns, fix))
     names = [new_names.get(name, name) for name in column_names]
     double = [name for name in names if names.count(name) > 1]
     if double:
         what = f"data.columns makes two columns named {double[0]!r}"
-        raise DataError(Problem(what, "data.columns", columns))
+        old = next(old for old, new in new_names.items() if new == double[0])
+        fix = f"data.columns={{{old}: my_{double[0]}}}, or any name that no other column has"
+        raise DataError(Problem(what, "data.columns", columns, fix))
 
 
 def prompt_like_columns(data: "Dataset") -> list[str]:
@@ -155,13 +163,15 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset":
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
         if streaming:
             why = "of a data set saved to disk only what is used is read anyway"
-            raise DataError(Problem("data.streaming is set", "data.streaming", why))
+            off = "data.streaming=false"
+            raise DataError(Problem("data.streaming is set", "data.streaming", why, off))
         return _open_saved(datasets.load_from_disk(str(path)), split)
     if path.is_file():
         kind = READERS.get(path.suffix)
         if kind is None:
             why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
-            raise DataError(Problem(f"{path} is not a data file", "data.path", why))
+            fix = "data.path=FILE.jsonl, with a JSON object in each line"
+            raise DataError(Problem(f"{path} is not a data file", "data.path", why, fix))
         if kind == "json":
             refuse_unreadable_json(path)
         files = {"train": str(path)}
@@ -186,10 +196,14 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
             raise _empty_data_error(config, split) from None
         if any(word in str(error).lower() for word in ("split", "instruction")):
             what = f"no split {split!r} in {config.path}"
-            raise DataError(Problem(what, "data.split", str(error))) from None
+            fix = "data.split=NAME, with one that it has"
+            if Path(config.path).expanduser().is_file():
+                fix = "data.split=train, or a part of it such as data.split='train[-100:]'"
+            raise DataError(Problem(what, "data.split", str(error), fix)) from None
         refuse_broken_json(config.path)
         what = f"{config.path} cannot be read"
-        raise DataError(Problem(what, "data.path", _short(error))) from None
+        fix = "correct data.path, or for a hub data set data.name and data.revision"
+        raise DataError(Problem(what, "data.path", _short(error), fix)) from None
     except (OSError, exceptions.DatasetGenerationError) as error:
         refuse_broken_json(config.path)
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
@@ -203,8 +217,8 @@ def _open_synthetic(path: str, split: str) -> "Dataset":
         data = datasets.Dataset.from_list(synthetic.synthetic_examples(path, name))
         return _select_examples({name: data}, split)
     except (KeyError, ValueError):
-        why = "rloo makes the splits train and test"
-        raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
+        why, fix = "rloo makes the splits train and test", "data.split=train, or data.split=test"
+        raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why, fix)) from None
 
 
 def _open_task(config: DataConfig, split: str) -> "Dataset":
@@ -218,7 +232,8 @@ def _open_task(config: DataConfig, split: str) -> "Dataset":
     except (KeyError, ValueError):
         why = f"a task has the splits {' and '.join(tasks.TASK_SPLITS)}"
         what = f"no split {split!r} in {config.path}"
-        raise DataError(Problem(what, "data.split", why)) from None
+        fix = ", or ".join(f"data.split={name}" for name in tasks.TASK_SPLITS)
+        raise DataError(Problem(what, "data.split", why, fix)) from None
 
 
 def _open_saved(saved: "Dataset | DatasetDict", split: str) -> "Dataset":
@@ -245,7 +260,8 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
     if path.exists():
         # datasets says only that it failed; the cause says at what
         why = _short(error.__cause__ or error)
-        return DataError(Problem(f"{name} cannot be read", "data.path", why))
+        fix = f"give a whole file that can be read: {', '.join(READERS)}"
+        return DataError(Problem(f"{name} cannot be read", "data.path", why, fix))
     cache = f"{hf_cache.hub_cache_folder()} and {config.HF_DATASETS_CACHE}"
     why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
     fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local file"

@@ -99,9 +99,12 @@ def _load_predicate(spec: str) -> Predicate:
         raise ConfigError(*[Problem(p.what, where, p.why, p.fix) for p in error.problems]) from None
     except Exception as error:  # the file is the user's, and so is what it raises
         why = f"{type(error).__name__}: {error}"
-        raise ConfigError(Problem(f"{spec} could not be imported", where, why)) from None
+        what, fix = f"{spec} could not be imported", f"correct {spec.rpartition(':')[0]}"
+        raise ConfigError(Problem(what, where, why, fix)) from None
     if not callable(code):
-        raise ConfigError(Problem(f"{spec} is not a function", where))
+        what, why = f"{spec} is not a function", f"found {type(code).__name__}"
+        fix = f"{where}={spec.rpartition(':')[0]}:NAME of a function, example -> True or False"
+        raise ConfigError(Problem(what, where, why, fix))
 
     def passes(number: int, example: ExampleDict) -> bool:
         try:
@@ -109,10 +112,12 @@ def _load_predicate(spec: str) -> Predicate:
         except Exception as error:
             what = f"data.filter failed at row {number}"
             why = f"{format_user_frames(error)}{exception_text(error)}"
-            raise DataError(Problem(what, f"data.filter={spec}", why)) from None
+            fix = f"correct {spec}: it is called with every row"
+            raise DataError(Problem(what, f"data.filter={spec}", why, fix)) from None
         if passed is not True and passed is not False:
             what = f"data.filter said {passed!r:.80} of row {number}"
-            raise DataError(Problem(what, f"data.filter={spec}", "True or False was expected"))
+            why, fix = "True or False was expected", f"let {spec} return bool(...)"
+            raise DataError(Problem(what, f"data.filter={spec}", why, fix))
         return bool(passed)
 
     return passes

@@ -218,7 +218,8 @@ def take_images(
     if len(empty) != len(given):
         what = f"a prompt has {len(empty)} places for images, and {len(given)} images"
         why = "each part {type: image} without an image of its own takes one of the column's"
-        raise DataError(Problem(what, where, why))
+        fix = f"give the row {len(empty)} images, or {len(given)} such parts"
+        raise DataError(Problem(what, where, why, fix))
     waiting = iter(given)
     images = [next(waiting) if _source_of(part) is None else _source_of(part) for part in parts]
     for message in structured:
@@ -249,7 +250,8 @@ def _put_first(messages: list[JsonObject], count: int, where: str) -> None:
             message["content"] = [*(dict(IMAGE_PART) for _ in range(count)), *message["content"]]
             return
     what, why = "a prompt has images and no user's message", "they come before the text of one"
-    raise DataError(Problem(what, where, why))
+    fix = "add a message of role user, or a part {type: image} for each image"
+    raise DataError(Problem(what, where, why, fix))
 
 
 def _source_of(part: JsonObject) -> object | None:

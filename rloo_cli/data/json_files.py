@@ -24,13 +24,13 @@ def refuse_unreadable_json(path: Path) -> None:
             return _refuse_array(path)
         if line.startswith(b"null") and (number == 1 or path.suffix == ".jsonl"):
             why = 'a row is an object, as in {"prompt": "..."}, found null'
-            raise DataError(_row_problem(path, number, "is not a JSON object", why))
+            fix = "take the line out, or write an object there"
+            raise DataError(_row_problem(path, number, "is not a JSON object", why, fix))
         if line.count(b"{") + line.count(b"[") > DEEP:
             try:
                 json.loads(line)
             except RecursionError:
-                why = "Python and Arrow read a few hundred levels"
-                raise DataError(_row_problem(path, number, "is nested too deep", why)) from None
+                raise DataError(_too_deep_problem(path, number)) from None
             except ValueError:
                 continue  # told when it is read
 
@@ -40,13 +40,13 @@ def _refuse_array(path: Path) -> None:
     try:
         rows = json.loads(path.read_bytes())
     except RecursionError:
-        why = "Python and Arrow read a few hundred levels"
-        raise DataError(_row_problem(path, 1, "is nested too deep", why)) from None
+        raise DataError(_too_deep_problem(path, 1)) from None
     except ValueError:
         return  # told when it is read
     if isinstance(rows, list) and None in rows:
         why = f'a row is an object, as in {{"prompt": "..."}}; element {rows.index(None)} is null'
-        raise DataError(_row_problem(path, 1, "has an element that is no JSON object", why))
+        what, fix = "has an element that is no JSON object", "take that element out"
+        raise DataError(_row_problem(path, 1, what, why, fix))
 
 
 def _lines_with_text(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -60,8 +60,13 @@ def _lines_with_text(path: Path) -> Iterator[tuple[int, bytes]]:
                 seen = True
 
 
-def _row_problem(path: Path, number: int, what: str, why: str) -> Problem:
-    return Problem(f"{path}: line {number} {what}", f"data.path, {path}:{number}", why)
+def _too_deep_problem(path: Path, number: int) -> Problem:
+    why, fix = "Python and Arrow read a few hundred levels", "take that row out, or make it flatter"
+    return _row_problem(path, number, "is nested too deep", why, fix)
+
+
+def _row_problem(path: Path, number: int, what: str, why: str, fix: str) -> Problem:
+    return Problem(f"{path}: line {number} {what}", f"data.path, {path}:{number}", why, fix)
 
 
 def refuse_broken_json(name: str) -> None:
@@ -83,7 +88,8 @@ def refuse_broken_json(name: str) -> None:
                 raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
             except json.JSONDecodeError as error:
                 why = f"{error.msg} at column {error.colno}: {text.strip()[:80]!r}"
-                problem = Problem(f"{what}: line {number} is not JSON", where, why)
+                fix = f"write line {number} as one whole JSON object"
+                problem = Problem(f"{what}: line {number} is not JSON", where, why, fix)
                 raise DataError(problem) from None
             except RecursionError:
                 return

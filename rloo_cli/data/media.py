@@ -52,7 +52,8 @@ class Media:
             return [self.reader.read_image(source) for source in self.sources]
         except BadImage as error:
             what = "an image cannot be read any more"
-            raise DataError(Problem(what, "data.path", str(error))) from None
+            fix = "put the image back as it was, then run it again (a training: resume=auto)"
+            raise DataError(Problem(what, "data.path", str(error), fix)) from None
 
     @cached_property
     def png_files(self) -> list[str]:

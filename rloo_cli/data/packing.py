@@ -408,7 +408,8 @@ def _kept_ids(rollouts: list[Rollout]) -> KeptIds | None:
     token = torch.repeat_interleave(torch.arange(len(counts)), counts)
     target_index = (ids == target[token]).nonzero().squeeze(-1)
     if not torch.equal(token[target_index], torch.arange(len(target))):
-        raise GenerationError(Problem("a token is not in its own sampling mask", key))
+        what = "a token is not in its own sampling mask"
+        raise GenerationError(Problem(what, key, fix=f"{key}=false"))
     return KeptIds(ids, token, target_index)
 
 

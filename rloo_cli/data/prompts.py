@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rloo_cli.config import registry, template
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import image_prompts, order
 from rloo_cli.data.batch import Group, Prompt
@@ -248,7 +249,9 @@ def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -
     except KeyError as error:
         what = f"data.template names {{{error.args[0]}}}, which is not a column"
         why = f"columns: {', '.join(fields)}"
-        raise DataError(Problem(what, "data.template", why)) from None
+        close = nearest_names(str(error.args[0]), fields)
+        fix = f"{{{close[0]}}} in its place" if close else "{{ and }} where braces are meant"
+        raise DataError(Problem(what, "data.template", why, fix)) from None
     except ValueError as error:
         fix = "{column} for a column, {{ and }} for braces"
         what = "data.template cannot be read"
@@ -293,7 +296,8 @@ def _render_all(
         except Exception as error:  # a template is a program, with a program's errors
             where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
             what = f"the chat template refuses prompt {row}"
-            raise DataError(Problem(what, where, why)) from None
+            fix = "correct its messages, or model.chat_template=FILE.jinja that takes them"
+            raise DataError(Problem(what, where, why, fix)) from None
     return texts
 
 
@@ -353,7 +357,9 @@ def _apply_overlong(
     lengths = [len(x) for x in ids]
     if min(lengths) == 0:
         at = lengths.index(0)
-        raise DataError(Problem(f"prompt {at} has no tokens", f"data.prompt_column, row {at}"))
+        what, where = f"prompt {at} has no tokens", f"data.prompt_column, row {at}"
+        fix = "give the row a prompt, or take it out"
+        raise DataError(Problem(what, where, f"found {prompts[at]!r:.80}", fix))
     over = [max_length is not None and n > max_length for n in lengths]
     if any(over) and (config.overlong == "error" or sum(over) > len(over) / 2):
         raise DataError(_too_long(lengths, over, max_length, headroom))

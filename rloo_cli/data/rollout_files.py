@@ -73,12 +73,14 @@ def read_rollout_head(path: Path) -> JsonObject:
         size, wanted = path.stat().st_size, 8 + length + max(ends)
         version, check = int(head["format"]), head.pop(CHECK_KEY)
     except FileNotFoundError:
-        raise DataError(Problem("a recorded step is missing", str(path))) from None
+        fix = f"rloo replay {path.parent.parent} lists the steps that it has"
+        raise DataError(Problem("a recorded step is missing", str(path), fix=fix)) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
         raise damaged_record(path, f"{type(error).__name__}: {error}") from None
     if version > RECORD_FORMAT:
         why = f"its format {version} is newer than {RECORD_FORMAT}, the newest this rloo reads"
-        raise DataError(Problem("a record of rollouts cannot be read", str(path), why))
+        fix = "pip install --upgrade rloo-cli"
+        raise DataError(Problem("a record of rollouts cannot be read", str(path), why, fix))
     if check != head_check(head):
         raise damaged_record(path, "its head was changed")
     if size != wanted:

@@ -111,7 +111,8 @@ def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]
         data = save(tensors, {HEAD_KEY: json.dumps(checked)})
     except SafetensorError as error:
         what = f"the rollouts of step {batch.step + 1} cannot be written"
-        raise StorageError(Problem(what, str(folder), str(error))) from error
+        fix = "resume=auto logging.rollouts_every=0 goes on without records"
+        raise StorageError(Problem(what, str(folder), str(error), fix)) from error
     path = rollout_files.rollout_path(folder, batch.step + 1)
     write_whole_file(path, data)
     return path

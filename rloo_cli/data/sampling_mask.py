@@ -65,9 +65,10 @@ class SamplingMask:
 
     def check_tokens(self, sampled_ids: Sequence[int], max_ids: int) -> None:
         """Raise GenerationError unless each token is among its ids, which are `max_ids` at most."""
+        key = "generation.return_sampling_mask"
         if len(self) != len(sampled_ids):
             what = f"{len(sampled_ids)} tokens came with sampling masks of {len(self)}"
-            raise GenerationError(Problem(what, "generation.return_sampling_mask"))
+            raise GenerationError(Problem(what, key, fix=f"{key}=false"))
         end = 0
         for place, (token, count) in enumerate(zip(sampled_ids, self.counts, strict=True)):
             begin, end = end, end + count
@@ -76,7 +77,7 @@ class SamplingMask:
             if token not in self.ids[begin:end]:
                 what = f"token {place} of a completion is not in its own sampling mask"
                 why = f"id {token}, and the mask has {count} others"
-                raise GenerationError(Problem(what, "generation.return_sampling_mask", why))
+                raise GenerationError(Problem(what, key, why, f"{key}=false"))
 
 
 def too_many_ids(place: int, count: int, max_ids: int) -> GenerationError:

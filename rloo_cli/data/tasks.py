@@ -174,4 +174,5 @@ def _check_task(name: str, difficulty: JsonObject) -> None:
     except Exception as error:  # its validate() asserts; a value that it lets through fails later
         what = f"the task {name} refuses this difficulty"
         why = f"{json.dumps(difficulty)}: {type(error).__name__}: {error}"
-        raise DataError(Problem(what, "data.task.difficulty", why)) from None
+        fix = "correct the value that it names, or leave data.task.difficulty out"
+        raise DataError(Problem(what, "data.task.difficulty", why, fix)) from None

@@ -114,7 +114,8 @@ class VisionProcessor:
         if odd:
             what = f"{type(self.processor).__name__} makes {', '.join(odd)} of images"
             why = f"rloo knows {', '.join(self.family.tensor_names)} of this kind of model"
-            raise DataError(Problem(what, "model.path", why))
+            fix = "another model.path; and please report it, with the model's name"
+            raise DataError(Problem(what, "model.path", why, fix))
         if made["input_ids"][0].tolist() != list(prompt_ids):
             why = f"{len(prompt_ids)} then, {made['input_ids'].shape[1]} tokens now"
             what = "a prompt's images are not those that it was tokenised with"
@@ -150,11 +151,14 @@ def load_vision_processor(
     try:
         processor = processor_class.from_pretrained(path, **options)
     except ImportError as error:
-        raise MachineError(Problem(f"{name} cannot be loaded", "model.path", str(error))) from None
+        what = f"{name} cannot be loaded"
+        fix = "pip install 'rloo-cli[images]', or the package that it names"
+        raise MachineError(Problem(what, "model.path", str(error), fix)) from None
     except Exception as error:  # what a damaged file makes a library raise
         why = str(error).strip().partition("\n")[0][:300]
         what = f"the processor of {config.path} cannot be loaded"
-        raise ConfigError(Problem(what, "model.path", why)) from None
+        fix = "model.path=FOLDER or NAME with whole files of its processor"
+        raise ConfigError(Problem(what, "model.path", why, fix)) from None
     token_id = transformers.AutoConfig.from_pretrained(path, **options).image_token_id
     return VisionProcessor(processor, tokenizer, family, int(token_id))
 

@@ -207,9 +207,9 @@ class Optimizer:
             json.dumps(metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
             why = f"{error}: it is neither a tensor nor a plain value, and no pickle is written"
-            raise StorageError(
-                Problem("the optimizer's state cannot be saved", "train.optimizer", why)
-            ) from None
+            what = "the optimizer's state cannot be saved"
+            fix = "train.optimizer=adamw, or one that keeps tensors and plain values alone"
+            raise StorageError(Problem(what, "train.optimizer", why, fix)) from None
         return saved.tensors, metadata | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
@@ -263,7 +263,10 @@ def check_state_matches(
     saved = {n.partition("/")[2] for n in (*tensors, *metadata["state"])}
     saved |= {n for g in metadata["groups"] for n in g["names"]}
     if others := sorted(saved - set(names)):
-        raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", others[0]))
+        what = "the checkpoint's optimizer is of other parameters"
+        why = f"{len(others)} of its parameters are not trained here"
+        fix = "model.path, model.lora and model.freeze as in that run, or resume=never name=OTHER"
+        raise ConfigError(Problem(what, others[0], why, fix))
 
 
 def restore_param_groups(optimizer: TrainingOptimizer, metadata: JsonObject) -> None:
@@ -277,9 +280,11 @@ def restore_param_groups(optimizer: TrainingOptimizer, metadata: JsonObject) -> 
     optimizer.schedule.load_state_dict(metadata["schedule"])
     if optimizer.learning_rate != metadata["learning_rate"]:
         why = f"{optimizer.learning_rate}, where the run stopped with {metadata['learning_rate']}"
-        raise ConfigError(
-            Problem("the learning rate is not what it was", "train.learning_rate", why)
+        what, fix = (
+            "the learning rate is not what it was",
+            "resume=RUN/checkpoint-STEP, an older one",
         )
+        raise ConfigError(Problem(what, "train.learning_rate", why, fix))
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
@@ -341,6 +346,7 @@ def build_optimizer(
                 f"train.optimizer = {config.optimizer!r} does not take these arguments",
                 "train.optimizer_kwargs",
                 f"{error}; it is called as {config.optimizer}(parameters, **{arguments})",
+                "train.optimizer_kwargs={}, or a function that takes all of these",
             )
         ) from None
 
@@ -388,6 +394,7 @@ def _make_lr_schedule(
 def _load_user_code(spec: str, key: str) -> Callable[..., Any]:
     if ":" not in spec:
         what = f"train.{key} = {spec!r} is not known"
-        raise ConfigError(Problem(what, f"train.{key}", "adamw, or file.py:name"))
+        fix = f"train.{key}=adamw"
+        raise ConfigError(Problem(what, f"train.{key}", "adamw, or file.py:name", fix))
     code: Callable[..., Any] = registry.load_code(spec)
     return code

@@ -137,7 +137,8 @@ class World:
         asked, slowest = told.tolist()
         self.stop_poll.record_poll(slowest, frequent)
         if asked:
-            stopped = Stopped(Problem("stopped, as a rank was asked to"))
+            why, fix = "a signal asked one of the others to end", signals.STOPPED_FIX
+            stopped = Stopped(Problem("stopped, as a rank was asked to", "a signal", why, fix))
             try:
                 signals.raise_if_stopped()
             except Stopped as found:
@@ -307,8 +308,9 @@ def _raise_first_error(
         _mark_shared_error(local_error, is_remote=False)
         raise local_error
     kind: Any = getattr(errors, next(iter(error["kinds"]), ""), RunError)
+    fix = f"its traceback is in the log of rank {who}"
     problems = [Problem(**p) for p in error["problems"]] or [
-        Problem(f"rank {who}: {error['text']}")
+        Problem(f"rank {who}: {error['text']}", f"rank {who}", fix=fix)
     ]
     copy = kind(*problems)
     _mark_shared_error(copy, is_remote=True)

@@ -158,8 +158,10 @@ def _restore_run_state(about: JsonObject) -> RunState:
     """The state of the run. Raises ConfigError where this version cannot read it."""
     names = {f.name for f in fields(RunState)} - {"memory"}  # which only training needs
     values = about["state"]
-    if any(not isinstance(values.get(name, 0), int) for name in names):
-        raise ConfigError(Problem("the run's state is not one of rloo", about["source"]))
+    if wrong := sorted(name for name in names if not isinstance(values.get(name, 0), int)):
+        what, why = "the run's state is not one of rloo", f"no whole number: {', '.join(wrong)}"
+        fix = f"rloo eval +recipe=NAME model.path={about['source']}"
+        raise ConfigError(Problem(what, about["source"], why, fix))
     return RunState(**{name: value for name, value in values.items() if name in names})
 
 

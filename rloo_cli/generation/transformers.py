@@ -44,6 +44,10 @@ SAMPLING_KWARGS = (
 # What a completion may have to follow, by vLLM's names.
 FORM_KEY = f"generation.kwargs.{STRUCTURED}"
 FORMS = ("regex", "json", "json_object", "choice", "grammar")
+FORM_EXAMPLES = {  # one of each kind that can be wrong
+    "regex": "'[0-9]+'", "json": "{type: object}", "choice": "['yes', 'no']",
+    "grammar": "'root ::= [0-9]+'",
+}  # fmt: skip
 
 
 def rules(run: RunConfig) -> Iterator[Problem]:
@@ -89,4 +93,6 @@ def parse_form(kind: str, value: Any) -> "xgrammar.Grammar":
         return Parsed.from_regex(value) if kind == "regex" else Parsed.from_ebnf(value)
     except Exception as error:  # the text of a parser in C++
         why = str(error).strip().rpartition("\n")[2][:300]
-        raise ConfigError(Problem(f"{FORM_KEY}.{kind} cannot be read", FORM_KEY, why)) from None
+        what = f"{FORM_KEY}.{kind} cannot be read"
+        fix = f"correct it; one that can be read: {{{kind}: {FORM_EXAMPLES.get(kind)}}}"
+        raise ConfigError(Problem(what, FORM_KEY, why, fix)) from None

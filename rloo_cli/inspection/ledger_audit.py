@@ -165,20 +165,21 @@ def audit_ledger(folder: Path) -> tuple[LedgerAudit, list[str]]:
     logged = _last_logged_step(folder / "metrics.jsonl")
     path, audit, check = folder / LEDGER_FILE, LedgerAudit(), ""
     lines, what = read_ledger_entries(path), "the ledger does not add up"
+    fix = "put it back as the run wrote it; if nobody changed it, please report it"
     for number, entry in enumerate(lines, 1):
         problem = audit.add_line(entry)
         check = entry_check({k: v for k, v in entry.items() if k != "check"}, check)
         if not problem and entry["check"] != check:
             problem = "this line, or the one before it, is not as it was written (check)"
         if problem:
-            raise DataError(Problem(what, f"{path}:{number}", problem))
+            raise DataError(Problem(what, f"{path}:{number}", problem, fix))
     # An attempt that ended before its first step leaves the progress of the attempt before it.
     began = metadata.get("began") == metadata.get("attempt")
     ended = metadata.get("state") in FINAL_STATES and began
     compared = metadata if ended else {}
     problem = _disagreement(audit, compared, logged, ended) if lines else "it is empty"
     if problem:
-        raise DataError(Problem(what, f"{path}:{len(lines)}", problem))
+        raise DataError(Problem(what, f"{path}:{len(lines)}", problem, fix))
     note = "run.json was not compared: the last attempt goes on, was killed, or never began"
     return audit, [] if ended else [note]
 
@@ -191,7 +192,8 @@ def _run_metadata(path: Path) -> JsonObject:
             raise ValueError("an object was expected")
     except (ValueError, RecursionError) as error:
         what = "the ledger cannot be compared with run.json"
-        raise DataError(Problem(what, str(path), str(error))) from None
+        fix = "put run.json back as the run wrote it"
+        raise DataError(Problem(what, str(path), str(error), fix)) from None
     return values
 
 
@@ -220,8 +222,9 @@ def _last_logged_step(path: Path) -> int | None:
     try:
         return int(json.loads(lines[-1])["step"]) if lines else None
     except (ValueError, KeyError, TypeError, OverflowError):
-        where = f"{path}:{len(lines)}"
-        raise DataError(Problem("a line of metrics is not an entry", where)) from None
+        where, why = f"{path}:{len(lines)}", "a JSON object with its step was expected"
+        what, fix = "a line of metrics is not an entry", "put it back as the run wrote it"
+        raise DataError(Problem(what, where, why, fix)) from None
 
 
 def _field_problem(entry: JsonObject, required: dict[str, type], optional: dict[str, type]) -> str:

@@ -106,7 +106,9 @@ def _run_training(
         raise RunError(Problem(what, "rloo verify-resume", fix="a smaller --kill-in-step"))
     if codes is not None and done.returncode not in codes:
         said = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
-        error = RunError(Problem(f"a training ended with {done.returncode}", " ".join(words), said))
+        what = f"a training ended with {done.returncode}"
+        fix = "correct what it says, then try again"
+        error = RunError(Problem(what, " ".join(words), said, fix))
         error.code = done.returncode
         raise error
 

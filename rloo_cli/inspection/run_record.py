@@ -121,7 +121,9 @@ def _read_whole_record(folder: Path) -> RunRecord:
     values = resume.read_run_config(folder)
     sections = ("algorithm", "train")
     if values is None or not all(isinstance(values.get(name), dict) for name in sections):
-        raise ConfigError(Problem(f"{folder} is not a training run", str(folder / "config.yaml")))
+        where, why = str(folder / "config.yaml"), "its sections algorithm and train were expected"
+        fix = "name a run that `rloo runs` lists"
+        raise ConfigError(Problem(f"{folder} is not a training run", where, why, fix))
     path = folder / "metrics.jsonl"
     metrics = curves.read_metrics_lines(path) if path.is_file() else []
     return RunRecord(
@@ -140,7 +142,8 @@ def _whole_metadata(folder: Path) -> JsonObject:
     path = folder / "run.json"
     metadata = _usable_metadata(_read_object(path) if path.is_file() else {}, folder, problems)
     if problems:
-        raise ConfigError(Problem(problems[0], str(folder / "run.json")))
+        fix = f"rloo doctor {folder}"
+        raise ConfigError(Problem(problems[0], str(folder / "run.json"), fix=fix))
     return metadata
 
 

@@ -48,7 +48,10 @@ def find_samples_file(
     files = list_sample_files(folder, held_out)
     if not files:
         why = f"nothing like it in {folder / 'samples'}"
-        raise ConfigError(Problem(f"{folder} has no {what}", "command line", why))
+        fix = "wait for its first step that writes some (logging.samples_every)"
+        if held_out:
+            fix = f"rloo samples {folder} for its steps'; data.eval_split=NAME in the next run"
+        raise ConfigError(Problem(f"{folder} has no {what}", "command line", why, fix))
     wanted = set_name or ("" if "" in files else next(iter(files)))
     if wanted not in files or (set_name is None and wanted and len(files) > 1):
         names = [name for name in files if name]
@@ -79,7 +82,8 @@ def read_sample_records(path: Path) -> list[SampleRecord]:
             samples.append(_checked_sample(json.loads(line, parse_constant=lambda _: None)))
         except (ValueError, RecursionError) as error:
             where, why = f"{path}:{number}", str(error)
-            raise DataError(Problem("a line is not a sample", where, why)) from None
+            fix = f"take the file away (rm {path}); the other files are not touched by it"
+            raise DataError(Problem("a line is not a sample", where, why, fix)) from None
     return samples
 
 

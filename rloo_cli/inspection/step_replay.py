@@ -121,7 +121,11 @@ def find_replay_base(folder: Path, step: int) -> ReplayBase:
         fix = f"--step {near}" if bases else "logging.rollouts_every=1 in the next run"
         raise ConfigError(Problem(what, "--step", why, fix))
     if base.checkpoint and (wrong := manifest.checkpoint_problem(base.checkpoint)) is not None:
-        raise ConfigError(Problem(f"{base.checkpoint} cannot be used", "--step", wrong))
+        others = [s for s, b in bases.items() if b.checkpoint != base.checkpoint]
+        fix = "logging.rollouts_every=1 in the next run"
+        if others:
+            fix = f"--step {min(others, key=lambda other: abs(other - step))}"
+        raise ConfigError(Problem(f"{base.checkpoint} cannot be used", "--step", wrong, fix))
     return base
 
 
@@ -214,7 +218,7 @@ def _check_same_config(
     if changed:
         what = f"step {step} cannot be computed from {base.name}"
         why = f"step {other} between them was trained with other values of {', '.join(changed)}"
-        raise ConfigError(Problem(what, "--step", why))
+        raise ConfigError(Problem(what, "--step", why, f"--step {base.step + 1}"))
 
 
 class RecordedScores:

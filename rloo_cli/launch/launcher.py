@@ -268,7 +268,7 @@ def _rank_processes(
 
         def on_killed(why: str) -> None:
             attempt.died.append(why)
-            processes.print_killed(why)
+            processes.print_killed(why, "run it again with resume=auto")
 
         is_saving = nodes.checkpoint_save_probe(folder)
         callbacks = processes.ProcessCallbacks(

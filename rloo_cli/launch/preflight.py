@@ -101,7 +101,8 @@ def root_problems(run: RunConfig) -> Iterator[Problem]:
     root = Path(run.root).absolute()
     above = next(p for p in (root, *root.parents) if p.exists())
     if not os.access(above, os.W_OK):
-        yield Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
+        what, fix = f"root = {run.root} cannot be written", "root=FOLDER that you can write to"
+        yield Problem(what, "root", f"looked at {above}", fix)
     elif (disk := shutil.disk_usage(above)).free < 100e6:
         what = "has under 100 MB free" if disk.total else "cannot hold files"
         yield Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk")

@@ -65,9 +65,9 @@ class ProcessSpec:
         return int(self.env.get("RANK", 0))
 
 
-def print_killed(why: str) -> None:
+def print_killed(why: str, fix: str = "run it again") -> None:
     """Print that a process was killed, as an error."""
-    print_error(GenerationError(Problem(why, why="nobody asked it to end")))
+    print_error(GenerationError(Problem(why, "this machine", "nobody asked it to end", fix)))
 
 
 @dataclass(frozen=True)

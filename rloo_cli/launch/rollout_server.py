@@ -151,7 +151,8 @@ def server_failure(process: ServerProcess, limit: float) -> RunError:
     more = f"log: {process.log}"
     if process.exit_code is not None:
         what = f"the server's process ended with {process.exit_code} {after}"
-        return GenerationError(Problem(what, "", server_log_tail(process), more=more))
+        tail, fix = server_log_tail(process), "correct what its log says, then run it again"
+        return GenerationError(Problem(what, "the rollout server", tail, fix, more))
     key = "generation.server.ready_timeout_s"
     what, fix = f"the server does not answer {after}", f"{key}={2 * limit:g}"
     return GenerationError(Problem(what, key, server_log_tail(process), fix, more))

@@ -79,11 +79,13 @@ def load_model_spec(path: str, revision: str | None = None, key: str = "model.pa
     try:
         why = hf_cache.model_config_problem(values)
         if why:
-            raise ConfigError(Problem(f"{path} cannot be planned", key, why))
+            fix = f"{key}=ORG/NAME or a folder, of a model without this"
+            raise ConfigError(Problem(f"{path} cannot be planned", key, why, fix))
         return parse_model_spec(values, path, source, _weights_folder(path, revision))
     except KeyError as missing:
         why = f"its config.json has no {missing.args[0]}: not a language model that rloo knows"
-        raise ConfigError(Problem(f"{path} cannot be planned", key, why)) from None
+        fix = f"{key}=ORG/NAME or a folder, of a language model"
+        raise ConfigError(Problem(f"{path} cannot be planned", key, why, fix)) from None
 
 
 def parse_model_spec(
@@ -137,7 +139,8 @@ def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]
     try:
         values = hf_cache.read_model_config(path, revision)
     except ValueError as error:
-        raise ConfigError(Problem(f"{path} cannot be planned", key, str(error))) from None
+        fix = f"correct its config.json, or {key}=FOLDER with a whole one"
+        raise ConfigError(Problem(f"{path} cannot be planned", key, str(error), fix)) from None
     if values:
         here = Path(path).expanduser().exists()
         return values, f"config.json in {path}" if here else "config.json in the hub's cache"

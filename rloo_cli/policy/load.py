@@ -103,7 +103,8 @@ def load_causal_lm(
     if missing:
         what = f"{path} lacks {len(missing)} of the model's tensors"
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
-        raise ConfigError(Problem(what, "model.path", why))
+        fix = "fetch or save that model again, whole, or name another one"
+        raise ConfigError(Problem(what, "model.path", why, fix))
     apply_model_settings(loaded, config)
     if config.quantization is not None:
         quantization.disable_avx512_kernel(loaded)
@@ -205,8 +206,9 @@ def load_classifier_with_head(
     missing = [name for name in lacking if name != "score.weight"]
     if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
-        what = f"{path} cannot become a reward model"
-        raise ConfigError(Problem(what, "model.path", f"{type(loaded).__name__}: {lacks}"))
+        fix = "name a whole model, whose classifier in transformers has a `score` without bias"
+        what, why = f"{path} cannot become a reward model", f"{type(loaded).__name__}: {lacks}"
+        raise ConfigError(Problem(what, "model.path", why, fix))
     if config.disable_dropout:
         zero_dropout(loaded)
     if config.gradient_checkpointing is True:
@@ -318,7 +320,8 @@ def _refuse_bad_config(path: str, config: ModelConfig, auto_class: object) -> No
     except ValueError as error:
         why = str(error)
     if why:
-        raise ConfigError(Problem(f"{path} cannot be loaded", "model.path", why))
+        fix = "name another model, or correct its config.json"
+        raise ConfigError(Problem(f"{path} cannot be loaded", "model.path", why, fix))
 
 
 def _load_pretrained(
@@ -338,10 +341,12 @@ def _load_pretrained(
             fix = "model.trust_remote_code=true, if you trust its authors; nothing was run"
             raise ConfigError(Problem(what, "model.path", why, fix)) from None
         if Path(path).exists():
-            raise ConfigError(Problem(f"{name} cannot be loaded", "model.path", why)) from None
+            what, fix = f"{name} cannot be loaded", "name a folder that save_pretrained has written"
+            raise ConfigError(Problem(what, "model.path", why, fix)) from None
         if rules_paths.looks_like_path(path):
             looked = f"looked at {Path(path).absolute()}"
-            raise ConfigError(Problem(f"{name} does not exist", "model.path", looked)) from None
+            what, fix = f"{name} does not exist", "name a folder that exists, or a hub's ORG/NAME"
+            raise ConfigError(Problem(what, "model.path", looked, fix)) from None
         cache = hf_cache.hub_cache_folder()
         why = f"not a folder here, not in the cache {cache}, and the hub:\n{why}"
         fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"

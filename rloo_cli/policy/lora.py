@@ -94,7 +94,8 @@ def attach_adapter(
             model.add_adapter(adapter, name)
         except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
             what = "the adapter does not fit the model"
-            raise ConfigError(Problem(what, "model.lora", _first_line(error))) from None
+            fix = "name layers that the model has; all-linear in model.lora.target_modules has all"
+            raise ConfigError(Problem(what, "model.lora", _first_line(error), fix)) from None
     model.set_adapter(TRAINED_ADAPTER)  # of two adapters, the first one learns
     after = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
@@ -203,7 +204,8 @@ def read_adapter_weights(model: PreTrainedModel, folder: Path, name: str = TRAIN
         tensors = load_file(folder / PEFT_WEIGHTS_FILE)
     except Exception as error:  # safetensors has errors of its own
         why = f"{folder / PEFT_WEIGHTS_FILE}: {_first_line(error)}"
-        raise ConfigError(Problem("the adapter cannot be read", "model.lora.path", why)) from None
+        what, fix = "the adapter cannot be read", f"name a folder with a whole {PEFT_WEIGHTS_FILE}"
+        raise ConfigError(Problem(what, "model.lora.path", why, fix)) from None
     copy_into_adapter(model, tensors, name, str(folder))
 
 
@@ -223,7 +225,8 @@ def copy_into_adapter(
         lines = [f"{n}: {found.get(n, 'missing')}, expected {sizes.get(n, 'none')}" for n in odd]
         why = f"{len(odd)} tensors differ: {'; '.join(lines[:3])}"
         what = f"the adapter in {source} is not the one that model.lora describes"
-        raise ConfigError(Problem(what, "model.lora", why))
+        fix = f"set in model.lora what its {PEFT_CONFIG_FILE} has: r, target_modules, ..."
+        raise ConfigError(Problem(what, "model.lora", why, fix))
     for part, tensor in adapter.items():
         tensor.copy_(tensors[part])
 
@@ -435,7 +438,8 @@ def make_adapter_config(keys: LoraConfig) -> Any:
         return kind(**arguments)
     except (ValueError, TypeError) as error:
         what = f"{kind.__name__} refuses these arguments"
-        raise ConfigError(Problem(what, "model.lora.kwargs", _first_line(error))) from None
+        fix = "correct what it names, in model.lora or in model.lora.kwargs"
+        raise ConfigError(Problem(what, "model.lora.kwargs", _first_line(error), fix)) from None
 
 
 def _check_arguments(keys: LoraConfig) -> None:

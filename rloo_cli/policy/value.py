@@ -245,5 +245,6 @@ def build_value_model(
     if value_model.vocab_size != vocab_size:
         what = "policy and value model differ in vocabulary"
         why = f"the policy knows {vocab_size} tokens, the value model {value_model.vocab_size}"
-        raise ConfigError(Problem(what, value_init.key, why))
+        fix = "model.value.path=PATH of a model with the policy's vocabulary"
+        raise ConfigError(Problem(what, value_init.key, why, fix))
     return value_model

@@ -57,7 +57,8 @@ def image_vectors(model: PreTrainedModel, media: MediaInputs) -> Tensor:
     if len(vectors) != media.num_features:
         what = f"the vision tower makes {len(vectors)} vectors for {media.num_features} tokens"
         why = "the processor and the model's config.json do not belong together"
-        raise NumbersError(Problem(what, "model.path", why))
+        fix = "name a model whose processor and config.json were saved together, or fetch it again"
+        raise NumbersError(Problem(what, "model.path", why, fix))
     return vectors
 
 

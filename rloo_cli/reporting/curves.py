@@ -107,7 +107,7 @@ def read_metrics_lines(path: Path) -> list[JsonObject]:
             if number == len(lines):
                 break
             what, where = "a line of metrics is not JSON", f"{path}:{number}"
-            raise ConfigError(Problem(what, where=where, why=str(error))) from None
+            raise ConfigError(Problem(what, where, str(error), "correct that line")) from None
         if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
             metrics_lines.append(metrics)
     return sorted(metrics_lines, key=lambda metrics: metrics["step"])

@@ -69,5 +69,6 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
             found.append(kind())
         except Exception as error:  # it is the user's code
             why = f"{type(error).__name__}: {error}"
-            raise ConfigError(Problem(f"{spec} cannot be made", KEY, why)) from None
+            fix = f"correct {spec}: it is called without arguments"
+            raise ConfigError(Problem(f"{spec} cannot be made", KEY, why, fix)) from None
     return found

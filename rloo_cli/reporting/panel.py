@@ -295,7 +295,8 @@ def before_after_tables(
 def write_panel_svg(run: Path, out: Path, step: int | None = None) -> None:
     """Write the panel of the run folder `run`, as it was at `step`, to the SVG `out`."""
     if not (run / "metrics.jsonl").is_file():
-        raise ConfigError(Problem("no run here", where=str(run), why="it has no metrics.jsonl"))
+        fix = "name a run that `rloo runs` lists"
+        raise ConfigError(Problem("no run here", str(run), "it has no metrics.jsonl", fix))
     last = math.inf if step is None else step
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]  # cut by a kill
     metrics_lines = [m for m in map(json.loads, lines) if m.get("step", 0) <= last]

@@ -218,7 +218,8 @@ def read_ledger_entries(path: Path) -> list[JsonObject]:
             text = line[:60].decode("ascii", "backslashreplace")
             why = f"an object with step, place and check was expected, found {text!r}"
             what, where = "a line of the ledger is not an entry", f"{path}:{number}"
-            raise DataError(Problem(what, where, why)) from None
+            fix = "put it back as the run wrote it; if nobody changed it, please report it"
+            raise DataError(Problem(what, where, why, fix)) from None
     if rest:
         where, why = f"{path}:{len(lines) + 1}", f"{len(rest)} bytes and no end of line"
         fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"

@@ -57,7 +57,9 @@ def _instructions(
         or len(named) != len(arguments)
     ):
         what = f"{config.column} and {config.arguments_column} are not lists of one length"
-        raise DataError(Problem(what, f"reward.{config.type}", f"found {named!r}, {arguments!r}"))
+        why = f"found {named!r}, {arguments!r}"
+        fix = "correct those rows, or leave them out: data.map, or data.filter"
+        raise DataError(Problem(what, f"reward.{config.type}", why, fix))
     unknown = [name for name in named if name not in instructions.CHECKS]
     if unknown:
         what = f"the instruction {unknown[0]!r} cannot be checked"

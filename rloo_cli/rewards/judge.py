@@ -42,7 +42,9 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
     yield from chat_judge_problems(where, config, ("completion",))
     if config.minimum >= config.maximum:
         why = f"{config.minimum:g} is not below {config.maximum:g}"
-        yield Problem("the judge's scale has no length", f"{where}.minimum", why)
+        low, high = config.maximum, config.minimum
+        fix = f"{where}.minimum={low:g} {where}.maximum={high if low < high else low + 1:g}"
+        yield Problem("the judge's scale has no length", f"{where}.minimum", why, fix)
 
 
 def preflight(config: Config) -> None:

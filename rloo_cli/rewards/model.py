@@ -69,7 +69,11 @@ def preflight(config: Config) -> None:
     given = [name for name in RESERVED_MODEL_KWARGS if name in config.model_kwargs]
     if given:
         why = "rloo gives it by a key of its own, or must not: pickled and random weights"
-        raise ConfigError(Problem(f"model_kwargs may not hold {given[0]}", "model_kwargs", why))
+        name = given[0].removeprefix("torch_")  # transformers' older name of dtype
+        own = name in type(config).model_fields
+        fix = f"reward.NAME.{name}={config.model_kwargs[given[0]]}" if own else "leave it out"
+        what = f"model_kwargs may not hold {given[0]}"
+        raise ConfigError(Problem(what, "model_kwargs", why, fix))
     adapter = hf_cache.adapter_base_path(config.path)
     if adapter is not None and find_spec("peft") is None:
         what, fix = f"{config.path} is an adapter, which needs peft", "pip install 'rloo-cli[peft]'"
@@ -223,7 +227,9 @@ class RewardModel:
         except Exception as error:  # a model's own code may raise anything
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
             what = f"{self.config.path} cannot score an answer to the first prompt"
-            raise MachineError(Problem(what, f"{self.config_key}.path", why)) from None
+            key = f"{self.config_key}.path"
+            fix = f"{key}=ORG/NAME of a sequence classifier with one label"
+            raise MachineError(Problem(what, key, why, fix)) from None
         if not all(map(math.isfinite, scores)):
             what, fix = f"{self.config.path} scores {scores}", f"{self.config_key}.dtype=float32"
             raise MachineError(Problem(what, f"{self.config_key}.dtype", "no finite number", fix))

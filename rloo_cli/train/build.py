@@ -567,7 +567,7 @@ def check_same_vocabulary(policy: Policy, reference_model: Policy) -> None:
     if policy.vocab_size != reference_model.vocab_size:
         sizes = f"{policy.vocab_size} tokens, the reference {reference_model.vocab_size}"
         what, why = "policy and reference differ in vocabulary", f"the policy knows {sizes}"
-        raise ConfigError(Problem(what, "model.ref_path", why))
+        raise ConfigError(Problem(what, "model.ref_path", why, "model.ref_path=null"))
 
 
 def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:

@@ -57,7 +57,8 @@ def _parse_fault(text: str) -> _Fault:
     action, _, value = action.partition(":")
     if action not in ACTIONS or not (at or "1").isdigit() or not (rank or "0").isdigit():
         why = f"name@n=action[:value][#rank], with one of {', '.join(ACTIONS)}"
-        raise ConfigError(Problem(f"RLOO_FAULTS: {text.strip()!r} is not a fault", why=why))
+        what = f"RLOO_FAULTS: {text.strip()!r} is not a fault"
+        raise ConfigError(Problem(what, "environment", why, "RLOO_FAULTS=step@2=kill9"))
     return _Fault(name.strip(), int(at or 1), action, value, int(rank or 0))
 
 

@@ -29,7 +29,9 @@ def run_and_exit(
         work()
     except OSError as error:
         what = "a file cannot be read or written"
-        code = print_exit(StorageError(Problem(what, why=str(error))))
+        where = str(error.filename or "")
+        fix = "see to that file, its rights and the space on its disk, then give the command again"
+        code = print_exit(StorageError(Problem(what, where, str(error), fix)))
     except torch.OutOfMemoryError as error:
         why = str(error).splitlines()[0]
         code = print_exit(OutOfMemory(Problem("out of memory", why=why, fix=memory_fix)))

@@ -13,6 +13,7 @@ from rloo_cli.utils.errors import Problem, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
+STOPPED_FIX = "give the same command again; rloo train goes on with resume=auto"
 
 _received_signals: list[tuple[int, float]] = []  # signal, when
 _raise_at_once = [False]
@@ -59,7 +60,8 @@ def raise_if_stopped() -> None:
     """Raises Stopped (exit 75) when a signal has asked the run to end."""
     if _received_signals:
         name = signal.Signals(_received_signals[0][0]).name
-        raise Stopped(Problem(f"stopped by {name}"))
+        why = "a signal asked this process to end"
+        raise Stopped(Problem(f"stopped by {name}", "a signal", why, STOPPED_FIX))
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

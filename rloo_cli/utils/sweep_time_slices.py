@@ -20,6 +20,11 @@ from rloo_cli.utils.files import JsonObject
 
 SOCKET_VARIABLE = SWEEP_SOCKET_VARIABLE  # <socket>:<number>
 STOP_CHECK_S = 0.2  # how often a trial that waits checks whether it was asked to end
+STOPPED_TRIAL_FIX = "to go on with it alone: rloo train with its overrides, and resume=auto"
+SWEEP_GONE = Problem(
+    "stopped: the sweep of this run is gone", "the sweep",
+    "the process of rloo sweep ended before its trials", "rloo sweep resume SWEEP",
+)  # fmt: skip
 
 SweepMessage = JsonObject
 
@@ -97,7 +102,9 @@ class SweepTrial:
                 case "save":
                     self._send(saved=hooks.save())
                 case _:
-                    raise Stopped(Problem(f"stopped by {order.get('why', 'the sweep')}"))
+                    what = f"stopped by {order.get('why', 'the sweep')}"
+                    why = "the sweep that runs this trial asked it to end"
+                    raise Stopped(Problem(what, "the sweep", why, STOPPED_TRIAL_FIX))
 
     def _next_message(self, check_stop: Callable[[], None]) -> SweepMessage:
         while not self.messages:
@@ -105,7 +112,7 @@ class SweepTrial:
             if files.wait_until_readable(self.json_socket.connection, STOP_CHECK_S):
                 found = self.json_socket.receive()
                 if found is None:
-                    raise Stopped(Problem("stopped: the sweep of this run is gone"))
+                    raise Stopped(SWEEP_GONE)
                 self.messages += found
         return self.messages.pop(0)
 
@@ -113,7 +120,7 @@ class SweepTrial:
         try:
             self.json_socket.send(member=self.trial_number, **values)
         except OSError:
-            raise Stopped(Problem("stopped: the sweep of this run is gone")) from None
+            raise Stopped(SWEEP_GONE) from None
 
 
 _sweep_trial: list[SweepTrial] = []

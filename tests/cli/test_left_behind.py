@@ -11,7 +11,7 @@ import pytest
 from rank_cases import gone
 
 from rloo_cli.cli import multirun
-from rloo_cli.config import rules
+from rloo_cli.config import rules_code
 from rloo_cli.launch import processes
 from rloo_cli.utils import signals
 
@@ -63,9 +63,9 @@ def test_a_rewards_file_is_read_in_the_coding_that_python_reads_it_in(tmp_path: 
     }
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_bytes(source)
-        assert not [*rules.code_problems("reward.x.path", f"{tmp_path}/{name}.py:f")]
+        assert not [*rules_code.code_problems("reward.x.path", f"{tmp_path}/{name}.py:f")]
     (tmp_path / "wrong.py").write_bytes(b"name = '\xe9'\ndef f(completions): ...\n")
-    wrong = [*rules.code_problems("reward.x.path", f"{tmp_path}/wrong.py:f")]
+    wrong = [*rules_code.code_problems("reward.x.path", f"{tmp_path}/wrong.py:f")]
     assert "is not valid Python" in wrong[0].what
 
 

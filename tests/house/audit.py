@@ -28,11 +28,14 @@ def audit_packages(pip_audit: str, folder: str) -> int:
             why = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
         print(f"nothing was audited: pip-audit has no database here: {why}")
         return NOT_AUDITED
+    skipped = [p["name"] for p in packages if "skip_reason" in p]
+    if len(skipped) == len(packages):
+        print("nothing was audited: pip-audit's database knows none of the packages here")
+        return NOT_AUDITED
     weak = [(p, v) for p in packages for v in p.get("vulns", [])]
     for package, known in weak:
         fixed = ", ".join(known.get("fix_versions") or []) or "no version yet"
         print(f"{package['name']} {package['version']}: {known['id']}, mended in {fixed}")
-    skipped = [p["name"] for p in packages if "skip_reason" in p]
     print(f"{len(packages) - len(skipped)} packages audited, {len(weak)} weaknesses known")
     if skipped:
         print(f"not known to the database: {', '.join(skipped)}")

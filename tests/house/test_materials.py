@@ -45,6 +45,9 @@ ANSWERS = {
     "a weakness": (
         {"dependencies": [{"name": "a", "version": "1", "vulns": [WEAK]}]}, 1, "GHSA-1, mended in 2"
     ),
+    "it knows nobody": (
+        {"dependencies": [{"name": "a", "skip_reason": "not found"}]}, 3, "knows none of the pack"
+    ),
     "no database": (None, 3, "nothing was audited: pip-audit has no database here: no route"),
 }  # fmt: skip
 

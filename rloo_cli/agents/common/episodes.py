@@ -257,7 +257,9 @@ class _EpisodeStep:
         turn = episode.add_turn(sampled, prompt_ids, found.calls)
         if episode.retokenised:
             what = "a turn was sampled from other ids than those of the turns before it"
-            raise GenerationError(Problem(what, f"draw {episode.group.prompt_offset}"))
+            why, fix = "this is a bug in rloo", "report it, with agent and model.chat_template"
+            where = f"draw {episode.group.prompt_offset}"
+            raise GenerationError(Problem(what, where, why, fix))
         wrong = bool(found.unreadable) or any(
             episode.environment.check_call(c["name"], c["arguments"]) for c in found.calls
         )

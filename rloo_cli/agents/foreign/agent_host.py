@@ -48,7 +48,8 @@ class AgentHost:
             self.process = AgentProcess(self.command, env, self.server.thread.loop)
         except OSError as error:
             what = f"the agents' host cannot be started: {self.command[0]}"
-            raise GenerationError(Problem(what, "agent.python", str(error))) from None
+            fix = "agent.python=DIR/bin/python of a virtual environment that has verifiers"
+            raise GenerationError(Problem(what, "agent.python", str(error), fix)) from None
 
     def begin_step(self) -> None:
         """Note that there are episodes from now on."""
@@ -71,12 +72,14 @@ class AgentHost:
             return None
         if code is None:
             why = f"it took no episode for {self.max_seconds:g} s (agent.max_seconds)"
+            fix = f"agent.max_seconds={2 * self.max_seconds:g}"
         else:
             why = describe_exit(code, self.process.last_line())
+            fix = "correct the environment that agent.id and agent.args name"
         self.process.kill()
         if self.idle_starts >= MOST_IDLE_STARTS:
             what = f"the agents' host plays no episodes: {' '.join(self.command[:4])} ..."
-            raise GenerationError(Problem(what, "agent.id", why))
+            raise GenerationError(Problem(what, "agent.id", why, fix))
         self._start()
         return why
 

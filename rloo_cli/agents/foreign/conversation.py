@@ -224,7 +224,9 @@ class Conversation:
         history.last_turn = episode.add_turn(sampled, prompt_ids, found)
         if episode.retokenised:
             what = "a turn was sampled from other ids than those of the turns before it"
-            raise GenerationError(Problem(what, f"draw {episode.group.prompt_offset}"))
+            why, fix = "this is a bug in rloo", "report it, with agent and model.chat_template"
+            where = f"draw {episode.group.prompt_offset}"
+            raise GenerationError(Problem(what, where, why, fix))
         self.counts.calls += len(found)
         self.counts.bad_calls += len(calls.unreadable)
         if not ended:

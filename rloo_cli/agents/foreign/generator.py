@@ -128,7 +128,8 @@ def _check_user_turns(renderer: TurnRenderer) -> None:
             "the chat template refuses a second question",
             f"{type(error).__name__}: {error}",
         )
-        raise ConfigError(Problem(what, "model.chat_template", why)) from None
+        fix = "model.chat_template=FILE.jinja of one where a user may answer the assistant"
+        raise ConfigError(Problem(what, "model.chat_template", why, fix)) from None
 
 
 class ProxyGenerator(EpisodeSampler):
@@ -289,7 +290,8 @@ class _ProxyStep:
             return AgentProcess(command, env, server.thread.loop)
         except OSError as error:
             what, where = f"the agent cannot be started: {command[0]}", "agent.command"
-            raise GenerationError(Problem(what, where, str(error))) from None
+            fix = f"make {command[0]} executable, or agent.command='python agent.py'"
+            raise GenerationError(Problem(what, where, str(error), fix)) from None
 
     def _end_episodes(self) -> None:
         for played in list(self.playing):

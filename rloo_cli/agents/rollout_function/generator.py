@@ -136,7 +136,8 @@ class _FunctionStep:
         except BaseException as error:  # a sys.exit() in it is no reason to end without a word
             what = f"{self.generator.spec} raised an error"
             why = f"{format_user_frames(error)}{exception_text(error)}"
-            raise GenerationError(Problem(what, "agent.rollout", why)) from None
+            fix = "correct the function, then go on with resume=auto"
+            raise GenerationError(Problem(what, "agent.rollout", why, fix)) from None
 
     def _check_limits(self, number: int, row: ReturnedRow) -> None:
         rules, whole = self.rules, len(row.completion_ids)
@@ -172,7 +173,9 @@ class _FunctionStep:
         if len(episode.turns) > self.rules.max_turns:
             what = f"row {number} of {self.generator.spec} has {len(episode.turns)} turns, more"
             what += f" than agent.max_turns = {self.rules.max_turns}"
-            raise GenerationError(Problem(what, "agent.rollout"))
+            why = "sampler.max_turns says how many turns an episode may have"
+            fix = f"agent.max_turns={len(episode.turns)}, or let the function end it earlier"
+            raise GenerationError(Problem(what, "agent.rollout", why, fix))
         return episode
 
     def _turn_length(self, number: int, returned: ReturnedRow, begin: int) -> int:

@@ -45,9 +45,9 @@ def check_returned(
     except RowProblem as problem:
         why = "it returns a dict of prompt_ids, completion_ids and logprobs, and env_mask where"
         why += " not all tokens are the policy's: a list for every prompt (docs/agents.md)"
-        raise GenerationError(
-            Problem(f"{spec} returned something else: {problem}", "agent.rollout", why)
-        ) from None
+        what = f"{spec} returned something else: {problem}"
+        fix = 'return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...]}'
+        raise GenerationError(Problem(what, "agent.rollout", why, fix)) from None
 
 
 def _read_rows(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WHERE = "sampler.sample, called by agent.rollout"
+PROMPTS_FIRST = "begin each list with the ids of its row in sampler.prompt_ids"
 
 
 @dataclass(frozen=True)
@@ -186,24 +187,29 @@ class TurnSampler:
         return [found[place] for place in range(len(asked))]
 
     def _check_rows(self, numbers: list[int], num_asked: int) -> None:
-        what = why = ""
+        what = why = fix = ""
         if len(numbers) != num_asked:
             what = f"{num_asked} lists of ids for {len(numbers)} rows"
             why = "rows=[...] says whose turn each is; without it there is one for every prompt"
+            fix = "give rows as many entries as there are lists of ids"
         elif wrong := [n for n in numbers if not 0 <= n < len(self._rows)]:
             what, why = f"there is no row {wrong[0]}", f"rows are 0 to {len(self._rows) - 1}"
+            fix = "give rows numbers of that range"
         elif len({*numbers}) < len(numbers):
             twice = next(n for n in numbers if numbers.count(n) > 1)
             what, why = f"row {twice} is asked for twice at once", "a row's turns are in order"
+            fix = "ask for its next turn once this one is sampled"
         if what:
-            raise GenerationError(Problem(what, WHERE, why))
+            raise GenerationError(Problem(what, WHERE, why, fix))
 
     def _checked_ids(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else ids
         if problem := wrong_ids(values, self._rules.vocab_size):
-            raise GenerationError(Problem(problem, WHERE, "a turn is sampled after a list of ids"))
+            why = "a turn is sampled after a list of ids"
+            raise GenerationError(Problem(problem, WHERE, why, PROMPTS_FIRST))
         if not values:
-            raise GenerationError(Problem("there are no ids to go on from", WHERE))
+            what, why = "there are no ids to go on from", "a list of ids is empty"
+            raise GenerationError(Problem(what, WHERE, why, PROMPTS_FIRST))
         return list(values)
 
 

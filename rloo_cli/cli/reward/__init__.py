@@ -111,7 +111,8 @@ def _compare_with(
     """Try a second reward on the same completions. -> how far the orders agree, by reward"""
     other = _open(name, words, rows, words.reward)
     if len(other.rewards) != 1:
-        raise ConfigError(Problem("--against takes one reward", "command line"))
+        why, fix = f"found {len(other.rewards)}", "--against NAME, or --against FILE.py:NAME"
+        raise ConfigError(Problem("--against takes one reward", "command line", why, fix))
     other.rows = subject.rows
     second = probe.probe_reward(other.rewards[0], other)
     agreement = {one.name: probe.compare_orders(one.values, second.values) for one in probes}

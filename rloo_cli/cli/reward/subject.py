@@ -195,7 +195,9 @@ def _read_rows(
             examples = [empty | example | label for example in examples]
         parts.append([*zip(rendered, examples, part.dataset.to_list(), strict=True)])
     if not any(parts):
-        raise DataError(Problem("the data has no rows", "data.path"))
+        raise DataError(
+            Problem("the data has no rows", "data.path", fix="name data with at least one row")
+        )
     return _take_in_turns(parts)[:num_rows], conversational
 
 

@@ -54,7 +54,9 @@ def take_number(recipe: Recipe, name: str, default: Number) -> float | Number:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(Problem(f"{name}: a number is expected, not {value!r}", "the old run"))
+        what = f"{name}: a number is expected, not {value!r}"
+        why, fix = recipe.original_text(name), f"give {name} its number in the old settings"
+        raise ConfigError(Problem(what, "the old run", why, fix))
     return value
 
 
@@ -64,7 +66,9 @@ def take_whole_number(recipe: Recipe, name: str, default: WholeNumber) -> int | 
     if value is None:
         return default
     if value != int(value) or value < 1:
-        raise ConfigError(Problem(f"{name}: {value} is not a whole number >= 1", "the old run"))
+        what, why = f"{name}: {value} is not a whole number >= 1", recipe.original_text(name)
+        fix = f"give {name} a whole number in the old settings, such as {max(1, round(value))}"
+        raise ConfigError(Problem(what, "the old run", why, fix))
     return int(value)
 
 

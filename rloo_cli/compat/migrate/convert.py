@@ -156,7 +156,8 @@ def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: s
         if estimator not in tables.SWIFT_ESTIMATORS:
             what = f"advantage_estimator {estimator} is not known"
             why = f"one of {', '.join(tables.SWIFT_ESTIMATORS)}"
-            raise ConfigError(Problem(what, "the old run", why))
+            fix = "--advantage_estimator grpo, or another of these"
+            raise ConfigError(Problem(what, "the old run", why, fix))
         recipe.algorithm, more = tables.SWIFT_ESTIMATORS[estimator]
         dialect = replace(dialect, defaults=dialect.defaults | more)
     elif tables.TRL_VERSIONS[name][2] == "grpo":

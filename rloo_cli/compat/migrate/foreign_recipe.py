@@ -81,7 +81,9 @@ def take_int(recipe: Recipe, name: str, default: int) -> int:
         recipe.notes.append(f"{text} is not filled in: {default} is assumed")
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
-        raise ConfigError(Problem(f"{text}: a whole number >= 1 is expected", "the old run"))
+        what, why = f"{text}: a whole number >= 1 is expected", f"found {value!r}"
+        fix = f"give {name} a whole number in the old settings, such as {default}"
+        raise ConfigError(Problem(what, "the old run", why, fix))
     return int(value)
 
 
@@ -130,7 +132,9 @@ def write_sources(recipe: Recipe, name: str, weights: object = None) -> None:
         shares = [float(w) for w in str(weights).split(",")] if weights else []
         if shares and len(shares) != len(paths):
             what = f"{len(shares)} shares for {len(paths)} data sets"
-            raise ConfigError(Problem(what, "the old run"))
+            why = f"{weights}, for {', '.join(paths)}"
+            fix = "give a share for each data set in the old settings, or none"
+            raise ConfigError(Problem(what, "the old run", why, fix))
         sources: list[JsonObject] = [{"path": path} for path in paths]
         for source, share in zip(sources, shares, strict=False):
             source["weight"] = share

@@ -79,7 +79,8 @@ def _choose_estimator(recipe: ForeignRecipe) -> str:
     estimator = str(recipe.take("advantage_estimator", "gae"))
     if estimator not in ESTIMATORS:
         why = f"one of {', '.join(ESTIMATORS)}"
-        raise ConfigError(Problem(f"{text} is not known", "the old run", why))
+        fix = "--advantage_estimator rloo, or another of these"
+        raise ConfigError(Problem(f"{text} is not known", "the old run", why, fix))
     recipe.algorithm = ESTIMATORS[estimator]
     why = text or "its default, gae"
     if estimator == "rloo":

@@ -22,6 +22,7 @@ from rloo_cli.utils.files import JsonObject
 COMMAND_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # tokens that end a command
 STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
 TOOLS = ("swift", "trl", "rloo", "grpo")
+USAGE = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
 
 
 def read_old_run(args: list[str]) -> OldRun:
@@ -54,7 +55,8 @@ def _read_config(path: Path) -> OldRun:
     if not any(find_old_name(name) for name in old_run.flags):
         names = ", ".join(list(old_run.flags)[:5]) or "there are none"
         why = f"none of its names is known: {names}"
-        raise ConfigError(Problem(f"{path} holds no settings of a training", why=why))
+        what = f"{path} holds no settings of a training"
+        raise ConfigError(Problem(what, str(path), why, USAGE))
     return old_run
 
 
@@ -86,7 +88,8 @@ def read_shell_script(text: str, where: str) -> OldRun:
         raise foreign[0]
     if not commands:
         refuse_foreign_trainer([text], {})
-        raise ConfigError(Problem(f"no training command in {where}", why="none has known flags"))
+        what, why = f"no training command in {where}", "none has known flags"
+        raise ConfigError(Problem(what, where, why, USAGE))
     commands.sort(key=_is_other_method)  # of SFT and then RLOO, the second is the one to migrate
     old_run = read_command_line(commands[0])
     if len(commands) > 1:
@@ -229,9 +232,11 @@ def read_settings_file(path: Path) -> JsonObject:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(Problem(f"{path} is not YAML", f"{path}{line}", str(error))) from None
+        what, fix = f"{path} is not YAML", f"correct {path}{line}"
+        raise ConfigError(Problem(what, f"{path}{line}", str(error), fix)) from None
     if not isinstance(values, dict):
-        raise ConfigError(Problem(f"{path} holds no settings", why="expected name: value"))
+        what, fix = f"{path} holds no settings", "give a file with a name: value on each line"
+        raise ConfigError(Problem(what, str(path), "expected name: value", fix))
     return {str(k): parse_argument(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
@@ -243,5 +248,4 @@ def _flag_value(args: list[str]) -> object:
 
 def _missing_file_error(path: Path, why: str = "") -> ConfigError:
     where = f"looked at {path.absolute()}"
-    fix = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
-    return ConfigError(Problem(f"{path} is not a file", why, where, fix))
+    return ConfigError(Problem(f"{path} is not a file", why, where, USAGE))

@@ -27,8 +27,8 @@ class Script:
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
-            what = f"{where} is not Python"
-            raise ConfigError(Problem(what, f"{where}:{error.lineno}")) from None
+            what, fix = f"{where} is not Python", f"correct line {error.lineno}"
+            raise ConfigError(Problem(what, f"{where}:{error.lineno}", error.msg, fix)) from None
         self.where = where
         nodes = list(ast.walk(self.tree))
         self.calls = sorted((n for n in nodes if isinstance(n, ast.Call)), key=_position)

@@ -212,7 +212,9 @@ def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
     weights = weights if isinstance(weights, list | tuple) else [weights] if weights else []
     if weights and len(weights) != len(rewards):
         count = f"{len(weights)} weights, {len(rewards)} rewards: {[name for name, *_ in rewards]}"
-        raise ConfigError(Problem("reward_weights does not fit the rewards", "the old run", count))
+        what = "reward_weights does not fit the rewards"
+        fix = "give reward_weights a number for each reward, or leave it out"
+        raise ConfigError(Problem(what, "the old run", count, fix))
     taken: set[str] = set()
     for index, (name, entry, why) in enumerate(rewards):
         name = name if name not in taken else f"{name}_{index + 1}"

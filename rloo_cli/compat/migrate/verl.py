@@ -99,7 +99,8 @@ def _choose_estimator(recipe: ForeignRecipe) -> None:
     estimator = str(recipe.take("algorithm.adv_estimator", "gae"))
     if estimator not in ESTIMATORS:
         what, why = f"{text} is not here", f"one of {', '.join(ESTIMATORS)}"
-        raise ConfigError(Problem(what, "the old run", why))
+        fix = "algorithm.adv_estimator=rloo, or another of these"
+        raise ConfigError(Problem(what, "the old run", why, fix))
     recipe.algorithm = ESTIMATORS[estimator]
     why = text if "algorithm.adv_estimator" in recipe.original_flags else "its default, gae"
     if recipe.algorithm == "rloo":

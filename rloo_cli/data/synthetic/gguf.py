@@ -29,7 +29,8 @@ def converted_gguf_folder(path: str) -> Path:
     with file.open("rb") as content:
         if content.read(4) != GGUF_MAGIC:
             why = f"it does not begin with {GGUF_MAGIC.decode()}"
-            raise MachineError(Problem(f"{file} is not a GGUF file", "model.path", why))
+            fix = "name a whole GGUF file, or the folder of a model"
+            raise MachineError(Problem(f"{file} is not a GGUF file", "model.path", why, fix))
     status = file.stat()
     recipe = f"gguf-{file}-{status.st_size}-{status.st_mtime_ns}"
     report_progress(f"{file.name} is converted")

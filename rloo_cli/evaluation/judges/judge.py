@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rloo_cli.config import template
 from rloo_cli.config.judge import AGAINST_REFERENCE, OpenaiJudge, RewardJudge
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Rollout
 from rloo_cli.data.prompts import Prompts
@@ -130,7 +131,9 @@ def build_judge(
         if missing := [n for n in wanted if n not in columns]:
             why = f"columns of {name or 'the held-out data'}: {', '.join(columns)}"
             what = f"the judge's template names {{{missing[0]}}}, which is not a column"
-            raise DataError(Problem(what, "eval.judge.template", why))
+            close = nearest_names(missing[0], columns)
+            fix = f"{{{close[0]}}} in its place" if close else f"leave {{{missing[0]}}} out"
+            raise DataError(Problem(what, "eval.judge.template", why, fix))
     if isinstance(keys, OpenaiJudge):
         try:
             llm.probe_llm_judge(keys, wanted)

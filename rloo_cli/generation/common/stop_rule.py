@@ -107,7 +107,10 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
 
 
 def _check_stop_strings(strings: list[str], special_tokens: dict[int, str]) -> None:
-    problems = [Problem("a stop string is empty", "generation.stop")] if "" in strings else []
+    problems = []
+    if "" in strings:
+        why, fix = "it would end every completion at once", "leave '' out of generation.stop"
+        problems.append(Problem("a stop string is empty", "generation.stop", why, fix))
     for stop in strings:
         for i, token in special_tokens.items():
             if token and token in stop:

@@ -44,7 +44,9 @@ class Grammar:
             for token in ids[sequence.num_matched :]:
                 if not sequence.matcher.accept_token(token):
                     what = f"a completion left its form at token {sequence.num_matched}"
-                    raise GenerationError(Problem(what, FORM_KEY))
+                    why = f"the grammar does not take id {token} there"
+                    fix = "a simpler form, or generation=vllm_colocate"
+                    raise GenerationError(Problem(what, FORM_KEY, why, fix))
                 sequence.num_matched += 1
             ended = sequence.matcher.is_terminated()
             if not ended:

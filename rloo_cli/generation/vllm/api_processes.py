@@ -119,7 +119,10 @@ def _guarded_api_module(ready: ReadyFlags, number: int) -> Any:
         app = build(*given, **options)
         if app.user_middleware[0].cls is not auth.Guard:
             what = f"{app.user_middleware[0].cls} stands before the guard"
-            raise GenerationError(Problem(what, more="a middleware that SageMaker's hooks added"))
+            why = "it would see requests before the guard has checked their token"
+            fix = "start the server without that middleware"
+            more = "a middleware that SageMaker's hooks added"
+            raise GenerationError(Problem(what, "generation.server", why, fix, more))
         importlib.import_module("rloo_cli.generation.vllm.group_route").attach_group_route(app)
         versions.attach_old_routes(app)
         threading.Thread(target=_set_ready_flag, args=(app, ready, number), daemon=True).start()
@@ -142,4 +145,6 @@ def _wait_for_exit(processes: Iterable[Any]) -> None:
     first = by_sentinel[connection.wait(by_sentinel)[0]]
     first.join()
     what = f"{first.name} (process {first.pid}) of the server ended with {first.exitcode}"
-    raise GenerationError(Problem(what, why="the server's other processes were ended with it"))
+    fix = "read above this in the server's log why it ended, and start the server again"
+    raise GenerationError(Problem(what, why="the server's other processes were ended with it",
+                                  where="generation.server", fix=fix))  # fmt: skip

@@ -120,7 +120,9 @@ class ColocatedEngine:
             raise
         self._wake_cache()
         if not self.call("reset_prefix_cache"):
-            raise GenerationError(Problem("the engine kept the prefix cache of old weights"))
+            what, why = "the engine kept the prefix cache of old weights", "it did not empty it"
+            fix = "resume=auto goes on from the last checkpoint, with a new engine"
+            raise GenerationError(Problem(what, "generation.colocate", why, fix))
         return str(self.call("version"))
 
     def _wake_cache(self) -> None:

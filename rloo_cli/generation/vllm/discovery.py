@@ -72,9 +72,9 @@ class ServerFinder:
             if self.keys.num_nodes and there is not None and there.is_stale():
                 return None  # what a job before this one left
             if there is not None and there.failed:
-                raise GenerationError(
-                    Problem("the rollout server cannot be had", there.log, there.failed)
-                )
+                what = "the rollout server cannot be had"
+                fix = "put that right, then start the server, or the run that starts it, again"
+                raise GenerationError(Problem(what, there.log, there.failed, fix))
             if (
                 there is None
                 or (there.pid, there.pid_started) in self.abandoned_processes
@@ -87,17 +87,18 @@ class ServerFinder:
                 return server
             return None
 
-        limit = (
-            self.keys.reconnect_timeout_s
-            if reconnecting and external
-            else self._run_server_timeout_s()
-        )
+        key, limit = "ready_timeout_s", self._run_server_timeout_s()
+        if reconnecting and external:
+            key, limit = "reconnect_timeout_s", self.keys.reconnect_timeout_s
         try:
             return poll_until_ready(
                 limit, f"a server in {server_file.server_file_path(self.folder, number)}", found
             )
         except EngineLost as lost:  # the whole patience is used up: no second wait
-            raise GenerationError(Problem("no rollout server answers", "", str(lost))) from None
+            what, where = "no rollout server answers", f"generation.server.{key}"
+            longer = f"{where}={2 * getattr(self.keys, key):g}"
+            fix = f"see that it runs (its log is in logs/server), or {longer}"
+            raise GenerationError(Problem(what, where, str(lost), fix)) from None
 
     def _run_server_timeout_s(self) -> float:
         """The launcher has a deadline for each start, and notes in server.json if it gives up."""

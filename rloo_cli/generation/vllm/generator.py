@@ -49,6 +49,7 @@ from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
 PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
+LOST_FIX = "read in the sampler's log why it ended, then go on with resume=auto"
 
 
 class VllmGenerator:
@@ -158,7 +159,7 @@ class VllmGenerator:
         self.weight_sync.handle_engine_loss(error)
         if self.losses_in_a_row > self.max_engine_losses:
             what = f"the sampler was lost {self.losses_in_a_row} times in a row"
-            raise GenerationError(Problem(what, why=str(error))) from error
+            raise GenerationError(Problem(what, "generation", str(error), LOST_FIX)) from error
 
     def extend(
         self, groups: list[OpenGroup], ended: Callable[[OpenGroup], None], interrupted: Event
@@ -273,9 +274,8 @@ class VllmGenerator:
                 self.weight_sync.handle_engine_loss(gone)
                 if lost > self.max_engine_losses:
                     why = f"{len(missing)} of {len(requests)} completions were missing; {gone}"
-                    raise GenerationError(
-                        Problem(f"the sampler was lost {lost} times in one batch", why=why)
-                    ) from gone
+                    what = f"the sampler was lost {lost} times in one batch"
+                    raise GenerationError(Problem(what, "generation", why, LOST_FIX)) from gone
 
     def _generate_chosen(
         self,

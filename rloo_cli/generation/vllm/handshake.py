@@ -148,7 +148,8 @@ class ExpectedServer:
             yield Problem(f"the server at {url} has too little room", "generation", why, same)
         if server_info.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
             why = f"expected processed_logprobs, found {server_info['logprobs_mode']}"
-            yield Problem(f"the server at {url} tells raw log-probabilities", "generation", why)
+            what = f"the server at {url} tells raw log-probabilities"
+            yield Problem(what, "generation", why, f"{same}: it sets that mode")
         version = str(server_info.get("vllm", "0"))
         if versions.version_numbers(version) < MIN_VLLM_VERSION and not self.allow_untested:
             yield Problem(

@@ -139,7 +139,11 @@ def parse_answer(
         raise GenerationError(not_a_server_problem(url, f"it answered {status} {said}", kind))
     if status >= 500:
         raise EngineRefused(f"{url}: {status} {said}")
-    raise GenerationError(Problem(f"{url} refused a request", kind.section, f"{status} {said}"))
+    fix = f"change what it names, here or where the server is started: {kind.start}"
+    if status == 429:  # too many requests
+        fix = f"a lower {kind.section}.max_in_flight, such as 16"
+    what, why = f"{url} refused a request", f"{status} {said}"
+    raise GenerationError(Problem(what, kind.section, why, fix))
 
 
 def not_a_server_problem(url: str, why: str, kind: ServerKind = ROLLOUT_SERVER) -> Problem:

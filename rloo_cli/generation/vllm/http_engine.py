@@ -119,7 +119,9 @@ class HttpEngine:
         for server, reset in zip(self.servers, resets, strict=True):
             if isinstance(reset, dict) and reset.get("success") is False:
                 what = f"{server.url} kept the prefix cache of old weights"
-                raise GenerationError(Problem(what, why=f"it answered {reset}"))
+                fix = "let nobody else use it, then go on with resume=auto"
+                why = f"it answered {reset}"
+                raise GenerationError(Problem(what, "generation.server", why, fix))
         questions = [("GET", server, "/weight_info", None) for server in self.servers]
         answers = cast(list[JsonObject], self.request_all(questions, SERVER_CALL_TIMEOUT_S))
         self._post_all("/resume", SERVER_RESET_TIMEOUT_S)
@@ -267,7 +269,8 @@ class HttpEngine:
                 body["images"] = chosen[0].images
         elif chosen[0].images is not None:
             what, why = f"{server.url} cannot be sent images", "only rloo vllm-serve's route can"
-            raise GenerationError(Problem(what, "generation.server.base_url", why))
+            where, fix = "generation.server.base_url", handshake.SAME_CONFIG
+            raise GenerationError(Problem(what, where, why, fix))
         else:
             path = "/inference/v1/generate"
             body["sampling_params"] = chosen[0].params
@@ -427,8 +430,13 @@ def parse_group_completions(
         ]
     except (KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
-        raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
+        raise GenerationError(_other_form_problem(url, why)) from None
     return completions if may_be_cut else [_check_finished(c, url) for c in completions]
+
+
+def _other_form_problem(url: str, why: str) -> Problem:
+    fix = f"with the rloo and vLLM of this run: {handshake.SAME_CONFIG}"
+    return Problem(f"{url} answered in another form", "generation.server", why, fix)
 
 
 def _packed_mask(item: JsonObject) -> SamplingMask | None:
@@ -459,7 +467,7 @@ def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -
         completion = EngineCompletion(list(choice["token_ids"]), logp, reason, versions, mask)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
-        raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
+        raise GenerationError(_other_form_problem(url, why)) from None
     return completion if may_be_cut else _check_finished(completion, url)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from rloo_cli.config import check
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import (
@@ -123,7 +124,9 @@ def _server_token() -> str:
     if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
         what = f"{EXTERNAL_TOKEN_VARIABLE} cannot be used as a token"
         why = "a token has 16 or more printable ASCII characters"
-        raise ConfigError(Problem(what, "environment", why))
+        make = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
+        fix = f"export {EXTERNAL_TOKEN_VARIABLE}=$({make})"
+        raise ConfigError(Problem(what, "environment", why, fix))
     return token or server_file.new_server_token()
 
 
@@ -200,7 +203,10 @@ def _vllm_namespace(
     for name, value in (engine_arguments | versions.supported_server_arguments(ours)).items():
         if not hasattr(args, name):
             key = f"generation.server.extra.{name}"
-            raise ConfigError(Problem(f"{key}: vLLM has no such argument", key))
+            close = nearest_names(name, vars(args))
+            why = f"found {name}; `vllm serve --help` lists what there is"
+            fix = f"write {close[0]}, or leave {name} out" if close else f"leave {name} out"
+            raise ConfigError(Problem(f"{key}: vLLM has no such argument", key, why, fix))
         setattr(args, name, value)
     cli_args.validate_parsed_serve_args(args)
     return args

@@ -94,7 +94,8 @@ class TeacherServer:
                 if lost > self.keys.retries:
                     missing = f"{len(rows) - len(found)} of {len(rows)} rows were missing; {gone}"
                     what = f"the teacher at {self.url} was lost {lost} times in one batch"
-                    raise GenerationError(Problem(what, URL_KEY, missing)) from gone
+                    fix = "read in its log why, then go on with resume=auto"
+                    raise GenerationError(Problem(what, URL_KEY, missing, fix)) from gone
                 self._wait_for_model(self.keys.reconnect_timeout_s)
         return [found[i] for i in range(len(rows))]
 
@@ -182,7 +183,9 @@ class TeacherServer:
         value = entry.get("logprob")
         if not isinstance(value, float | int) or not math.isfinite(value) or value <= ZERO_LOGP:
             what = f"the teacher at {self.url} gives a sampled token no probability"
-            raise GenerationError(Problem(what, URL_KEY, f"it answered {str(entry)[:200]}"))
+            why = f"it answered {str(entry)[:200]}"
+            fix = f"vllm serve {self.model} --dtype float32, or another teacher"
+            raise GenerationError(Problem(what, URL_KEY, why, fix))
         return float(value)
 
     def _wait_for_model(self, limit_s: float) -> None:
@@ -214,7 +217,9 @@ class TeacherServer:
             served = {str(card["id"]): card for card in answer["data"]}
         except (KeyError, TypeError):
             why = f"it answered {str(answer)[:200]}"
-            raise GenerationError(Problem(f"{self.url} lists no models", URL_KEY, why)) from None
+            what = f"{self.url} lists no models"
+            fix = f"{URL_KEY}=http://HOST:PORT of a vLLM server; {TEACHER_SERVER.start}"
+            raise GenerationError(Problem(what, URL_KEY, why, fix)) from None
         name = self.keys.model
         names = ", ".join(served)
         if name is None and len(served) != 1:
@@ -229,7 +234,8 @@ class TeacherServer:
         if self.model and chosen != self.model:
             what = f"the server at {self.url} has another model than it had"
             why = f"it was {self.model}, and is {chosen}"
-            raise GenerationError(Problem(what, MODEL_KEY, why))
+            fix = f"vllm serve {self.model} there again, then go on with resume=auto"
+            raise GenerationError(Problem(what, MODEL_KEY, why, fix))
         self.model, self.max_model_len = chosen, served[chosen].get("max_model_len")
 
     def _check_tokens(self, tokenizer: Any) -> None:
@@ -248,7 +254,8 @@ class TeacherServer:
             raise ConfigError(_other_tokens_problem(self.url, error.problems[0].why)) from None
         except EngineLost as lost:
             what = f"the teacher at {self.url} does not answer"
-            raise GenerationError(Problem(what, URL_KEY, str(lost))) from None
+            fix = f"see that it runs, or algorithm.teacher.request_timeout_s={2 * limit:g}"
+            raise GenerationError(Problem(what, URL_KEY, str(lost), fix)) from None
         differing = []
         for i, entry in zip(ids, entries[1:], strict=True):
             self._read_logprob(entry)

@@ -141,7 +141,8 @@ class WeightSync:
         """Discard a lost engine. Raises GenerationError where it is healthy and refused a request:
         it would refuse that request again."""
         if isinstance(error, EngineRefused) and self.engine.is_healthy():
-            refusal = Problem("the sampler refused a request", "generation", str(error))
+            fix = "change what it names; the sampler's log has the whole error"
+            refusal = Problem("the sampler refused a request", "generation", str(error), fix)
             raise GenerationError(refusal) from error
         self.note(f"warning: the sampler was lost: {error}")
         self.connected = self.parity_checked = False
@@ -160,7 +161,9 @@ class WeightSync:
         finite = sum(map(math.isfinite, completion.logp))
         if not completion.ids or not len(completion.ids) == len(completion.logp) == finite:
             what = f"{len(completion.ids)} tokens came with {finite} log-probabilities"
-            raise GenerationError(Problem(what, "generation"))
+            why = "each token has one finite log-probability, and there is at least one token"
+            fix = "model.dtype=float32, or an older checkpoint: resume=RUN/checkpoint-STEP"
+            raise GenerationError(Problem(what, "generation", why, fix))
         return completion
 
 

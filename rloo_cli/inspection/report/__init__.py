@@ -40,7 +40,8 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
     run = read_evidence(inspect_run_folder(folder))
     if not run.record.config and not run.record.run_metadata and not run.steps:
         why = "neither config.yaml nor run.json nor metrics.jsonl can be read"
-        raise ConfigError(Problem(f"{folder} holds nothing of a run", "command line", why))
+        what, fix = f"{folder} holds nothing of a run", "name a run that `rloo runs` lists"
+        raise ConfigError(Problem(what, "command line", why, fix))
     diagnosis = diagnose_evidence(run)
     built = sections.build_sections(run, diagnosis)
     groups = _drawn_charts(run, diagnosis.advice)

@@ -27,7 +27,8 @@ def answer_request(sweep: Sweep, request: JsonObject) -> str:
     """Carry out one request, or note it for the next boundary. -> the answer. Raises ConfigError"""
     trial = sweep.sweep_state.find_trial(str(request["member"]))
     if sweep.signals:
-        raise ConfigError(Problem("the sweep is ending", "command line", "it was asked to"))
+        fix = f"once it has ended: rloo sweep resume {sweep.sweep_state.folder}, then this again"
+        raise ConfigError(Problem("the sweep is ending", "command line", "it was asked to", fix))
     process = next((p for p in sweep.trial_processes if p.trial is trial and p.is_open), None)
     match request["do"]:
         case "stop":
@@ -84,8 +85,9 @@ def _clone(
         return f"{name} begins where {trial.name} stands {_when(trial_process)}"
     newest, _ = manifest.newest_checkpoint(sweep.sweep_state.trial_folder(trial))
     if newest is None:
-        why = "it has no checkpoint"
-        raise ConfigError(Problem(f"{trial.name} cannot be cloned", "command line", why))
+        what, why = f"{trial.name} cannot be cloned", "it has no checkpoint"
+        fix = f"from the start: rloo train {' '.join(request['words'])} name={name}"
+        raise ConfigError(Problem(what, "command line", why, fix))
     _add_clone(sweep, trial, clone, newest)
     return f"{name} begins from {newest}"
 

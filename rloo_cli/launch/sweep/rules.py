@@ -72,9 +72,11 @@ def rung_problems(
     for rung in rungs:
         what = f"--keep {rung.keep} --at {rung.at}"
         if rung.keep >= left:
-            yield Problem(f"{what} stops nobody", "command line", f"{left} members come to it")
+            fix = f"--keep {left // 2} --at {rung.at}" if left > 1 else f"leave out {what}"
+            yield Problem(f"{what} stops nobody", "command line", f"{left} members come to it", fix)
         if rung.at <= before:
-            yield Problem(f"{what} does not come later", "command line", f"than step {before}")
+            why, fix = f"than step {before}", f"--keep {rung.keep} --at {before + 1}, or later"
+            yield Problem(f"{what} does not come later", "command line", why, fix)
         if least is not None and rung.at >= least:
             why = f"a member has {least} steps: at its end there is nothing to save by stopping"
             yield Problem(f"{what} is too late", "command line", why, f"--at {max(1, least // 2)}")

@@ -77,7 +77,8 @@ def sft_examples(
         if not whole.startswith(start):
             what = "the chat template changes what came before"
             why = "the text of a prompt with its completion does not begin with that of the prompt"
-            raise DataError(Problem(what, f"{key}, row {number}", why))
+            fix = "model.chat_template=FILE.jinja of one that only adds to what came before"
+            raise DataError(Problem(what, f"{key}, row {number}", why, fix))
         completion_ids = tokenize_with_eos(whole[len(start) :], tokenizer, False)
         return SftExample([*ids, *completion_ids], len(ids))
 
@@ -159,7 +160,8 @@ def _is_empty_completion(value: Completion, conversational: bool, key: str, numb
         return not any(str(message.get("content") or "").strip() for message in value)
     kind = "a string or a list of messages" if conversational else "a string"
     why = f"found {type(value).__name__}: {str(value)[:80]!r}"
-    raise DataError(Problem(f"completion {number} is not {kind}", f"{key}, row {number}", why))
+    what, fix = f"completion {number} is not {kind}", f"{key}=COLUMN, of which each row is {kind}"
+    raise DataError(Problem(what, f"{key}, row {number}", why, fix))
 
 
 def _as_messages(value: Completion) -> list[JsonObject]:

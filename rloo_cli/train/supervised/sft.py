@@ -72,7 +72,8 @@ def tokenize_with_eos(
     """
     if tokenizer.eos_token_id is None:
         what = "the tokenizer has no end-of-text token"
-        raise DataError(Problem(what, "model.tokenizer", "a completion could never end"))
+        why, fix = "a completion could never end", "model.tokenizer=PATH of one that has it"
+        raise DataError(Problem(what, "model.tokenizer", why, fix))
     bare = text.rstrip()
     text = bare.removesuffix(tokenizer.eos_token) if bare.endswith(tokenizer.eos_token) else text
     ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
