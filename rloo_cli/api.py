@@ -74,7 +74,11 @@ def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedCo
     entries = dict(composed.values.get("reward") or {})
     for name, code in rewards.items():
         if not name.isidentifier() or not callable(code):
-            raise ConfigError(Problem(f"reward {name!r} is not a callable with a plain name"))
+            what = f"reward {name!r} is not a callable with a plain name"
+            why = "a name is of letters, digits and _, and begins with no digit"
+            if not callable(code):
+                why = f"found a value of type {type(code).__name__}, a function was expected"
+            raise ConfigError(Problem(what, "rewards", why, 'rewards={"NAME": FUNCTION}'))
         keys = entries.get(name) or {}
         entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | keys
     return replace(composed, values=composed.values | {"reward": entries})

@@ -39,12 +39,18 @@ ONE_SERVER = (
 # Files that take a minute and more, the longest first.
 LONGEST = (
     "test_slurm_runs.py", "test_vllm_contract.py", "test_faults.py", "test_ranks.py",
-    "test_run_ends.py", "test_resume.py", "test_lora_vllm.py", "test_vllm_serve.py",
-    "test_fetch.py", "test_house.py", "test_docs_run.py", "test_sweep.py", "test_vllm_weights.py",
-    "test_refusals_config.py", "test_trl.py", "test_run_folder.py", "test_family.py",
+    "test_run_ends.py", "test_resume.py", "test_vllm_serve.py", "test_fetch.py", "test_house.py",
+    "test_docs_run.py", "test_sweep.py", "test_vllm_weights.py", "test_refusals_config.py",
+    "test_hostile.py", "test_trl.py", "test_run_folder.py", "test_family.py",
     "test_slurm.py", "test_signals.py", "test_loop.py", "test_resume_ways.py", "test_fast_path.py",
     "test_cli.py", "test_processes.py", "test_eval_verb.py", "test_trl_grpo.py",
 )  # fmt: skip
+
+
+def slow_cases() -> set[str]:
+    """Node ids of tests that are slow without a mark of their own, and why: slow_cases.txt."""
+    lines = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
 
 
 class ByFile(LoadScopeScheduling):
@@ -62,8 +68,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: the last ones to end are then short ones."""
+    """Mark what slow_cases.txt lists; and the files that take longest come first: the last ones to
+    end are then short ones."""
+    listed = slow_cases()
+    for item in items:
+        if {item.nodeid, item.nodeid.partition("[")[0]} & listed:
+            item.add_marker(pytest.mark.slow)
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 

@@ -64,7 +64,8 @@ def load_tools(config: Config) -> None:
     else:
         if config.token_env is not None:
             what = "agent.token_env is set, and agents are started by agent.command"
-            raise ConfigError(Problem(what, "agent.token_env", fix="agent.token_env=null"))
+            why = "only agents that come by themselves show a token"
+            raise ConfigError(Problem(what, "agent.token_env", why, "agent.token_env=null"))
         check_command(split_command(config.command), "agent.command")
     check_address(config)
 

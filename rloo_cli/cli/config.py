@@ -22,7 +22,10 @@ def run(args: list[str]) -> int:
     if args[:1] == ["explain"]:
         if len(args) < 2 or "=" in args[1]:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
-            raise ConfigError(Problem("rloo config explain needs a key", "command line", fix=fix))
+            why = "nothing follows explain"
+            if len(args) > 1:
+                why = f"found {args[1]}, a key without a value was expected first"
+            raise ConfigError(Problem("rloo config explain needs a key", "command line", why, fix))
         words = [w for w in args if w != "--json"]
         told = explain_key(words[1], words[2:])
         print(json.dumps(_explained_values(told), indent=2) if "--json" in args else told)

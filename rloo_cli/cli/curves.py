@@ -26,7 +26,8 @@ def run(args: list[str]) -> int:
     out = Path(given.out) if given.out else folder / "curves.png"
     if out.suffix.lower() not in IMAGE_SUFFIXES:
         what = f"{out} ends neither in .png nor in .svg"
-        raise ConfigError(Problem(what, "command line", fix=f"{out.with_suffix('.png')}"))
+        why = f"the ending says how the image is written: found {out.suffix or 'none'}"
+        raise ConfigError(Problem(what, "command line", why, f"{out.with_suffix('.png')}"))
     if not curves.read_metrics_lines(folder / "metrics.jsonl"):
         why = "its first step, or its first evaluation, has not ended yet"
         fix = f"wait for it; rloo doctor {folder} says what keeps it"

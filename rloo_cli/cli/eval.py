@@ -34,7 +34,8 @@ def run(args: list[str]) -> int:
     args, as_json = json_answer.take_json_flag(args)
     dirs, args = _split_config_dirs(args)
     if not args:
-        raise ConfigError(Problem("rloo eval needs a model", "command line", fix=USAGE))
+        why = "found no run, no checkpoint and no recipe"
+        raise ConfigError(Problem("rloo eval needs a model", "command line", why, USAGE))
     bare = [w for w in args if "=" not in w and not w.startswith(("+", "~"))]
     keys = [w for w in args if w not in bare[:1]]
     subject = eval_target_of_run(bare[0], keys) if bare else eval_target_of_recipe(args, dirs)
@@ -58,7 +59,8 @@ def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
             if not dirs[-1].is_dir():
                 what = f"--config-dir {dirs[-1]} is not a folder"
                 fix = "--config-dir FOLDER, with one that is there"
-                raise ConfigError(Problem(what, "command line", fix=fix))
+                why = f"looked at {dirs[-1].absolute()}"
+                raise ConfigError(Problem(what, "command line", why, fix))
         elif word.startswith("-"):
             why = "flags of eval: --config-dir DIR, --json, --debug, --errors=json"
             raise ConfigError(Problem(f"{name} is not a flag of eval", "command line", why, USAGE))

@@ -127,7 +127,8 @@ def _find_model_folder(run_path: str) -> Path:
     path = next((p for p in (Path(run_path), run_folders.RUNS_ROOT / run_path) if p.is_dir()), None)
     if path is None:
         run_folders.find_run_folder(run_path, "eval")  # raises, and names the runs there are
-        raise ConfigError(Problem(f"{run_path} is not a folder", "command line", fix=USAGE))
+        why = f"looked at {run_path} and {run_folders.RUNS_ROOT / run_path}"
+        raise ConfigError(Problem(f"{run_path} is not a folder", "command line", why, USAGE))
     if all((path / name).is_file() for name in ("run.json", "config.yaml")):
         if (path / "final" / "config.json").is_file():
             return path / "final"
@@ -191,8 +192,9 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
             Problem(f"{override_text.lstrip('+')} is not one value of one key", where, why, fix)
         )
     if override.key_or_group == "model.path":
+        why = "a run is evaluated with the model that it saved, and another one with a recipe"
         fix = "rloo eval +recipe=NAME model.path=..."
-        raise ConfigError(Problem("model.path is the checkpoint's", where, fix=fix))
+        raise ConfigError(Problem("model.path is the checkpoint's", where, why, fix))
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):

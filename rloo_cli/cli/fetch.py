@@ -39,8 +39,10 @@ def run(args: list[str]) -> int:
     The code is 3 for what could not be downloaded, 4 for data that is not what the config says.
     """
     args, as_json = json_answer.take_json_flag(args)
-    if not args or any(w.startswith("-") and "config-dir" not in w and w != "-cd" for w in args):
-        raise ConfigError(Problem("rloo fetch takes a recipe and keys", "command line", fix=USAGE))
+    flags = [w for w in args if w.startswith("-") and "config-dir" not in w and w != "-cd"]
+    if not args or flags:
+        why = f"found {flags[0]}, which is no flag of it" if flags else "found nothing"
+        raise ConfigError(Problem("rloo fetch takes a recipe and keys", "command line", why, USAGE))
     composed = compose.compose_config(args)
     settings = check.check_config(composed)
     lost: list[RunError] = []

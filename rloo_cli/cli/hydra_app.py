@@ -138,4 +138,5 @@ def _check_flag(name: str, value: str) -> None:
     allowed = ("job", "hydra", "all") if name in ("--cfg", "-c") else (value,)
     if not value or value not in allowed:
         fix = f"{name} {allowed[0] or 'VALUE'}"
-        raise ConfigError(Problem(f"{name} {value}: not understood", "command line", fix=fix))
+        why = f"one of {', '.join(allowed)} was expected" if allowed[0] else "no value follows it"
+        raise ConfigError(Problem(f"{name} {value}: not understood", "command line", why, fix))

@@ -84,7 +84,9 @@ def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
         if name not in ("--from", "--world-size"):
             break
         if not equals and len(rest) < at + 2:
-            raise ConfigError(Problem(f"{name} needs a value", fix=f"{name} N"))
+            what, why = f"{name} needs a value", "nothing follows it"
+            fix = "--world-size N" if name == "--world-size" else "--from trl"
+            raise ConfigError(Problem(what, "command line", why, fix))
         options[name] = value if equals else rest[at + 1]
         del rest[at : at + (1 if equals else 2)]
     return options, rest[1:] if rest[:1] == ["--"] else rest
@@ -96,7 +98,8 @@ def _world_size(options: dict[str, str], old_run: OldRun) -> int:
         if not text.isdigit() or int(text) < 1:
             what = f"--world-size {text}: a whole number >= 1 is expected"
             fix = "--world-size N, the number of processes of the old run"
-            raise ConfigError(Problem(what, "command line", fix=fix))
+            why = "the old run's batch is that of one process, times this number"
+            raise ConfigError(Problem(what, "command line", why, fix))
         return int(text)
     if old_run.processes is None:
         old_run.notes.append(

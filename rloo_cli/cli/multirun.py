@@ -90,7 +90,7 @@ def objective_value(run: RunConfig) -> float | None:
     known = list(dict.fromkeys(name for row in rows for name in row))
     close = nearest_names(wanted[0], known)
     why = f"metrics are: {', '.join(known)}" if known else "it has no lines"
-    fix = f"logging.objective={close[0]}" if close else ""
+    fix = f"logging.objective={(close or known or ['reward'])[0]}"
     what = f"no line of {path} has {wanted[0]!r}"
     raise ConfigError(Problem(what, "logging.objective", why, fix))
 

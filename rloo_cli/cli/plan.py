@@ -48,7 +48,8 @@ class PlanArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", fix=USAGE))
+        why = "--gpu takes a name or a size, --json nothing, the others a number from 1 on"
+        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, USAGE))
 
 
 def _count(text: str) -> int:
@@ -73,7 +74,8 @@ def run(args: list[str]) -> int:
     """The verb. Raises MachineError for a run that cannot fit, with the two keys to change."""
     flags, rest = PlanArgumentParser().parse_known_args(args)
     if not rest:
-        raise ConfigError(Problem("rloo plan takes a recipe and keys", "command line", fix=USAGE))
+        why = f"found {' '.join(args) or 'nothing'}, and no key=value"
+        raise ConfigError(Problem("rloo plan takes a recipe and keys", "command line", why, USAGE))
     composed = compose.compose_config(rest)
     settings = check.check_config(composed)
     with hf_cache.recorded_command(composed.user_overrides):

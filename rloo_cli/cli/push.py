@@ -102,7 +102,8 @@ def _send_model(
         url = api.create_repo(repo, private=not public, exist_ok=True)
         if not public and not api.repo_info(repo).private:
             what = f"{repo} is public, and --public was not said"
-            raise ConfigError(Problem(what, "command line", fix="--public, or another --repo"))
+            why = "without --public a model is sent only where not everybody can see it"
+            raise ConfigError(Problem(what, "command line", why, "--public, or another --repo"))
         if commit["revision"] is not None:
             api.create_branch(repo, branch=commit["revision"], exist_ok=True)
         api.create_commit(repo, adds, **commit)

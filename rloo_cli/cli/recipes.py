@@ -30,9 +30,9 @@ def run(args: list[str]) -> int:
                 _copy_recipe(_recipe_file(name), Path(target))
                 answer["copied"] = target
         case _:
-            raise ConfigError(
-                Problem(f"rloo recipes {' '.join(args)}: not understood", "command line", fix=USAGE)
-            )
+            what = f"rloo recipes {' '.join(args)}: not understood"
+            why = "list takes no word after it, show takes one, and copy two"
+            raise ConfigError(Problem(what, "command line", why, USAGE))
     return 0
 
 
@@ -54,7 +54,8 @@ def _recipe_file(name: str) -> Path:
 def _copy_recipe(source: Path, target: Path) -> None:
     if target.suffix not in (".yaml", ".yml"):
         fix = f"rloo recipes copy {source.stem} {target}.yaml"
-        raise ConfigError(Problem(f"{target} does not end in .yaml", "command line", fix=fix))
+        why = f"a recipe is a file of YAML: found {target.suffix or 'no ending'}"
+        raise ConfigError(Problem(f"{target} does not end in .yaml", "command line", why, fix))
     if target.exists():
         fix = f"rloo recipes copy {source.stem} {target.with_stem(f'{target.stem}_2')}"
         raise ConfigError(Problem(f"{target} exists", "command line", "it is left as it is", fix))

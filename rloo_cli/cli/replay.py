@@ -54,7 +54,8 @@ def _check_options(step: int | None, reward: str | None, tolerance: float | None
         raise ConfigError(Problem(what, "command line", why, "--tolerance 1e-4"))
     if tolerance is not None and (reward is not None or step is None):
         what = "--tolerance is for a step that is computed again"
-        raise ConfigError(Problem(what, "command line", fix="--step N --tolerance X"))
+        why = "no --step is given" if step is None else "--reward computes no step, it scores one"
+        raise ConfigError(Problem(what, "command line", why, "--step N --tolerance X"))
 
 
 def _print_progress(text: str) -> None:

@@ -32,7 +32,8 @@ def run(args: list[str]) -> int:
     out = Path(options.out) if options.out else folder / REPORT_FILE
     if out.suffix.lower() not in (".html", ".htm"):
         what = f"{out} does not end in .html"
-        raise ConfigError(Problem(what, "command line", fix=f"--out {out.with_suffix('.html')}"))
+        why = f"a report is one page of HTML: found {out.suffix or 'no ending'}"
+        raise ConfigError(Problem(what, "command line", why, f"--out {out.with_suffix('.html')}"))
     page, figures = make_report(folder)
     if options.json:
         print(json.dumps(figures, indent=2))

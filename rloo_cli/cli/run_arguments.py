@@ -27,7 +27,7 @@ class RunArgumentParser(argparse.ArgumentParser):
         close = [
             n for word in unknown[:1] if word.startswith("-") for n in nearest_names(word, flags)
         ]
-        why = f"did you mean {close[0]}?" if close else ""
+        why = f"did you mean {close[0]}?" if close else f"it takes: {', '.join(flags)}"
         raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, f"{self.usage}"))
 
 

@@ -28,7 +28,8 @@ def run(args: list[str]) -> int:
     options: argparse.Namespace = parser.parse_args(args)
     root = Path(options.run) if options.run else RUNS_ROOT
     if options.run and not root.is_dir():
-        raise ConfigError(Problem(f"there is no folder {root}", "command line", fix=USAGE))
+        why = f"looked at {root.absolute()}"
+        raise ConfigError(Problem(f"there is no folder {root}", "command line", why, USAGE))
     runs = list_runs(root)
     if options.json:
         print(json.dumps([run.to_json() for run in runs], indent=2))

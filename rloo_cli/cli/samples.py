@@ -79,7 +79,8 @@ def _parse_args(args: list[str]) -> argparse.Namespace:
     options = parser.parse_args(args)
     if options.n < 1:
         what = f"-n {options.n}: at least one sample"
-        raise ConfigError(Problem(what, "command line", fix="-n 5"))
+        why = "it is how many samples are shown"
+        raise ConfigError(Problem(what, "command line", why, "-n 5"))
     if options.reward is not None and not (options.worst or options.best):
         fix = f"--worst --reward {options.reward}"
         why = "it says by what the samples are sorted"
@@ -94,7 +95,10 @@ def rank_samples(samples: list[SampleRecord], options: argparse.Namespace) -> li
     names = list(dict.fromkeys(n for sample in samples for n in sample.get("rewards") or {}))
     if options.reward is not None and options.reward not in names:
         close = nearest_names(options.reward, names) or names
-        why, fix = f"rewards: {', '.join(names)}", f"--reward {close[0]}" if close else ""
+        why, fix = (
+            f"rewards: {', '.join(names)}",
+            f"--reward {close[0]}" if close else "leave --reward out",
+        )
         raise ConfigError(Problem(f"no reward {options.reward!r} here", "command line", why, fix))
     sign = -1.0 if options.best else 1.0
 

@@ -37,7 +37,8 @@ def run(args: list[str]) -> int:
     verb, *rest = args or [""]
     if verb not in ("render", "submit"):
         what = f"rloo slurm {verb}: not understood" if verb else "rloo slurm needs a verb"
-        raise ConfigError(Problem(what, "command line", fix=USAGE))
+        why = "it is render, which prints the script, or submit, which sends it"
+        raise ConfigError(Problem(what, "command line", why, USAGE))
     job = job_from_args(rest)
     if verb == "render":
         script = fill_batch_script(job)
@@ -84,7 +85,8 @@ def job_from_args(args: list[str]) -> SlurmJob:
     if kind == "train" and served:
         what = f"{server.num_nodes} nodes are to serve, and a job of kind train has none"
         fix = "rloo slurm render train_and_serve ..., or generation.server.num_nodes=0"
-        raise ConfigError(Problem(what, "generation.server.num_nodes", fix=fix))
+        why = "only train_and_serve asks Slurm for nodes of servers"
+        raise ConfigError(Problem(what, "generation.server.num_nodes", why, fix))
     return SlurmJob(kind, settings, _recipe(composed), _script_overrides(composed.user_overrides))
 
 
@@ -120,7 +122,8 @@ def _sweep_job(overrides: list[str]) -> SlurmJob:
     several = {word: p for word, p in zip(plain, parsed, strict=True) if p.is_sweep_override()}
     if not several:
         what, fix = "a sweep needs a key of several values", "algorithm.beta=0.01,0.05"
-        raise ConfigError(Problem(what, "command line", fix=fix))
+        why = f"found one value of each key: {' '.join(plain)}"
+        raise ConfigError(Problem(what, "command line", why, fix))
     values = [
         [f"{word.partition('=')[0]}={v}" for v in p.sweep_string_iterator()]
         for word, p in several.items()

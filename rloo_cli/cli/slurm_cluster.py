@@ -46,7 +46,7 @@ def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
     for name in names if asked.partition else ():
         if name not in [p.name for p in partitions]:
             close = nearest_names(name, [p.name for p in partitions])
-            fix = f"slurm.partition={close[0]}" if close else ""
+            fix = f"slurm.partition={close[0] if close else 'null'}"
             yield Problem(f"there is no partition {name!r}", "slurm.partition", facts, fix)
     limits = [p.limit_s for p in mine]
     if mine and job.nodes > max(p.nodes for p in mine):

@@ -47,7 +47,13 @@ class SweepArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", fix=str(self.usage)))
+        flags = ", ".join(flag for action in self._actions for flag in action.option_strings)
+        why = f"its flags are {flags}"
+        if "invalid" in message:
+            why = "a count is a whole number from 1 on"
+        elif "required" in message:
+            why = "found no name or folder of a sweep"
+        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, str(self.usage)))
 
 
 def _count(text: str) -> int:
@@ -84,7 +90,8 @@ def _run_new_sweep(args: list[str], compose_jobs: ComposeJobs, answer: JsonObjec
     options, rest = flags.parse_known_args(args)
     overrides = [w for w in rest if w not in ("-m", "--multirun")]
     if not overrides:
-        raise ConfigError(Problem("rloo sweep takes a recipe and keys", "command line", fix=USAGE))
+        why = f"found {' '.join(args) or 'nothing'}, and no key=value"
+        raise ConfigError(Problem("rloo sweep takes a recipe and keys", "command line", why, USAGE))
     rules.check_sweep_overrides(overrides)
     jobs = compose_jobs(overrides)
     runs = rules.check_trial_configs([launcher.name_sweep_job(job) for job in jobs])
@@ -215,7 +222,8 @@ def _name_override(name: str) -> str:
 def _refuse_running_sweep(folder: Path) -> None:
     if facts := state.running_process(folder):
         what = f"{folder} is being run by process {facts['pid']} on {facts['host']}"
-        raise ConfigError(Problem(what, "command line", fix=f"rloo sweep show {folder}"))
+        why = "a second process would train the same members again"
+        raise ConfigError(Problem(what, "command line", why, f"rloo sweep show {folder}"))
 
 
 def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> None:
@@ -279,7 +287,11 @@ def _running_sweep_and_trial(verb: str, args: list[str]) -> tuple[SweepState, Tr
     usage = f"rloo sweep {verb} SWEEP MEMBER" + (" key=value ..." if verb == "clone" else "")
     if len(args) < 2 or (len(args) > 2) != (verb == "clone") or args[0].startswith("-"):
         what = f"rloo sweep {verb} needs other arguments"
-        raise ConfigError(Problem(what, "command line", fix=usage))
+        why = f"found {' '.join(args) or 'nothing'}, a sweep and a member of it were expected first"
+        if len(args) > 1 and not args[0].startswith("-"):
+            expected = "a key=value" if verb == "clone" else "nothing"
+            why = f"words after the member: {len(args) - 2}, {expected} was expected"
+        raise ConfigError(Problem(what, "command line", why, usage))
     found = state.read_sweep(state.find_sweep(args[0], verb))
     trial = found.find_trial(args[1])
     if not state.running_process(found.folder):
@@ -337,7 +349,8 @@ def _clone_trial(args: list[str], answer: JsonObject) -> int:
             problems.append(Problem(what, "root", why, "leave root out"))
         if not changes:
             fix = f"rloo sweep clone {args[0]} {args[1]} train.learning_rate=3e-5"
-            problems.append(Problem("a clone needs a changed key", "command line", fix=fix))
+            what, why = "a clone needs a changed key", f"{' '.join(args[2:])} changes no training"
+            problems.append(Problem(what, "command line", why, fix))
         if problems:
             raise ConfigError(*problems)
     request: JsonObject = {"name": str(settings.name), "words": overrides}

@@ -52,7 +52,8 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     )
     if not lines:
         fix = f"wait for its first step; rloo doctor {folder} says what keeps it"
-        raise ConfigError(Problem(f"{folder} has no metrics to send", "command line", fix=fix))
+        why = "its first step, or its first evaluation, has not ended yet"
+        raise ConfigError(Problem(f"{folder} has no metrics to send", "command line", why, fix))
     logging = record.config.get("logging")
     project = project or (logging.get("tracker_project") if isinstance(logging, dict) else None)
     about = tracker_about(folder, [name], project, folder.name, record.config)
@@ -68,7 +69,7 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     except ImportError as error:
         fix = f"pip install {TRACKERS[name].package}"
         raise TrackerError(
-            Problem(f"{name}: its package is missing", why=str(error), fix=fix)
+            Problem(f"{name}: its package is missing", "this machine", str(error), fix)
         ) from None
     except Exception as error:  # a client may raise anything
         why = f"{type(error).__name__}: {error}"

@@ -35,7 +35,8 @@ def run(args: list[str]) -> int:
     options: argparse.Namespace = parser.parse_args(args)
     if not options.every > 0:
         what = f"--every {options.every:g}: more than 0 seconds"
-        raise ConfigError(Problem(what, "command line", fix="--every 2"))
+        why = "it is the time from one drawing of the screen to the next"
+        raise ConfigError(Problem(what, "command line", why, "--every 2"))
     screen = RunScreen(_chosen_folder(options.run))
     if options.json:
         print(json.dumps(screen.screen_values(), indent=2))

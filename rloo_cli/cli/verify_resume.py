@@ -82,7 +82,8 @@ def read_words(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
         why = f"at least {MIN_STEPS} steps, and killed in one of them"
         raise ConfigError(Problem(what, "command line", why, "--steps 6 --kill-in-step 5"))
     if not any(word.lstrip("+").startswith("recipe=") for word in words):
-        raise ConfigError(Problem("rloo verify-resume needs a recipe", "command line", fix=USAGE))
+        why = f"found {' '.join(words) or 'nothing'}, and no +recipe=NAME"
+        raise ConfigError(Problem("rloo verify-resume needs a recipe", "command line", why, USAGE))
     return options, words
 
 

@@ -76,7 +76,8 @@ def server_words(args: list[str]) -> list[str]:
     model = keys.get("model.path", "").partition("=")[2]
     if not model and "model" not in keys:
         fix = "rloo vllm-serve model.path=ORG/NAME, or +recipe=NAME"
-        raise ConfigError(Problem("which model is to be served?", "model.path", fix=fix))
+        why = f"found {' '.join(args) or 'nothing'}: no model.path, and no recipe that has one"
+        raise ConfigError(Problem("which model is to be served?", "model.path", why, fix))
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model or keys["model"].partition("=")[2]).strip("-.")
     more = [word for key, word in UNREAD_OVERRIDES.items() if key not in keys]
     more += [] if "name" in keys else [f"name=serve-{slug}"]
@@ -118,7 +119,8 @@ def _serve(
     if left:
         what = f"processes {', '.join(map(str, left))} of the server would not end"
         fix = f"kill -9 {' '.join(map(str, left))}"
-        raise GenerationError(Problem(what, "generation.server", "", fix, f"log: {process.log}"))
+        why = "they were killed, and are still there 10 seconds later"
+        raise GenerationError(Problem(what, "generation.server", why, fix, f"log: {process.log}"))
     if not heard:
         what = f"the server's process ended by itself, with {died}"
         fix = "correct what its log says, then start it again"

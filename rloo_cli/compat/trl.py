@@ -121,7 +121,8 @@ class RLOOTrainer:
     def _final(self) -> Path:
         final = self.folder / "final"
         if not final.is_dir():
-            raise ConfigError(Problem(f"{final} is not there", "the trainer", fix="call train()"))
+            why = "training writes it at its end"
+            raise ConfigError(Problem(f"{final} is not there", "the trainer", why, "call train()"))
         return final
 
 

@@ -42,7 +42,8 @@ def refuse_arguments(**given: Any) -> None:
         if value not in (None, (None, None), [], ()):
             row = find_old_name(name)
             fix = (row.fix or row.note) if row is not None else "leave it out"
-            raise ConfigError(Problem(f"{name} is not taken here", name, fix=fix))
+            why = f"it would have to be ignored: found {value!r:.60}"
+            raise ConfigError(Problem(f"{name} is not taken here", name, why, fix))
 
 
 def event_listeners(callbacks: Sequence[Any] | None) -> list[Events]:
@@ -123,8 +124,9 @@ class InputFolder:
         found: JsonObject = {"model_name_or_path": model}
         if not isinstance(model, str):
             if hasattr(model, "peft_config"):
+                why = "it has an adapter in it, and a run makes its own from a config"
                 fix = "pass the base model, and the adapter's config as peft_config"
-                raise ConfigError(Problem("model is a PeftModel", "model", fix=fix))
+                raise ConfigError(Problem("model is a PeftModel", "model", why, fix))
             found["model_name_or_path"] = self._saved("model", model)
         source = tokenizer
         if source is None and not isinstance(model, str):
@@ -272,7 +274,8 @@ def _name_of(model: Any) -> str:
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     if not name:
         what, fix = "the model says of itself no name", "pass its tokenizer as processing_class"
-        raise ConfigError(Problem(what, "model", fix=fix))
+        why = "its config has no _name_or_path, or an empty one"
+        raise ConfigError(Problem(what, "model", why, fix))
     return name
 
 
@@ -289,7 +292,8 @@ def _rows_needed(data: Any, settings: Mapping[str, Any]) -> int | None:
     steps = int(settings.get("max_steps", -1))
     if steps < 1:
         what = "the data set is iterated over, and max_steps is not set"
-        raise ConfigError(Problem(what, "train_dataset", fix="max_steps=N in the config"))
+        why = "its rows are saved before the run, as many as the steps use"
+        raise ConfigError(Problem(what, "train_dataset", why, "max_steps=N in the config"))
     completions = int(settings.get("per_device_train_batch_size", 8))
     completions *= int(settings.get("gradient_accumulation_steps", 1))
     return steps * completions

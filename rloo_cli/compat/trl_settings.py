@@ -53,7 +53,8 @@ def written_settings(config: Any) -> JsonObject:
         return dict(config)
     if not is_dataclass(config):
         what = f"args is a {type(config).__name__}"
-        raise ConfigError(Problem(what, "args", fix="RLOOConfig(...) or GRPOConfig(...)"))
+        why = "a config, a dict or a dataclass was expected"
+        raise ConfigError(Problem(what, "args", why, "RLOOConfig(...) or GRPOConfig(...)"))
     found: JsonObject = {}
     for item in fields(config):
         value, default = getattr(config, item.name, None), item.default
@@ -75,4 +76,5 @@ def _unknown_setting_problem(config: str, name: str) -> Problem:
     known = [n for row in OLD_NAME_TABLE if row.source in SOURCES for n in row.names]
     close = nearest_names(name, known)
     fix = f"write {close[0]}" if close else "rloo config: every key that there is"
-    return Problem(f"{config} has no setting {name!r}", "args", fix=fix)
+    why = f"looked among the names of {' and '.join(SOURCES)}"
+    return Problem(f"{config} has no setting {name!r}", "args", why, fix)

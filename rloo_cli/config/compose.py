@@ -168,7 +168,8 @@ def _rewrite_override(
     _refuse_secrets(name.lstrip("+~-"), override)
     if name.startswith("-"):
         fix = mistakes.suggest_for_flag(name, value if equals else flag_value, groups["recipe"])
-        why = "" if fix.startswith(("-", "+")) else "keys are set without dashes"
+        takes = "it takes keys, as key=value, and a few flags"
+        why = takes if fix.startswith(("-", "+")) else "keys are set without dashes"
         where += f" {flag_value}" if flag_value is not None else ""
         raise ConfigError(Problem(f"{name} is not a flag of rloo", where, why, fix))
     if (bare == "hydra" or bare.startswith(("hydra.", "hydra/"))) and (
@@ -180,10 +181,14 @@ def _rewrite_override(
     if name.startswith("~") and bare:
         return 1, override
     if not equals or not bare or "@" in bare:
-        fix = "key=VALUE"
+        fix, why = "key=VALUE", "the name of a key has no @"
+        if not equals:
+            why = "it has no equals sign"
+        elif not bare:
+            why = "no key stands before its equals sign"
         if bare and not equals:
             fix = mistakes.suggest_for_bare_argument(override, groups["recipe"])
-        raise ConfigError(Problem(f"{override!r} is not key=value", where, fix=fix))
+        raise ConfigError(Problem(f"{override!r} is not key=value", where, why, fix))
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
     bare = GROUP_OF_KEY.get(bare, bare)
@@ -302,7 +307,7 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     where = where or next(iter(recipes), "")
     name = override if len(override) < 60 else override.partition("=")[0][:60]
     fix = f"correct {name}, or leave it out" if name else f"correct {where or 'the overrides'}"
-    why = "\n".join(lines[1:6])
+    why = "\n".join(lines[1:6]) or "Hydra said no more"
     return Problem(f"the config does not compose: {what}"[:400], where, why, fix)
 
 

@@ -133,8 +133,9 @@ def split_code_spec(spec: str) -> tuple[str, str]:
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
         why = "expected path/to/file.py:name or package.module:name"
+        what, given = f"{spec!r} does not name code", "config or command line"
         fix = f"{where or ('' if colon else name) or 'file.py'}:NAME, of a function or class in it"
-        raise ConfigError(Problem(f"{spec!r} does not name code", why=why, fix=fix))
+        raise ConfigError(Problem(what, given, why, fix))
     return where, name
 
 

@@ -137,11 +137,13 @@ def _task(key: str, source: DataConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.task.curriculum is set", f"{key}.task.curriculum", why, fix)
     if source.task.curriculum == []:
         fix = "curriculum: null, or [{max_digits: 1}, {max_digits: 2}]"
-        yield Problem(f"{key}.task.curriculum is empty", f"{key}.task.curriculum", fix=fix)
+        why = "found [], and at least one difficulty was expected: the questions are its parts"
+        yield Problem(f"{key}.task.curriculum is empty", f"{key}.task.curriculum", why, fix)
     names = [*source.task.difficulty, *(n for s in source.task.curriculum or () for n in s)]
     for name in sorted({*names} & {"seed", "size"}):
         where = f"{key}.task.difficulty"
-        yield Problem(f"{name} is not a difficulty", where, "", f"{key}.task.{name}=...")
+        why = f"it is a key of {key}.task itself"
+        yield Problem(f"{name} is not a difficulty", where, why, f"{key}.task.{name}=...")
 
 
 def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:

@@ -38,7 +38,8 @@ def named_path_problems(key: str, path: str, synthetic_names: dict[str, str]) ->
     elif path.startswith(synthetic.TASK_PREFIX):
         if synthetic_names is not synthetic.SYNTHETIC_DATA:
             fix = f"data.path={path}, and a model here"
-            yield Problem(f"{key} = {path!r} is a task, not a model", key, fix=fix)
+            why = f"{synthetic.TASK_PREFIX}NAME draws questions, and has no weights"
+            yield Problem(f"{key} = {path!r} is a task, not a model", key, why, fix)
     else:
         yield from _local_path_problems(key, path, data=synthetic_names is synthetic.SYNTHETIC_DATA)
 

@@ -166,7 +166,9 @@ def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
             fix = 'name a key of rloo, as in ++train.learning_rate: "1e-5,3e-5"'
             yield Problem(what, where, HYDRA_REASON, fix)
         elif not isinstance(value, yaml.ScalarNode):
-            yield Problem(f"{bare} is swept over a text", where, fix=f'{key.value}: "a,b"')
+            found = "list" if isinstance(value, yaml.SequenceNode) else "mapping"
+            why = f"found a {found}, expected its values in one text, with commas between them"
+            yield Problem(f"{bare} is swept over a text", where, why, f'{key.value}: "a,b"')
         elif bare == key.value and bare not in groups:
             why = "without ++ an override of the command line would not replace it"
             yield Problem(f"{bare} is swept as ++{bare}", where, why, f"++{bare}: {value.value}")

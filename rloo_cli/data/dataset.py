@@ -95,7 +95,7 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset"
         close = nearest_names(column, data.column_names) or strings or data.column_names
         where = f"data.prompt_column, {config.path} [{split}]"
         why = f"columns: {', '.join(data.column_names)}"
-        fix = f"data.prompt_column={close[0]}" if close else ""
+        fix = f"data.prompt_column={close[0]}" if close else "give data with a column of prompts"
         note = "an environment's reset may say all of the first turn: data.prompt_column=null"
         raise DataError(Problem(f"the data has no column {column!r}", where, why, fix, note))
     if not len(data):
@@ -105,8 +105,9 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset"
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:
     what = f"the data is empty: {config.path} [{split}] has 0 rows"
+    why = "without a row there is nothing to train on or to evaluate"
     fix = "another data.split, or data.path=FILE with at least one row"
-    return DataError(Problem(what, "data.path", fix=fix))
+    return DataError(Problem(what, "data.path", why, fix))
 
 
 def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":

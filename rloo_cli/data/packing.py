@@ -409,7 +409,8 @@ def _kept_ids(rollouts: list[Rollout]) -> KeptIds | None:
     target_index = (ids == target[token]).nonzero().squeeze(-1)
     if not torch.equal(token[target_index], torch.arange(len(target))):
         what = "a token is not in its own sampling mask"
-        raise GenerationError(Problem(what, key, fix=f"{key}=false"))
+        why = f"found {len(target_index)} matches for {len(target)} tokens, expected one for each"
+        raise GenerationError(Problem(what, key, why, f"{key}=false"))
     return KeptIds(ids, token, target_index)
 
 

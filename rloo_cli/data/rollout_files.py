@@ -74,7 +74,8 @@ def read_rollout_head(path: Path) -> JsonObject:
         version, check = int(head["format"]), head.pop(CHECK_KEY)
     except FileNotFoundError:
         fix = f"rloo replay {path.parent.parent} lists the steps that it has"
-        raise DataError(Problem("a recorded step is missing", str(path), fix=fix)) from None
+        why = "there is no such file: its step was not recorded, or was removed later"
+        raise DataError(Problem("a recorded step is missing", str(path), why, fix)) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
         raise damaged_record(path, f"{type(error).__name__}: {error}") from None
     if version > RECORD_FORMAT:

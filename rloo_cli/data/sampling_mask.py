@@ -68,7 +68,8 @@ class SamplingMask:
         key = "generation.return_sampling_mask"
         if len(self) != len(sampled_ids):
             what = f"{len(sampled_ids)} tokens came with sampling masks of {len(self)}"
-            raise GenerationError(Problem(what, key, fix=f"{key}=false"))
+            why = "each token was expected to have one mask"
+            raise GenerationError(Problem(what, key, why, f"{key}=false"))
         end = 0
         for place, (token, count) in enumerate(zip(sampled_ids, self.counts, strict=True)):
             begin, end = end, end + count

@@ -308,9 +308,9 @@ def _raise_first_error(
         _mark_shared_error(local_error, is_remote=False)
         raise local_error
     kind: Any = getattr(errors, next(iter(error["kinds"]), ""), RunError)
-    fix = f"its traceback is in the log of rank {who}"
+    why, fix = "no rank goes on without it", f"its traceback is in the log of rank {who}"
     problems = [Problem(**p) for p in error["problems"]] or [
-        Problem(f"rank {who}: {error['text']}", f"rank {who}", fix=fix)
+        Problem(f"rank {who}: {error['text']}", f"rank {who}", why, fix)
     ]
     copy = kind(*problems)
     _mark_shared_error(copy, is_remote=True)

@@ -103,7 +103,8 @@ def _run_training(
     )
     if codes is None and done.returncode == 0:
         what = "the run was not killed: it ended before the point where it should have been"
-        raise RunError(Problem(what, "rloo verify-resume", fix="a smaller --kill-in-step"))
+        why = "found exit code 0, expected an end by SIGKILL"
+        raise RunError(Problem(what, "rloo verify-resume", why, "a smaller --kill-in-step"))
     if codes is not None and done.returncode not in codes:
         said = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
         what = f"a training ended with {done.returncode}"

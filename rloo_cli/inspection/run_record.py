@@ -142,8 +142,9 @@ def _whole_metadata(folder: Path) -> JsonObject:
     path = folder / "run.json"
     metadata = _usable_metadata(_read_object(path) if path.is_file() else {}, folder, problems)
     if problems:
+        why = f"expected objects: {', '.join(SECTIONS)}; and plan.max_steps a number or null"
         fix = f"rloo doctor {folder}"
-        raise ConfigError(Problem(problems[0], str(folder / "run.json"), fix=fix))
+        raise ConfigError(Problem(problems[0], str(folder / "run.json"), why, fix))
     return metadata
 
 

@@ -332,7 +332,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _folder_busy_problem(folder: Path, pid: object) -> Problem:
-    return Problem(f"{folder} is being trained by process {pid}", "name", fix="name=OTHER")
+    why = "one process at a time writes to a run's folder"
+    return Problem(f"{folder} is being trained by process {pid}", "name", why, "name=OTHER")
 
 
 def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:

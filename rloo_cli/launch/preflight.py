@@ -105,7 +105,8 @@ def root_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "root", f"looked at {above}", fix)
     elif (disk := shutil.disk_usage(above)).free < 100e6:
         what = "has under 100 MB free" if disk.total else "cannot hold files"
-        yield Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk")
+        why = f"found {disk.free / 1e6:.0f} MB free of {disk.total / 1e6:.0f} MB"
+        yield Problem(f"{above} {what}", "root", why, "root=FOLDER on another disk")
 
 
 def _cache(run: RunConfig) -> Iterator[Problem]:

@@ -130,7 +130,8 @@ def find_device(name: str | None, small: bool = False, measured: bool = True) ->
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", name, re.IGNORECASE)
     if size is None or float(size[1]) <= 0:
         fix = f"--gpu 80GiB, --gpu cpu, or one of: {', '.join(GPUS)}"
-        raise ConfigError(Problem(f"--gpu {name}: not understood", "command line", fix=fix))
+        why = "it is no GPU that rloo knows, no memory above 0 in GiB or GB, and not cpu"
+        raise ConfigError(Problem(f"--gpu {name}: not understood", "command line", why, fix))
     memory = float(size[1]) * (GIB if size[2].lower() == "gib" else 1e9)
     source = f"--gpu; speed assumed to be that of {ASSUMED_GPU.name}"
     return replace(ASSUMED_GPU, name=f"GPU of {name}", memory_bytes=memory, source=source)

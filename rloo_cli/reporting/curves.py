@@ -96,8 +96,9 @@ def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -
 def read_metrics_lines(path: Path) -> list[JsonObject]:
     """The lines of a metrics.jsonl, by step; a last line that a kill cut off is left out."""
     if not path.is_file():
+        why = "it is not a file" if path.exists() else "there is no such file"
         fix = "name a run's metrics.jsonl"
-        raise ConfigError(Problem("no metrics to draw", where=str(path), fix=fix))
+        raise ConfigError(Problem("no metrics to draw", str(path), why, fix))
     metrics_lines = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):

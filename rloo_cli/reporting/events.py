@@ -64,7 +64,8 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
         kind = load_user_code(spec, KEY)
         if not (isinstance(kind, type) and issubclass(kind, Events)):
             fix = "class Mine(Events), as docs/looking.md shows"
-            raise ConfigError(Problem(f"{spec} is no class of Events", KEY, fix=fix))
+            why = f"found {kind!r:.80}, expected a class made from rloo_cli.plugin's Events"
+            raise ConfigError(Problem(f"{spec} is no class of Events", KEY, why, fix))
         try:
             found.append(kind())
         except Exception as error:  # it is the user's code

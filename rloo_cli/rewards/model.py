@@ -77,7 +77,7 @@ def preflight(config: Config) -> None:
     adapter = hf_cache.adapter_base_path(config.path)
     if adapter is not None and find_spec("peft") is None:
         what, fix = f"{config.path} is an adapter, which needs peft", "pip install 'rloo-cli[peft]'"
-        raise MachineError(Problem(what, "", "peft is not installed", fix))
+        raise MachineError(Problem(what, "this machine", "peft is not installed", fix))
     try:
         values = hf_cache.read_model_config(config.path, config.revision)
         why = (
@@ -91,7 +91,7 @@ def preflight(config: Config) -> None:
         fix = "path=ORG/NAME of a sequence classifier with one label"
         if "trust_remote_code" in why:
             fix = "trust_remote_code=true, if you trust its authors; nothing was run"
-        raise MachineError(Problem(f"{config.path} is not a reward model", "", why, fix))
+        raise MachineError(Problem(f"{config.path} is not a reward model", "path", why, fix))
 
 
 def _why_not_reward_model(values: JsonObject, config: Config) -> str:
@@ -196,7 +196,8 @@ class RewardModel:
             path, key = self.config.path, f"{self.config_key}.max_length"
             what = f"{path} has {most} positions, and rows of {max_tokens} tokens may come"
             fix = f"{key}={most}, which cuts the beginning of longer rows"
-            raise ConfigError(Problem(what, key, "", fix))
+            why = "a token beyond its last position cannot be read"
+            raise ConfigError(Problem(what, key, why, fix))
 
     def _max_positions(self) -> int | None:
         """The most tokens of an input; None = no limit, or `max_length` cuts inputs to fit."""

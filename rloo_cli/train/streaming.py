@@ -50,8 +50,9 @@ class StreamedPlan(UpdatePlan):
         if plan.micro_batches != filled + [last] * bool(last):
             what = f"step {batch.step + 1} was trained on other micro-batches than those of its"
             what += " whole batch"
+            why = "generation.overlap=stream and none have to train on the same ones"
             fix = "generation.overlap=none; and please report it, with the run's config.yaml"
-            raise NumbersError(Problem(what, "generation.overlap=stream", fix=fix))
+            raise NumbersError(Problem(what, "generation.overlap=stream", why, fix))
         vars(self).update(vars(plan))
         if last:
             yield last, True

@@ -110,8 +110,9 @@ def disk_write_error(error: OSError) -> RunError:
     """A write that failed because of the disk, as a StorageError. Raises any other error again."""
     if error.errno not in DISK_ERRNOS:
         raise error
+    what, where = "the disk does not take what is written", str(error.filename or "this machine")
     fix = "free some space, then go on with resume=auto"
-    return StorageError(Problem("the disk does not take what is written", str(error), fix=fix))
+    return StorageError(Problem(what, where, str(error), fix))
 
 
 class OutOfMemory(RunError):

@@ -29,12 +29,12 @@ def run_and_exit(
         work()
     except OSError as error:
         what = "a file cannot be read or written"
-        where = str(error.filename or "")
+        where = str(error.filename or "this machine")
         fix = "see to that file, its rights and the space on its disk, then give the command again"
         code = print_exit(StorageError(Problem(what, where, str(error), fix)))
     except torch.OutOfMemoryError as error:
         why = str(error).splitlines()[0]
-        code = print_exit(OutOfMemory(Problem("out of memory", why=why, fix=memory_fix)))
+        code = print_exit(OutOfMemory(Problem("out of memory", "this machine", why, memory_fix)))
     except Exception as error:
         if isinstance(error, RunError) and is_printed_elsewhere(error):
             code = error.code

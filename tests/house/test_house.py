@@ -249,6 +249,22 @@ def test_functions_fit_a_screen() -> None:
     assert not long
 
 
+def test_every_error_says_what_where_why_and_how_to_mend_it() -> None:
+    """As far as the code shows it: an argument that is left out, or "" as it stands there."""
+    lacking = []
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if name == "utils/errors.py" or not isinstance(node, ast.Call):
+                continue  # errors.py makes one of a bare text
+            if isinstance(node.func, ast.Name) and node.func.id == "Problem":
+                given = dict(zip(("what", "where", "why", "fix"), node.args, strict=False))
+                given |= {k.arg: k.value for k in node.keywords if k.arg}
+                empty = [k for k, v in given.items() if isinstance(v, ast.Constant) and not v.value]
+                whole = {"what", "where", "why", "fix"} <= given.keys() - set(empty)
+                lacking += [] if whole else [f"{name}:{node.lineno}: {ast.unparse(node)[:80]}"]
+    assert not lacking
+
+
 def test_names_of_public_functions_say_what_they_do_to_what() -> None:
     names = [name for _, name in words.public_functions()]
     assert sum(map(words.one_word, names)) < words.MOST * len(names)

@@ -254,10 +254,13 @@ def choose_parser(
         if not name:
             what = "the chat template does not show how this model writes a call"
             fix = "agent.parser=hermes, or another that the model was taught"
-            raise ConfigError(Problem(what, "agent.parser=auto", fix=fix))
+            looked = f"looked in it for {', '.join(mark for mark, _ in MARKS)}, and found none"
+            why = looked if template else "the tokenizer has no chat template"
+            raise ConfigError(Problem(what, "agent.parser=auto", why, fix))
     if name != "response":
         return name, PARSERS[name]
     if not has_own:
         what = "agent.parser = response, and the tokenizer has no template for answers"
-        raise ConfigError(Problem(what, "agent.parser", fix="agent.parser=auto"))
+        why = "found neither a response_template nor a response_schema in it"
+        raise ConfigError(Problem(what, "agent.parser", why, "agent.parser=auto"))
     return name, response_parser(tokenizer)

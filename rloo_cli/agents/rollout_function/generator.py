@@ -151,7 +151,8 @@ class _FunctionStep:
             what += "max_episode_tokens and the model's context leave it"
         if what:
             what = f"row {number} of {self.generator.spec} has {what}"
-            raise GenerationError(Problem(what, "agent.rollout", fix=fix))
+            why = "the run's memory is planned for no more than that"
+            raise GenerationError(Problem(what, "agent.rollout", why, fix))
 
     def _episode(self, number: int, returned: ReturnedRow) -> Episode:
         """A row as an episode. Raises GenerationError for one with too many turns."""

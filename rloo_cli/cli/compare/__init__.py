@@ -56,7 +56,8 @@ def run(args: list[str]) -> int:
     options = parser.parse_intermixed_args(args)
     if not 0 <= options.tolerance < 1:
         what = f"--tolerance {options.tolerance:g}: from 0 (bit for bit) to 1"
-        raise ConfigError(Problem(what, "command line", fix="--tolerance 1e-5"))
+        why = "it is relative, and absolute too: from 1 on all small numbers would be equal"
+        raise ConfigError(Problem(what, "command line", why, "--tolerance 1e-5"))
     folders = run_folders.find_compared_runs([w for w in (options.run, *options.more) if w])
     if options.first_difference:
         return _print_first_difference(folders, options.tolerance, options.json)
@@ -84,7 +85,9 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
     """Say where two runs part. Exits with 20 if they do."""
     if len(folders) != 2:
         what = f"--first-difference compares two runs, and {len(folders)} are named"
-        raise ConfigError(Problem(what, "command line", fix="rloo compare A B --first-difference"))
+        why = f"found {', '.join(map(str, folders[:5])) or 'no name of a run'}"
+        fix = "rloo compare A B --first-difference"
+        raise ConfigError(Problem(what, "command line", why, fix))
     result = first_difference.find_first_difference(folders[0], folders[1], tolerance)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
@@ -96,7 +99,7 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
 
 def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configuration]:
     if len(runs) < 2:
-        what, why = "rloo compare needs two runs or more", f"only {runs[0].folder}" if runs else ""
+        what, why = "rloo compare needs two runs or more", f"found {len(runs)}"
         raise ConfigError(Problem(what, "command line", why, USAGE))
     configs = configurations.group_by_configuration(runs, unfinished)
     if not any(config.runs for config in configs):
@@ -114,7 +117,7 @@ def _metric(configs: list[Configuration], wanted: str | None) -> str | None:
     if wanted not in metrics:
         close = nearest_names(wanted, metrics)
         why = f"all have: {', '.join(metrics) or 'no evaluation at all'}"
-        fix = f"--metric {close[0]}" if close else ""
+        fix = f"--metric {close[0]}" if close else "leave --metric out"
         raise ConfigError(Problem(f"not every run has {wanted!r}", "--metric", why, fix))
     return wanted
 
@@ -134,7 +137,7 @@ def _baseline_index(configs: list[Configuration], label: str | None) -> int:
         return next(i for i, one in enumerate(configs) if one.runs)
     if label not in labels:
         close = nearest_names(label, labels)
-        fix = f"--against {close[0]!r}" if close else ""
+        fix = f"--against {(close or labels)[0]!r}"
         why = f"configurations: {', '.join(labels)}"
         raise ConfigError(Problem(f"there is no configuration {label!r}", "--against", why, fix))
     return labels.index(label)

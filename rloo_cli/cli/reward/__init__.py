@@ -51,7 +51,11 @@ class RewardArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", fix=str(self.usage)))
+        flags = ", ".join(flag for action in self._actions for flag in action.option_strings)
+        why = f"its flags are {flags}"
+        if "invalid" in message:
+            why = "a count is a whole number from 1 to 1000000, and seconds are above 0"
+        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, str(self.usage)))
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,8 @@ def _read_words(
     overrides = [word for word in words if word not in bare]
     if not overrides:
         what = f"{parser.prog} takes a recipe, whose data the reward is tried on"
-        raise ConfigError(Problem(what, "command line", fix=str(parser.usage)))
+        why = f"found {bare[0] if bare else 'no word'}, and no +recipe=NAME"
+        raise ConfigError(Problem(what, "command line", why, str(parser.usage)))
     return options, RewardWords(bare[0] if bare else None, overrides, folders)
 
 

@@ -115,7 +115,8 @@ def compose_subject(
             raise ConfigError(_unknown_reward(name, [*own, *choices]))
     if extra and any(word.startswith("reward=") for word in overrides):
         what = f"{name} is tried, and reward=... is given too"
-        raise ConfigError(Problem(what, "command line", fix="leave one of the two out"))
+        why = f"both choose the rewards: one is {extra[0]}, the other is on the command line"
+        raise ConfigError(Problem(what, "command line", why, "leave one of the two out"))
     composed = compose.compose_config([*extra, *overrides], config_dirs)
     config = check.check_config(composed)
     return composed, config, chosen or list(config.rewards)
@@ -143,7 +144,8 @@ def _unknown_reward(name: str, known: Sequence[str]) -> Problem:
 def open_subject(config: RunConfig, names: Sequence[str], num_rows: int) -> ProbeSubject:
     """Build the rewards `names` and read `num_rows` rows of the training data. Raises RunError."""
     if not names:
-        raise ConfigError(Problem("the config has no reward", "reward", fix="reward=accuracy"))
+        why = "found no entry under reward, and no reward on the command line"
+        raise ConfigError(Problem("the config has no reward", "reward", why, "reward=accuracy"))
     chosen = [build_reward(name, config.rewards[name]) for name in names]
     opened = _open_rows(config, num_rows)
     check_reward_splits(config, opened, chosen)
@@ -195,9 +197,9 @@ def _read_rows(
             examples = [empty | example | label for example in examples]
         parts.append([*zip(rendered, examples, part.dataset.to_list(), strict=True)])
     if not any(parts):
-        raise DataError(
-            Problem("the data has no rows", "data.path", fix="name data with at least one row")
-        )
+        why = f"read 0 rows of {', '.join(str(sources[name].path) for name in opened)}"
+        fix = "name data with at least one row"
+        raise DataError(Problem("the data has no rows", "data.path", why, fix))
     return _take_in_turns(parts)[:num_rows], conversational
 
 

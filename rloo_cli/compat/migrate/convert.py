@@ -141,7 +141,8 @@ def _other_method_error(method: str, old_run: OldRun) -> ConfigError:
             why += " their tokens, which is all that a server tells"
         return ConfigError(Problem(what, "the old run", why, words, more="docs/algorithms.md"))
     fix = "--from rloo or --from grpo, if it was one of them nevertheless"
-    return ConfigError(Problem(what, "the old run", fix=fix))
+    why = "another method has another loss, whose settings mean nothing to these two"
+    return ConfigError(Problem(what, "the old run", why, fix))
 
 
 def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: str) -> Dialect:

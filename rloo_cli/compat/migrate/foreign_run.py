@@ -46,7 +46,8 @@ def read_foreign_run(args: list[str], from_option: str = "") -> ForeignRun | Non
         title = tables.FOREIGN_TITLES[run.tool]
         what = f"this is a run of {title}, and none of its settings is in it"
         fix = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
-        raise ConfigError(Problem(what, "the old run", fix=fix))
+        why = f"names found: {', '.join([*run.settings][:5]) or 'none'}"
+        raise ConfigError(Problem(what, "the old run", why, fix))
     return run
 
 
@@ -95,7 +96,8 @@ def _read_commands(args: list[str], from_option: str) -> ForeignRun | None:
                 runs.append(ForeignRun(tool, settings, notes))
     if others and not runs:
         what = f"the old run was {others[0]}: of this tool, policies' trainings are converted"
-        raise ConfigError(Problem(what, "the old run", fix="rloo sft, rloo reward-model"))
+        why = "a training of another kind has other settings"
+        raise ConfigError(Problem(what, "the old run", why, "rloo sft, rloo reward-model"))
     if len(runs) > 1:
         note = f"{len(runs)} training commands are in it: this is the first of them"
         runs[0].notes.append(note)

@@ -123,7 +123,8 @@ def read_command_line(args: list[str]) -> OldRun:
     elif not old_run.flags:
         what = f"{script} is not a file here" if old_run.script else "no flags in this command"
         why = " ".join(args)[:200]
-        raise ConfigError(Problem(what, why=why, fix="rloo migrate FILE, where the file is"))
+        fix = "rloo migrate FILE, where the file is"
+        raise ConfigError(Problem(what, "the old run", why, fix))
     elif old_run.script and old_run.script != "-":
         old_run.notes.append(
             f"{script} is not a file here: what it sets by itself (data, rewards, its own defaults)"

@@ -114,14 +114,17 @@ def read_python(text: str, where: str, flags: JsonObject | None = None) -> OldRu
     names = {n.id for n in ast.walk(script.tree) if isinstance(n, ast.Name)}
     if not configs and not trainers and not (has_parser and names & tables.CONFIG_CLASSES.keys()):
         what = f"no RLOOConfig(...) or GRPOConfig(...), and no trainer of theirs, in {where}"
-        raise ConfigError(Problem(what, fix="rloo migrate -- OLD COMMAND, for its flags"))
+        others = sorted(c for c in called if c.endswith(("Config", "Arguments", "Trainer")))
+        why = f"found {', '.join(others[:5]) or 'no call of any config or trainer'}"
+        raise ConfigError(Problem(what, where, why, "rloo migrate -- OLD COMMAND, for its flags"))
     old_run = OldRun({}, "trl", script=Path(where).name, setting_format="{}={}")
     first = (configs + trainers)[:1]
     class_name = called_name(first[0]) if first else min(names & tables.CONFIG_CLASSES.keys())
     old_run.kind = (tables.CONFIG_CLASSES | tables.TRAINER_CLASSES)[class_name]
     if has_parser and not configs and not flags:
         what = f"the settings of {where} come from its command line"
-        raise ConfigError(Problem(what, fix=f"rloo migrate python {where} --its_flags ..."))
+        why = f"{min(called & tables.PARSER_CLASSES)} reads them there, and none is given"
+        raise ConfigError(Problem(what, where, why, f"rloo migrate python {where} --its_flags ..."))
     if configs:
         _read_config_call(script, configs[0], old_run)
         if len(configs) > 1:

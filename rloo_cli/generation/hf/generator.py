@@ -252,7 +252,8 @@ class TransformersGenerator:
             if not math.isfinite(value):
                 where = f"generation, prompt {sequence.group_index} of the batch, token {len(ids)}"
                 fix = "check the weights: a learning rate too high, or float16 overflow"
-                raise NumbersError(Problem("the model's logits are not finite", where, fix=fix))
+                why = f"found {value} as the log-probability of the sampled token"
+                raise NumbersError(Problem("the model's logits are not finite", where, why, fix))
             ids.append(token)
             sequence.logp.append(value)
             sequence.finish_reason = self.stop_rule.finish_reason(sequence.all_ids)

@@ -38,7 +38,8 @@ def check_sweep_overrides(
             problems.append(Problem(what, "command line", why, fix))
         if override.startswith(("--cfg", "-c")) and not override.startswith("--config"):
             fix = "rloo sweep --dry-run, or rloo train --multirun --cfg job"
-            problems.append(Problem(f"{override} is not a flag of sweep", "command line", fix=fix))
+            what, why = f"{override} is not a flag of sweep", "each member has a config of its own"
+            problems.append(Problem(what, "command line", why, fix))
     if environment.get("RANK") and environment.get("WORLD_SIZE"):
         why, fix = "a sweep starts the processes of its members itself", "unset RANK WORLD_SIZE"
         problems.append(Problem("RANK and WORLD_SIZE are set", "environment", why, fix))
@@ -81,7 +82,8 @@ def rung_problems(
             why = f"a member has {least} steps: at its end there is nothing to save by stopping"
             yield Problem(f"{what} is too late", "command line", why, f"--at {max(1, least // 2)}")
         if not rung.by.removesuffix(MINIMIZE_SUFFIX):
-            yield Problem("--by takes the name of a metric", "command line", fix="--by reward")
+            why = f"found {rung.by!r}, in which there is no name"
+            yield Problem("--by takes the name of a metric", "command line", why, "--by reward")
         before, left = rung.at, rung.keep
 
 
@@ -195,7 +197,8 @@ def _check_folder_free(folder: Path, run: RunConfig) -> None:
     facts = read_json(folder / "run.json")
     if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
         what = f"{folder} is being trained by process {facts['pid']}"
-        raise ConfigError(Problem(what, "name", fix="wait for it, or name=OTHER"))
+        why = "one process at a time writes to a run's folder"
+        raise ConfigError(Problem(what, "name", why, "wait for it, or name=OTHER"))
     if facts:
         run = run.model_copy(update={"resume": "auto"})
     resume.plan_resume(folder, run)

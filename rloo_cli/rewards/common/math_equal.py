@@ -53,7 +53,7 @@ def require_math_verify() -> None:
     if importlib.util.find_spec("math_verify") is None:
         why = "the rewards accuracy, reasoning_accuracy and cosine_length compare with it"
         fix = "pip install 'rloo-cli[math]'"
-        raise MachineError(Problem("math-verify is not installed", why=why, fix=fix))
+        raise MachineError(Problem("math-verify is not installed", "this machine", why, fix))
 
 
 def grade_answers(

@@ -218,7 +218,7 @@ def require_sandbox(mode: str, command: str | None, limits: SandboxLimits) -> No
     if mode == "bwrap" and shutil.which("bwrap") is None:
         why = "sandbox=bwrap runs model-written code in it, and in nothing weaker"
         what = "bwrap (bubblewrap) is not installed"
-        raise MachineError(Problem(what, why=why, fix=INSTALL_HINT))
+        raise MachineError(Problem(what, "this machine", why, INSTALL_HINT))
     test: JsonObject = {"test": "assert x == 1"}
     try:
         result = run_sandboxed_tests("x = 1", [test], mode, command, limits, True)[0]
@@ -238,4 +238,4 @@ def _broken_sandbox_problem(mode: str, why: str) -> Problem:
         "python -I /h.py",
     }
     what = f"the sandbox ({mode}) does not work here"
-    return Problem(what, why=why, fix=fixes.get(mode, "higher memory_mb, time_s"))
+    return Problem(what, "this machine", why, fixes.get(mode, "higher memory_mb, time_s"))

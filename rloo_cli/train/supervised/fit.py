@@ -81,7 +81,7 @@ class SupervisedTrainer(Generic[R]):
         for step, indices in zip(range(1, steps + 1), batches, strict=False):
             self.world.check_stop(frequent=True)
             rate = optimizer.learning_rate
-            metrics = self._optimizer_step(optimizer, [examples[i] for i in indices])
+            metrics = self._optimizer_step(optimizer, step, [examples[i] for i in indices])
             sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
             if step % self.settings.log_every == 0 or step == steps:
                 head = {"step": step, "steps": steps, "epoch": step * size / len(examples)}
@@ -90,7 +90,9 @@ class SupervisedTrainer(Generic[R]):
                 sums = {}
         return steps
 
-    def _optimizer_step(self, optimizer: TrainingOptimizer, examples: Sequence[R]) -> MetricsObject:
+    def _optimizer_step(
+        self, optimizer: TrainingOptimizer, step: int, examples: Sequence[R]
+    ) -> MetricsObject:
         """Take one optimizer step. -> sums of loss, counts, examples and other metrics"""
         units = sum(map(self.objective.loss_count, examples))
         sums: MetricsObject = {"loss": 0.0}
@@ -105,7 +107,8 @@ class SupervisedTrainer(Generic[R]):
         if not math.isfinite(sums["loss"]) or not bool(norm.isfinite()):
             why = f"loss {sums['loss'] / units}, gradient norm {float(norm)}"
             fix = "a lower learning_rate, or model.dtype=float32"
-            raise NumbersError(Problem("the loss or its gradient is not finite", why=why, fix=fix))
+            what, where = "the loss or its gradient is not finite", f"step {step}"
+            raise NumbersError(Problem(what, where, why, fix))
         optimizer.step(norm)
         return sums | {"grad_norm": float(norm) * len(examples)}
 
