@@ -236,19 +236,44 @@ def validation_problems(
             text = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
             value = _clipped(item["input"])
             why = f"{before}{text}, got {value}"
-            why, fix = _with_quotes(item, key, why) if key not in problems else (why, "")
+            fix = problems[key].fix if key in problems else _value_fix(item, key)
+            if key not in problems:
+                why, fix = _with_quotes(item, key, why, fix)
             problems[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
     # A union complains about itself beside the one key inside it that is wrong.
     deepest = [k for k in problems if not any(other.startswith(f"{k}.") for other in problems)]
     return [_with_meaning(problems[key], meanings) for key in deepest]
 
 
-def _with_quotes(item: ErrorDetails, key: str, why: str) -> tuple[str, str]:
-    """`why`, and a fix, where a list of texts has an entry that YAML reads as something else."""
+def _value_fix(item: ErrorDetails, key: str) -> str:
+    """A value that the key would take, as far as pydantic's error says which."""
+    kind, limits = item["type"], item.get("ctx") or {}
+    forms = {"int": "N, a whole number", "float": "NUMBER", "str": "TEXT", "list": "[...]"}
+    form = next((text for start, text in forms.items() if kind.startswith(start)), "")
+    if kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", str(limits.get("expected")))
+        near = nearest_names(str(item["input"]), allowed) or allowed
+        form = next(iter(near), "")
+    elif kind.startswith("bool"):
+        form = "true, or false"
+    elif kind in ("greater_than_equal", "less_than_equal"):
+        form = f"{limits[kind[0] + 'e']:g}"
+    elif kind in ("greater_than", "less_than"):
+        form = f"NUMBER, {kind.replace('_', ' ')} {limits[kind[0] + 't']:g}"
+    elif kind in ("dict_type", "model_type"):
+        form = "{KEY: VALUE}"
+    whole, _, last = key.rpartition(".")
+    if last.isdigit() and form:  # an entry of a list, which is set as a whole
+        return f"{whole}=[{form}]"
+    return f"{key}={form}" if form else f"leave {key} out, or correct it"
+
+
+def _with_quotes(item: ErrorDetails, key: str, why: str, fix: str) -> tuple[str, str]:
+    """`why` and `fix`, better where a list of texts has an entry that YAML reads as another."""
     whole, _, last = key.rpartition(".")
     value = item["input"]
     if item["type"] != "string_type" or not last.isdigit() or not isinstance(value, int | float):
-        return why, ""
+        return why, fix
     in_file = on_line = str(value).lower()
     if isinstance(value, bool):
         in_file = "yes" if value else "no"

@@ -75,8 +75,8 @@ def unknown_choice_problem(
     """The problem of `group=choice` where the group has no such choice. `value`: as it was typed,
     where that was a list with the choice in it."""
     close = nearest_names(choice, choices)
-    near = f"{'+' if group in APPENDED_GROUPS else ''}{group}={close[0]}" if close else ""
-    if not near and group in ("model", "data"):
+    near = f"{'+' if group in APPENDED_GROUPS else ''}{group}={(close or ['CHOICE'])[0]}"
+    if not close and group in ("model", "data"):
         near = f"{group}.path={choice}, for a name on the hub or a folder"
     return Problem(
         f"{group}={choice}: there is no {group} {choice!r}",

@@ -94,7 +94,7 @@ class PromptImages:
         place = f"column {self.column!r}" if self.column else f"column {self.config.prompts_in!r}"
         fix = "data.on_bad_image=filter leaves such rows out, and counts them"
         if len(bad) == count:
-            fix = ""
+            fix = f"put images that can be read into {place}"
         what = f"{len(bad)} of {count} prompts have an image that cannot be used"
         return Problem(
             what, f"data.path={self.config.path}, row {bad[0][0]}, {place}", str(bad[0][1]), fix

@@ -62,7 +62,10 @@ class ImageReader:
             content = repr(image.size).encode() + image.tobytes()
         else:
             content = self._content(source)
-            image = _decode(content)
+            try:
+                image = _decode(content)
+            except BadImage as error:
+                raise BadImage(f"{_name_of(source)}{error}") from None
         return self._scaled(image), hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _content(self, source: object) -> bytes:
@@ -98,6 +101,13 @@ class ImageReader:
             return image
         factor = (self.max_pixels / (width * height)) ** 0.5
         return image.resize((max(1, int(width * factor)), max(1, int(height * factor))))
+
+
+def _name_of(source: object) -> str:
+    """`path: ` of an image that is a file, or of the web; "" of one that stands in its row."""
+    found = source.get("path") if isinstance(source, dict) and not source.get("bytes") else source
+    text = str(found) if isinstance(found, str | Path) else ""
+    return f"{text[:200]}: " if text and not text.startswith("data:") else ""
 
 
 def encode_png(image: "Image") -> str:

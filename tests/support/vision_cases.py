@@ -1,7 +1,9 @@
 """Tiny random vision-language models of every family, made offline, and groups that show images."""
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -170,6 +172,7 @@ def fresh(name):
 def folder(name):
     """The folder of a random model, for this session."""
     place = Path(tempfile.mkdtemp(prefix=f"rloo-{name}-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     model, vision = fresh(name)
     model.save_pretrained(place)
     vision.processor.save_pretrained(place)
