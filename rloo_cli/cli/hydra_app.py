@@ -31,6 +31,7 @@ from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
 
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
+OTHER_PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 Task = Callable[[DictConfig], float | None]
 
 
@@ -97,6 +98,29 @@ class HydraApp:
         decorator = hydra.main(str(paths.CONF), "config", version_base="1.3")
         decorated: Callable[[], None] = decorator(task)
         return decorated
+
+    def check_jobs(self, check: Callable[[ComposedConfig], object]) -> None:
+        """Check every job of a sweep before the first one runs. Raises ConfigError with everything
+        that is wrong with any of them.
+
+        Where another sweeper chooses jobs by the results of earlier ones, or another launcher runs
+        them, each job is checked when it is its turn.
+        """
+        elsewhere = [w for w in self.overrides if w.lstrip("+").startswith(OTHER_PLUGINS)]
+        if not {"-m", "--multirun"} & {*self.flags} or elsewhere:
+            return
+        problems: list[Problem] = []
+
+        def task(cfg: DictConfig) -> None:
+            try:
+                check(self._read_config(cfg))
+            except ConfigError as error:
+                problems.extend(error.problems)
+
+        with self.running():
+            self.decorate(task)()
+        if problems:
+            raise ConfigError(*dict.fromkeys(problems))
 
     @contextmanager
     def job(self, cfg: DictConfig) -> Iterator[HydraJob]:

@@ -162,6 +162,8 @@ def run_train(args: list[str]) -> int:
         return value
 
     with json_answer.json_answer(as_json) as answer:
+        if not dry:
+            app.check_jobs(lambda job: check.check_config(launcher.name_sweep_job(job)))
         try:
             with app.running():
                 app.decorate(task)()

@@ -24,7 +24,7 @@ from rloo_cli.compat.migrate.convert import DIALECTS, choose_dialect, convert_to
 from rloo_cli.compat.migrate.foreign_run import read_foreign_run
 from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.openrlhf import convert_openrlhf
-from rloo_cli.compat.migrate.parse import read_old_run
+from rloo_cli.compat.migrate.parse import USAGE, read_old_run
 from rloo_cli.compat.migrate.verl import convert_verl
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -35,9 +35,12 @@ FROM_CHOICES = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
 def run(args: list[str]) -> int:
     """Print the recipe of an old run. Raises ConfigError for what cannot be read or converted."""
     options, old_args = _options(args)
-    if "--help" in options or not old_args:
+    if "--help" in options:
         print(__doc__)
-        return 0 if "--help" in options else 2
+        return 0
+    if not old_args:
+        what, why = "rloo migrate needs an old run", "neither a file nor a command was given"
+        raise ConfigError(Problem(what, "command line", why, USAGE))
     if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
         why = f"one of {', '.join(FROM_CHOICES)}"
         fix = f"--from {next(iter(nearest_names(chosen, FROM_CHOICES)), 'trl')}"

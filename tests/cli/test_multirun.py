@@ -47,7 +47,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def kept(self, arguments):
         found = sweep(self, arguments)
-        results.extend(job.return_value for batch in found for job in batch)
+        results[:] = [job.return_value for batch in found for job in batch]  # of the last pass
         return found
 
     monkeypatch.setattr(launcher, "launch_run", train)
@@ -60,19 +60,29 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return run
 
 
-def test_jobs_are_named_by_the_keys_that_the_command_line_sweeps_over(jobs) -> None:
+def test_jobs_are_named_by_the_keys_that_the_command_line_sweeps_over(jobs, tmp_path: Path) -> None:
     code, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05", "seed=1,2")
     ends = ["beta-0.01-seed-1", "beta-0.01-seed-2", "beta-0.05-seed-1", "beta-0.05-seed-2"]
     assert code == 0 and names == [f"smoke-{end}" for end in ends]
     _, names, _ = jobs("-m", "+recipe=smoke", "algorithm=rloo,grpo", "name=x", "logging.every=2")
     assert names == ["x-rloo", "x-grpo"]  # a choice of a group needs no key before it
 
-    for word in ("max_steps=3", "data.path='make:tiny','./make:tiny'"):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    for word in ("max_steps=3", "data.path='make:tiny','./rows.jsonl'"):
         _, names, _ = jobs(
             "-m", "+recipe=smoke", "seed=1,2", word
         )  # what no name can hold, or tell
         assert all(re.fullmatch(r"smoke-seed-[12]-[0-9a-f]{6}", name) for name in names)
         assert len({*names}) == len(names) >= 2
+
+
+def test_every_job_is_checked_before_the_first_one_runs(jobs, tmp_path: Path, capsys) -> None:
+    with pytest.raises(ConfigError) as refused:
+        jobs("-m", "+recipe=smoke", "algorithm.beta=0.05,-1,-2", "seed=1,2")
+    assert [p.what.partition(" is")[0] for p in refused.value.problems] == [
+        "algorithm.beta = -1", "algorithm.beta = -2"
+    ]  # fmt: skip
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_job_that_an_earlier_version_began_keeps_its_folder(jobs, tmp_path: Path) -> None:
@@ -104,7 +114,7 @@ def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
         raise ValueError("No trials are completed yet.")
 
     monkeypatch.setattr(Sweeper, "sweep", optuna)
-    code, names, _ = jobs("-m", "+recipe=smoke", "name=beta-0.5", "seed=1")
+    code, names, _ = jobs("-m", "+recipe=smoke", "name=beta-0.5", "seed=1", "hydra/sweeper=basic")
     said = capsys.readouterr().err
     assert code == 4 and len(names) == 1 and "no such rows" in said
     assert "Hydra's sweeper gave up after 1 jobs" in said and "No trials are completed" in said

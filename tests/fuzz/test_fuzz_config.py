@@ -95,6 +95,7 @@ READING = ("plan", "recipes", "config", "migrate", "completion", "compare", "run
     st.lists(st.one_of(VALUES, WORDS, st.sampled_from(["--json", "--help", "-m"])), max_size=3),
     st.sampled_from(READING),
 )
+@example([], "migrate")
 def test_any_words_of_a_verb_that_reads_are_answered(
     empty: Path, words: list[str], verb: str
 ) -> None:

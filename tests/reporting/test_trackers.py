@@ -47,6 +47,15 @@ class Run:
     def finish(self): pass
 def init(**_): return Run()
 """,
+    "disk full": """
+Settings = dict
+class Run:
+    id = "r1"
+    def log(self, *_, step, **__):
+        if step < 2: raise OSError(28, "No space left on device")
+    def finish(self): pass
+def init(**_): return Run()
+""",
     "killing itself": "import os\ndef init(**_): os.kill(os.getpid(), 9)\nSettings = dict",
 }
 SHORT = ("train", "+recipe=smoke", "train.prompts_per_step=2", "algorithm.num_generations=2")
@@ -123,6 +132,19 @@ def test_lines_that_do_not_fit_are_left_out_and_counted(
     os.kill(client.process.pid, signal.SIGCONT)
     client.close(limit_s=0.5)
     assert "rloo sync" in notes[-1]
+
+
+def test_a_few_lines_that_a_tracker_refuses_are_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, STAND_INS["disk full"], monkeypatch)
+    client, notes = make_client(tmp_path, "wandb")
+    client.start()
+    for step in range(3):
+        client.send({"step": step, "reward": 0.5})
+    client.close(limit_s=60.0)
+    assert len(notes) == 1 and "refused 2 lines (OSError: [Errno 28] No space left" in notes[0]
+    assert "rloo sync" in notes[0]
 
 
 def test_a_required_tracker_that_refuses_ends_the_run_with_10(

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TextIO
 
 from rloo_cli.reporting.trackers.writers import TRACKERS, TrackerWriter, line_scalars
@@ -62,16 +63,20 @@ class TrackerThread:
         self._write(writer)
 
     def _write(self, writer: TrackerWriter) -> None:
-        failures = 0
+        failures = refused = 0
+        why = ""
         while (line := self._next_line()) is not None:
             try:
                 writer.log(int(line["step"]), line_scalars(line))
                 failures = 0
             except BaseException as error:
-                failures += 1
+                failures, refused, why = failures + 1, refused + 1, _error_text(error)
                 if failures == MAX_FAILURES:
-                    self.say(tracker=self.name, error=f"it takes no more: {_error_text(error)}")
+                    self.say(tracker=self.name, error=f"it takes no more: {why}")
                     return
+        if refused:
+            again = f"`rloo sync {Path(self.about['folder']).name} {self.name}` sends all of it"
+            self.say(tracker=self.name, error=f"it refused {refused} lines ({why}); {again}")
         try:
             writer.finish()
         except BaseException as error:
