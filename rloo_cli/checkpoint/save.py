@@ -328,8 +328,9 @@ def _check_save_space(run: Run) -> None:
 def _save_error(target: Path, error: Exception) -> StorageError:
     message = error.problems[0].what if isinstance(error, RunError) else str(error)
     free = f"free: {shutil.disk_usage(target.parent).free / 1e9:.3g} GB"
-    last = read_json(target.parent / "run.json").get("checkpoint", "none")
-    why = f"{message or type(error).__name__}; {free}; the last checkpoint is {last}"
+    last = read_json(target.parent / "run.json").get("checkpoint")
+    kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
+    why = f"{message or type(error).__name__}; {free}; {kept}"
     fix = "make that folder writable, with space on its disk, then go on with resume=auto"
     return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why, fix))
 

@@ -92,8 +92,9 @@ def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> 
     """Fill in what sections leave out: rewards, mixture sources, held-out sets, the judge, debug.
 
     An entry of `reward` gets the defaults common to all rewards and those of its type. `reward=...`
-    on the command line replaces a recipe's rewards: what the recipe says about those that are gone
-    goes with them. Raises ConfigError for a section that is not a section (`train: 5`).
+    on the command line replaces a recipe's rewards, and `override /reward: ...` those of the recipe
+    that it is based on: what was said about those that are gone goes with them. Raises ConfigError
+    for a section that is not a section (`train: 5`).
     """
     sources = sources or ConfigSources()
     if problems := [*messages.section_problems(values)]:
@@ -109,9 +110,9 @@ def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> 
             if not isinstance(entry, dict):
                 entries[name] = entry
             elif (
-                not replaced
-                or "type" in entry
+                "type" in entry
                 or any(w.startswith(f"reward.{name}.") for w in overrides)
+                or (not replaced and sources.recipe_sets(f"reward.{name}."))
             ):
                 entries[name] = common | config_judge.reward_type_defaults(entry) | entry
         values["reward"] = config_debug.apply_debug_rewards(entries, debug)

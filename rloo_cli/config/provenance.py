@@ -54,6 +54,16 @@ class ConfigSources:
                 value_of = {name: at.value for name, at in locations.items()} | value_of
         return [key for key in keys if self.value_below(key) != value_of[key]]
 
+    def recipe_sets(self, section: str) -> bool:
+        """Whether the chosen recipe's own file sets a key that begins so, and not one that it is
+        based on; True where nothing is known of any file."""
+        own = [
+            keys
+            for (path, _), keys in zip(self.files, self.locations, strict=True)
+            if not path.is_relative_to(paths.CONF)
+        ]
+        return not self.files or any(key.startswith(section) for keys in own for key in keys)
+
     def location_of(self, key: str) -> str:
         """`my.yaml:7`, `command line: key=value`, or the nearest thing around the key."""
         return self._find(key)[1]

@@ -95,3 +95,16 @@ def test_every_key_of_every_recipe_is_guessed_when_it_is_misspelt() -> None:
             wrong.append((key, problem.fix))
     assert len(keys) > 70 and len(keys - known.keys()) < len(keys) / 5
     assert not wrong
+
+
+def test_a_recipe_that_replaces_the_rewards_of_its_base_is_rid_of_their_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """smoke sets reward.length_tokens.weight."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("defaults: [smoke, override /reward: unique_chars]\n")
+    assert [*check.check_config(compose_config(["+recipe=my.yaml"])).rewards] == ["unique_chars"]
+    own = "reward: {lenght: {weight: 2}}\n"  # what it says itself is a mistake to be told
+    Path("my.yaml").write_text(f"defaults: [smoke, override /reward: unique_chars]\n{own}")
+    with pytest.raises(ConfigError, match=r"reward\.lenght is not a reward"):
+        check.check_config(compose_config(["+recipe=my.yaml"]))

@@ -129,6 +129,9 @@ def is_completion(found: EngineCompletion) -> None:
 @effort(60)
 @given(STATUSES, bodies(COMPLETION))
 @example(200, b"null")
+@example(
+    200, json.dumps({"choices": [COMPLETION["choices"][0] | {"token_ids": [None, 1]}]}).encode()
+)
 def test_whatever_a_completion_looks_like(
     asked: tuple[HttpClient, str], status: int, body: bytes
 ) -> None:

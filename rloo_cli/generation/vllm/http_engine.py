@@ -464,11 +464,20 @@ def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -
         reason = str(choice["finish_reason"])
         kept = choice.get("sampling_mask")
         mask = None if kept is None else SamplingMask.from_lists(kept)
-        completion = EngineCompletion(list(choice["token_ids"]), logp, reason, versions, mask)
+        ids = _checked_ids(choice["token_ids"])
+        completion = EngineCompletion(ids, logp, reason, versions, mask)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
         raise GenerationError(_other_form_problem(url, why)) from None
     return completion if may_be_cut else _check_finished(completion, url)
+
+
+def _checked_ids(given: list[object]) -> list[int]:
+    """The ids themselves. Raises ValueError for anything among them that is no id of a token."""
+    for token in given:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise ValueError(f"{token!r} is no id of a token")
+    return cast(list[int], list(given))
 
 
 def _check_finished(completion: EngineCompletion, url: str) -> EngineCompletion:
