@@ -70,7 +70,7 @@ def check_config(composed: ComposedConfig) -> RunConfig:
             told = {p.where for p in problems} | {
                 k for k, value in messages.walk_values(values) if value == "???"
             }
-            found = messages.validation_problems(error, values, run_config_class(values))
+            found = messages.validation_problems(error, values, run_config_class(values), sources)
             # The section of a misspelt key is not a second mistake.
             problems += [
                 p for p in found if not any(f"{k}.".startswith(f"{p.where}.") for k in told)

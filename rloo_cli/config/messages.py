@@ -212,9 +212,12 @@ def _badly_named(values: JsonObject) -> Iterator[Problem]:
 
 
 def validation_problems(
-    error: ValidationError, values: JsonObject, model: type[BaseModel]
+    error: ValidationError, values: JsonObject, model: type[BaseModel], sources: ConfigSources
 ) -> list[Problem]:
-    """pydantic's errors as ours: one per key, although a union reports each of its types."""
+    """pydantic's errors as ours: one per key, although a union reports each of its types.
+
+    The fix is left to `locate_problem` where the key has another value without this one.
+    """
     meanings = schema_keys(model)
     problems: dict[str, Problem] = {}
     for item in error.errors():
@@ -236,7 +239,9 @@ def validation_problems(
             text = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
             value = _clipped(item["input"])
             why = f"{before}{text}, got {value}"
-            fix = problems[key].fix if key in problems else _value_fix(item, key)
+            fix = problems[key].fix if key in problems else ""
+            if key not in problems and _good_value(key, sources) is None:
+                fix = _value_fix(item, key)
             if key not in problems:
                 why, fix = _with_quotes(item, key, why, fix)
             problems[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
@@ -361,14 +366,20 @@ def _key(loc: tuple[int | str, ...], values: object, kind: str) -> str:
     return ".".join(key)
 
 
+def _good_value(key: str, sources: ConfigSources) -> object:
+    """The value that a key would have without the wrong one; None for none, or a long one."""
+    good = sources.value_below(key)
+    return good if len(str(good)) < 100 else None
+
+
 def locate_problem(problem: Problem, sources: ConfigSources) -> Problem:
     """Replace the key that a problem names by its file and line, or the command line."""
     key = problem.where
     if not key or not re.fullmatch(r"[\w.+-]+", key):
         return problem
     fix = problem.fix
-    good = sources.value_below(key)
-    if not fix and good is not None and len(str(good)) < 100:
+    good = _good_value(key, sources)
+    if not fix and good is not None:
         fix = f"{key}={str(good).lower() if isinstance(good, bool) else good}"
     more = problem.more or f"rloo config explain {key}"
     return Problem(problem.what, sources.location_of(key) or key, problem.why, fix, more)
