@@ -37,10 +37,11 @@ class Config(AgentConfig):
 
 
 def preflight(config: Config) -> None:
-    """Raises MachineError where the token's variable is not set."""
+    """Raises MachineError where the token's variable is not set, or nobody listens at the URL."""
     from rloo_cli.agents.remote import service  # lazy: the registry reads schemas only
 
     service.check_token(config.token_env)
+    service.check_reachable(config.url)
 
 
 def load_tools(config: Config) -> "ToolSet":

@@ -37,7 +37,7 @@ from rloo_cli.launch.topology import (
     with_private_gpu,
 )
 from rloo_cli.utils import child_process, fault_injection
-from rloo_cli.utils.errors import ConfigError, GuardError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, GuardError, Problem, RunError, StorageError
 from rloo_cli.utils.files import read_json, update_json, write_json, write_text
 
 # What an attempt writes before its worker comes to train; anything else in a folder is not ours.
@@ -106,22 +106,26 @@ def _attempt_paths(plan: ResumePlan) -> list[Path]:
     return [p for p in paths if p.exists() or p.is_symlink()]
 
 
-def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -> None:
+def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -> int:
     """Say why the run ended, which checkpoint is the last, how to go on, and where the log is.
 
-    `code` is the exit code; `died` says why processes were killed, if any were.
+    `code` is the exit code; `died` says why processes were killed, if any were. -> the exit code: 8
+    where a run that ended well cannot be said to have, as its disk takes nothing more.
     """
     folder = plan.folder
     recorded = read_json(folder / "run.json")
     log = resume.attempt_config_path(folder, plan.attempt).parent
     if not recorded:
         print(f"{folder}: it was removed while the run was going on", file=sys.stderr)
-        return
-    reasons = {0: "finished", 75: "stopped, as it was asked to", 130: "ended by a second Ctrl-C"}
+        return code
+    reasons = {
+        0: "finished", 8: "its disk took no more", 75: "stopped, as it was asked to",
+        130: "ended by a second Ctrl-C",
+    }  # fmt: skip
     why = reasons.get(code, f"ended with {code}")
     if died:
         why = died[0]
-    elif recorded.get("code") is None and code not in (75, 130):
+    elif recorded.get("code") is None and code not in (8, 75, 130):
         why = "its process ended without a word: killed, out of memory, or by code of a reward"
     elif code == GuardError.code and recorded.get("guards"):
         why = " and ".join(f"guards.{guard['name']}=fail" for guard in recorded["guards"])
@@ -136,9 +140,14 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
         print("\n".join(lines), file=sys.stderr)
     state = {0: "finished", 75: "stopped", 130: "stopped"}.get(code, "failed")
     ended = {"why": why, "checkpoint": recorded.get("checkpoint"), "resume": command}
-    update_json(folder / "run.json", state=state, code=code, ended=ended)
+    try:
+        update_json(folder / "run.json", state=state, code=code, ended=ended)
+    except OSError as error:  # the disk is full, or has become read-only
+        print(f"warning: run.json does not say how the run ended: {error}", file=sys.stderr)
+        code = code or StorageError.code
     with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
         file.write("\n".join(lines) + "\n")
+    return code
 
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
@@ -230,7 +239,8 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
         if attempt.exit_code in REFUSED_CODES and not _training_began(start):
             restore_attempt_folder(start, before)
         else:
-            report_run_end(start, attempt.exit_code, _resume_command(composed, run), attempt.died)
+            command = _resume_command(composed, run)
+            attempt.exit_code = report_run_end(start, attempt.exit_code, command, attempt.died)
 
 
 def _opening(run: RunConfig, composed: ComposedConfig, plan: ResumePlan) -> str:

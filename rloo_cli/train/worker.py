@@ -274,6 +274,7 @@ def main() -> None:
         filename=config_path.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
         errors="backslashreplace",
     )  # fmt: skip
+    logging.raiseExceptions = False  # a log that a full disk does not take shows no traceback
     console.open_descriptors()
     heartbeat.start_heartbeat()
     redact.redact_console()

@@ -111,7 +111,7 @@ def disk_write_error(error: OSError) -> RunError:
     if error.errno not in DISK_ERRNOS:
         raise error
     what, where = "the disk does not take what is written", str(error.filename or "this machine")
-    fix = "free some space, then go on with resume=auto"
+    fix = "free some space, or make it writable, then go on with resume=auto"
     return StorageError(Problem(what, where, str(error), fix))
 
 

@@ -169,6 +169,8 @@ def test_a_server_that_does_not_answer_at_the_start_is_one_clear_error(odd, monk
     (problem,) = caught.value.problems
     assert problem.where == "agent.url" and server.url in problem.what
     assert "no connection" in problem.why and "start it there first" in problem.fix
+    with pytest.raises(MachineError, match="does not answer as it should"):  # before torch is there
+        http.preflight(remote_agent("http", server.url, **AGENT))
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,8 @@ def attempt(soak: Soak, folder: Path, env: dict[str, str], draw: random.Random, 
 def ended_as(kind: str, run: Path, whole: Path) -> list[str]:
     """What differs between a disturbed run that ended and the undisturbed one."""
     one, other = left(run), left(whole)
+    if kind == "agents":
+        one, other = without_tool_times(one), without_tool_times(other)
     if kind != "vllm":
         return differing(one, other)
 
@@ -211,6 +213,24 @@ def ended_as(kind: str, run: Path, whole: Path) -> list[str]:
         return [drawn, rates]
 
     return [] if plan(run) == plan(whole) else ["prompts or learning rates"]
+
+
+def without_tool_times(found: dict[str, Any]) -> dict[str, Any]:
+    """What a run left, but for its tools' seconds, and how far the sampler's log-probabilities are
+    from the trainer's (1e-7): how long a tool takes decides which turns are sampled together, and
+    with them the last bits of these. What was sampled and trained is what it was."""
+    dropped = ("agent/tool_s", "eval_agent/tool_s")
+    rows = [
+        {k: v for k, v in row.items() if k not in dropped and not k.startswith("sampling/")}
+        for row in found["metrics"]
+    ]
+    samples = {}
+    for name, text in found["samples"].items():
+        lines = [json.loads(line) for line in text.splitlines()]
+        for line in lines:
+            line.get("episode", {}).pop("tool_s", None)
+        samples[name] = lines
+    return found | {"metrics": rows, "samples": samples}
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import atexit
 import json
 import math
 import os
+import socket
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 16 << 20
 FAREWELL_S = 2.0  # for what is told to a server of an episode that has failed
+CONNECT_S = 10.0  # to a server that ought to be there
 MAX_QUOTED = 200  # characters of an answer in an error
 _services: "weakref.WeakSet[RemoteService]" = weakref.WeakSet()
 
@@ -196,6 +198,16 @@ def check_token(token_env: str | None) -> None:
         raise MachineError(
             Problem(f"the environment has no {token_env}", "agent.token_env", why, fix)
         )
+
+
+def check_reachable(url: str) -> None:
+    """Raises MachineError where nothing listens at the URL's host and port."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), CONNECT_S).close()
+    except OSError as error:
+        raise unreachable_error(url, str(error)) from None
 
 
 def unreachable_error(url: str, why: str) -> MachineError:
