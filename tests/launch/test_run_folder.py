@@ -19,6 +19,7 @@ from resume_cases import WORDS
 from rloo_cli.checkpoint import manifest, rollback, run_folder, save
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.cli import eval as evaluation
+from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
 
@@ -307,6 +308,19 @@ def test_a_reward_that_changes_the_working_folder_moves_nothing_of_the_run(
 
 
 # What is taken away in a run's own folder.
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, 8), (6, 6)])
+def test_a_run_whose_disk_takes_no_word_of_its_end_ends_with_8_or_its_own_code(
+    code: int, ended: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "run.json").write_text('{"progress": {"step": 3}, "code": 0}')
+    monkeypatch.setattr(launcher, "update_json", full)
+    assert launcher.report_run_end(ResumePlan(tmp_path), code, "rloo train", []) == ended
+    assert "run.json does not say how the run ended" in capsys.readouterr().err
 
 
 def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
