@@ -9,6 +9,9 @@ import pytest
 import yaml
 from migrate_cases import flags
 
+from rloo_cli.cli import migrate as verb
+from rloo_cli.utils.errors import ConfigError
+
 BLOG_1B = r"""
 # 1B RLOO experiment
 accelerate launch --config_file examples/accelerate_configs/deepspeed_zero2.yaml \
@@ -323,3 +326,21 @@ def test_trls_server_and_its_colocated_engine_become_backends(migrate):
     assert beside.groups["override /generation"] == "vllm_colocate"
     kept = {"tensor_parallel_size": 2, "max_model_len": 2048, "sleep": "weights"}
     assert beside.keys["generation.colocate"] == kept
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\xff\xfe beta: 1\n", id="another-encoding"),
+        pytest.param(b"[" * 5000, id="nested-too-deep"),
+        pytest.param(b"beta: 2026-13-45\n", id="a-date-that-is-none"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--from", "verl"]])
+def test_settings_that_cannot_be_read_are_one_clear_error(
+    content: bytes, words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"old\.yaml is not YAML"):
+        verb.run([*words, str(path)])

@@ -7,10 +7,12 @@
 
 Rounds go over all targets until the time is over; a target's cases, seconds and finds are printed
 and kept as a line of bench/fuzz.jsonl. A find is printed with its smallest case as hypothesis found
-it; it belongs at its test as `@example`, with what was mended. Exits with 1 after a find.
+it; it belongs at its test as `@example`, with what was mended. Where atheris is installed the
+targets of `guided.py` are hunted, too, GUIDED_S seconds a round. Exits with 1 after a find.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -23,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "bench/fuzz.jsonl"
 PAGE, BEGIN, END = ROOT / "docs/endurance.md", "<!-- made: fuzz -->", "<!-- end: fuzz -->"
-FOUND = re.compile(r"^(FAILED|ERROR) ", re.MULTILINE)
+GUIDED, GUIDED_S = ("calls", "shell", "python", "settings", "yaml", "json"), 20
 
 
 def targets(words: list[str]) -> list[str]:
@@ -36,8 +38,33 @@ def targets(words: list[str]) -> list[str]:
     return found
 
 
+def guided_targets(words: list[str]) -> list[str]:
+    """Those of guided.py, where atheris is installed."""
+    names = [f"guided::test_any_{name}_text" for name in GUIDED]
+    found = importlib.util.find_spec("atheris") is not None
+    return [name for name in names if found and (not words or any(w in name for w in words))]
+
+
+def hunt_guided(node: str, seed: int) -> tuple[int, float, str]:
+    """As `hunt`, of a target of guided.py."""
+    target = node.removeprefix("guided::test_any_").removesuffix("_text")
+    flags = [f"-max_total_time={GUIDED_S}", f"-seed={seed % 2**32}", "-print_final_stats=1"]
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("guided.py")), target, *flags],
+            cwd=ROOT, env=os.environ | {"TMPDIR": folder}, capture_output=True, text=True,
+            errors="replace",
+        )  # fmt: skip
+        tried = re.search(r"number_of_executed_units: (\d+)", ended.stderr)
+        said = ended.stderr if ended.returncode else ""
+        return int(tried[1]) if tried else 0, time.monotonic() - start, said
+
+
 def hunt(node: str, cases: int, seed: int) -> tuple[int, float, str]:
     """One round of a target: cases tried, seconds, and what was found, "" for nothing."""
+    if node.startswith("guided::"):
+        return hunt_guided(node, seed)
     with tempfile.TemporaryDirectory() as folder:
         counted = Path(folder) / "counted"
         env = os.environ | {"RLOO_FUZZ_CASES": str(cases), "RLOO_FUZZ_COUNTED": str(counted)}
@@ -57,7 +84,7 @@ def write_page() -> None:
     """All rounds together: cases, finds and seconds of each target; finds of the last row apart."""
     rows = [json.loads(text) for text in ROWS.read_text().splitlines()]
     lines = ["| target | cases | found and mended | seconds |", "|---|---|---|---|"]
-    for node in targets([]):
+    for node in [*targets([]), *(f"guided::test_any_{name}_text" for name in GUIDED)]:
         own = [row["targets"][node] for row in rows if node in row["targets"]]
         name = node.partition("::")[2].removeprefix("test_").replace("_", " ")
         cases, found, seconds = (
@@ -86,7 +113,7 @@ def main() -> int:
         write_page()
         return 0
     end, start = time.monotonic() + 60 * args.minutes, time.time()
-    nodes = targets(args.words)
+    nodes = targets(args.words) + guided_targets(args.words)
     tried, seconds, finds = (dict.fromkeys(nodes, 0.0) for _ in range(3))
     turn = 0
     while time.monotonic() < end and nodes:

@@ -22,6 +22,8 @@ from rloo_cli.utils.files import JsonObject
 COMMAND_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # tokens that end a command
 STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
 TOOLS = ("swift", "trl", "rloo", "grpo")
+# What PyYAML raises, of other encodings, of dates that are none, of 5,000 brackets.
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 USAGE = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
 
 
@@ -229,8 +231,8 @@ def _read_process_count(old_run: OldRun) -> None:
 def read_settings_file(path: Path) -> JsonObject:
     """Read a YAML or JSON file. Raises ConfigError unless it maps names to values."""
     try:
-        values = yaml.safe_load(path.read_text())  # JSON is YAML
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except UNREADABLE as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         what, fix = f"{path} is not YAML", f"correct {path}{line}"
