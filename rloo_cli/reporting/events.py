@@ -64,7 +64,7 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
         kind = load_user_code(spec, KEY)
         if not (isinstance(kind, type) and issubclass(kind, Events)):
             fix = "class Mine(Events), as docs/looking.md shows"
-            why = f"found {kind!r:.80}, expected a class made from rloo_cli.plugin's Events"
+            why = f"found {kind!r:.80}, expected a class that is based on Events"
             raise ConfigError(Problem(f"{spec} is no class of Events", KEY, why, fix))
         try:
             found.append(kind())
