@@ -172,10 +172,11 @@ def test_bad_input_is_a_config_error(migrate, words, said):
     assert error.value.code == 2
 
 
-def test_help_is_printed_without_an_old_command(capsys):
+def test_help_is_printed_and_nothing_to_migrate_is_an_error(capsys):
     assert run(["--help"]) == 0
     assert "--world-size" in capsys.readouterr().out
-    assert run([]) == 2
+    with pytest.raises(ConfigError, match="rloo migrate needs an old run"):
+        run([])
 
 
 def test_an_old_ppo_run_is_said_to_be_one(migrate):

@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -111,10 +112,15 @@ def marked(mark: str) -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    """Names of pieces of shared memory."""
-    return (
-        {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
-    )
+    """Names of pieces of shared memory that no living process has mapped: what others on this
+    machine use at the same time is theirs."""
+    if not Path("/dev/shm").exists():
+        return set()
+    used = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used |= set(re.findall(r"/dev/shm/(\S+)", path.read_text(errors="replace")))
+    return {path.name for path in Path("/dev/shm").iterdir()} - used
 
 
 @contextlib.contextmanager
@@ -247,7 +253,7 @@ def steps_wrong(run: Path) -> str:
 def leftovers(mark: str, temporary: Path, shared: set[str]) -> list[str]:
     """What ended runs left: processes (within 15 s), temporary files, shared memory."""
     end = time.monotonic() + 15
-    while marked(mark) and time.monotonic() < end:
+    while (marked(mark) or shared_memory() - shared) and time.monotonic() < end:
         time.sleep(0.2)
     found = [f"process {pid}" for pid in marked(mark)]
     found += [f"temporary file {path.name}" for path in temporary.iterdir()]
