@@ -75,6 +75,13 @@ class DataError(RunError):
     code = 4
 
 
+class DamagedFile(DataError, ValueError):
+    """A JSON file of a run that cannot be read. As a text it is the bare reason."""
+
+    def __str__(self) -> str:
+        return self.problems[0].why
+
+
 class RewardError(RunError):
     """A reward failed, or returned something that is not a score."""
 

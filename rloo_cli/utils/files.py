@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from rloo_cli.utils.errors import DamagedFile, Problem
+
 JsonObject = dict[str, Any]  # plain values by name, as JSON and YAML hold them
 
 
@@ -48,8 +50,19 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> JsonObject:
-    """The content of a JSON file; {} where there is no such file."""
-    values: JsonObject = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The content of a JSON file; {} where there is no such file.
+
+    Raises DamagedFile, a ValueError too, for one that does not hold an object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}, and an object was expected")
+    except (ValueError, RecursionError) as error:
+        what, fix = f"{path.name} cannot be read", "put it back as it was written"
+        raise DamagedFile(Problem(what, str(path), str(error), fix)) from None
     return values
 
 

@@ -88,6 +88,19 @@ def test_whatever_a_runs_files_hold_every_verb_answers(
         shutil.rmtree(run)
 
 
+@pytest.mark.parametrize("content", [b"", b"[]"], ids=["empty", "a-list"])
+def test_every_verb_answers_where_run_json_is_damaged(
+    content: bytes, runs: Path, without_pictures: None
+) -> None:
+    run = runs / "runs/damaged"
+    for verb in sorted(VERBS):
+        shutil.copytree(runs / "runs/whole", run)
+        (run / "run.json").write_bytes(content)
+        words = [str(run) if word == "RUN" else word for word in VERBS[verb]]
+        check_said(*said(runs, *words), verb)
+        shutil.rmtree(run)
+
+
 @pytest.mark.slow
 @effort(6, 0.05)
 @given(st.data())
