@@ -219,7 +219,7 @@ def read_run_config(folder: Path) -> JsonObject | None:
     path = folder / "config.yaml"
     try:
         values = yaml.safe_load(path.read_text()) if path.is_file() else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     return values if isinstance(values, dict) else None
 

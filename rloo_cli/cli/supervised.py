@@ -86,7 +86,10 @@ def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
     if not output_dir.exists():
         return False
     written = output_dir / "training" / "config.yaml"
-    before = yaml.safe_load(written.read_text()) if written.is_file() else None
+    try:
+        before = yaml.safe_load(written.read_text()) if written.is_file() else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        before = None  # a damaged one is not this training's
     if isinstance(before, dict):
         before = check.first_version_values(before)
     now = check.first_version_values(check.dump_config(settings))

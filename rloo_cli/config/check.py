@@ -292,11 +292,16 @@ def read_config(path: Path) -> RunConfig:
     return _read(path, fill_newer_keys)
 
 
+# What a damaged file, or one of another version, makes PyYAML, pydantic and `prepare` raise.
+UNREADABLE_CONFIG = (
+    yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError, AttributeError,
+)  # fmt: skip
+
+
 def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
-    values = yaml.safe_load(path.read_text())
     try:
-        return build_run_config(prepare(values))
-    except (ValidationError, KeyError) as error:
+        return build_run_config(prepare(yaml.safe_load(path.read_text())))
+    except UNREADABLE_CONFIG as error:
         what = f"{path} is not a config of this version"
         fix = "use the version of rloo that wrote it"
         raise ConfigError(Problem(what, str(path), str(error), fix)) from None

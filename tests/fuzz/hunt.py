@@ -57,7 +57,7 @@ def hunt_guided(node: str, seed: int) -> tuple[int, float, str]:
             errors="replace",
         )  # fmt: skip
         tried = re.search(r"number_of_executed_units: (\d+)", ended.stderr)
-        said = ended.stderr if ended.returncode else ""
+        said = ended.stderr[-6000:] if ended.returncode else ""
         return int(tried[1]) if tried else 0, time.monotonic() - start, said
 
 
@@ -76,7 +76,8 @@ def hunt(node: str, cases: int, seed: int) -> tuple[int, float, str]:
         )  # fmt: skip
         tried = counted.stat().st_size if counted.exists() else 0
         again = f"RLOO_FUZZ_CASES={cases} python -m pytest --hypothesis-seed={seed} {node}"
-        said = f"{ended.stdout}{ended.stderr}\nagain: {again}" if ended.returncode else ""
+        said = f"{ended.stdout[-12_000:]}{ended.stderr[-1000:]}\nagain: {again}"
+        said = said if ended.returncode else ""
         return tried, time.monotonic() - start, said
 
 
@@ -123,7 +124,7 @@ def main() -> int:
         print(f"{node}: {cases} cases in {spent:.0f} s{' FOUND' if said else ''}", flush=True)
         if said:
             finds[node] += 1
-            print(said[-6000:], flush=True)
+            print(said, flush=True)
     print("\n| target | cases | found | seconds |\n|---|---|---|---|")
     for node in nodes:
         name = node.partition("::")[2].removeprefix("test_").replace("_", " ")

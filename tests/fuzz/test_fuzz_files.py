@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resume_cases import differing, left, temporaries
 
+from rloo_cli.checkpoint import resume
+from rloo_cli.config import check
 from rloo_cli.reporting import curves
+from rloo_cli.utils.errors import ConfigError
 
 VERBS = {
     "runs": ("runs", "."),
@@ -99,6 +102,16 @@ def test_every_verb_answers_where_run_json_is_damaged(
         words = [str(run) if word == "RUN" else word for word in VERBS[verb]]
         check_said(*said(runs, *words), verb)
         shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("content", [b"a\xba", b"[" * 500, b"[]"], ids=["bytes", "deep", "list"])
+def test_a_runs_config_that_cannot_be_read_is_none_or_one_clear_error(
+    content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert resume.read_run_config(tmp_path) is None
+    with pytest.raises(ConfigError, match="is not a config of this version"):
+        check.read_config(tmp_path / "config.yaml")
 
 
 @pytest.mark.slow

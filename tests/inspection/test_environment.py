@@ -161,7 +161,8 @@ def write_reward(place: Path, text: str) -> list[str]:
 
 
 def test_a_reward_with_a_signature_that_cannot_be_called(one_failure: Any, place: Path) -> None:
-    words = write_reward(place, "def score(texts, /):\n    return [0.0 for _ in texts]\n")
+    text = "def one(texts, /):\n    return [0.0 for _ in texts]\nscore = one\n"
+    words = write_reward(place, text)
     line = one_failure(*words)
     assert line["name"] == "reward function" and "texts" in line["found"]
     assert "/" in line["fix"]

@@ -189,6 +189,6 @@ def _hydra_value(text: str) -> object:
     if text[:1] in "[{":
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError:
+        except UNREADABLE:
             return text
     return parse_argument(text.strip("'\""))
