@@ -12,6 +12,7 @@ import yaml
 
 from rloo_cli.checkpoint import manifest, run_folder
 from rloo_cli.config import check, messages, synthetic
+from rloo_cli.config.provenance import YAML_ERRORS
 from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, local_model_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
@@ -219,7 +220,7 @@ def read_run_config(folder: Path) -> JsonObject | None:
     path = folder / "config.yaml"
     try:
         values = yaml.safe_load(path.read_text()) if path.is_file() else None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except YAML_ERRORS:
         values = None
     return values if isinstance(values, dict) else None
 

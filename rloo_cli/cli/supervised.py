@@ -17,6 +17,7 @@ import yaml
 from rloo_cli.cli import json_answer
 from rloo_cli.cli.eval import temporary_output_dir
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
+from rloo_cli.config.provenance import YAML_ERRORS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import local_ranks, preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
@@ -88,7 +89,7 @@ def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
     written = output_dir / "training" / "config.yaml"
     try:
         before = yaml.safe_load(written.read_text()) if written.is_file() else None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except YAML_ERRORS:
         before = None  # a damaged one is not this training's
     if isinstance(before, dict):
         before = check.first_version_values(before)

@@ -20,7 +20,7 @@ from rloo_cli.config import debug as config_debug
 from rloo_cli.config import judge as config_judge
 from rloo_cli.config import messages, registry, rules
 from rloo_cli.config.compose import ComposedConfig
-from rloo_cli.config.provenance import ConfigSources
+from rloo_cli.config.provenance import YAML_ERRORS, ConfigSources
 from rloo_cli.config.schema import (
     DataConfig,
     EvalConfig,
@@ -293,9 +293,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 # What a damaged file, or one of another version, makes PyYAML, pydantic and `prepare` raise.
-UNREADABLE_CONFIG = (
-    yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError, AttributeError,
-)  # fmt: skip
+UNREADABLE_CONFIG = (*YAML_ERRORS, KeyError, TypeError, AttributeError)
 
 
 def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:

@@ -16,6 +16,8 @@ COMMAND_LINE = "command line"
 MAX_YAML_VALUES = 10_000  # values in one YAML file, aliases written out
 MAX_YAML_BYTES = 256_000
 MAX_YAML_DEPTH = 30  # levels
+# What PyYAML raises, of other encodings, of dates that are none, of brackets in brackets.
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "merge", "timestamp")
 
 

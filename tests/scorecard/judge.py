@@ -139,9 +139,8 @@ class Attempt:
             "RLOO_CACHE": str(self.base / "cache"), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1",
             "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), MARK: self.mark,
         }  # fmt: skip
-        if (
-            self.row.tests
-        ):  # rloo sets it for its own processes; pytest runs some of them in its own
+        # rloo sets it for its own processes; pytest runs some of them in its own.
+        if self.row.tests:
             env["TORCHINDUCTOR_CACHE_DIR"] = str(self.base / "cache" / "inductor")
         if "RLOO_FAULTS" in (self.row.get("env", {}) | self.step.env):
             env["RLOO_ALLOW_FAULTS"] = "1"

@@ -13,8 +13,8 @@ import yaml
 
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.foreign_table import find_foreign_row
-from rloo_cli.compat.migrate.parse import UNREADABLE
 from rloo_cli.compat.migrate.shell import parse_argument, simple_commands, split_tokens
+from rloo_cli.config.provenance import YAML_ERRORS
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -55,7 +55,7 @@ def read_foreign_run(args: list[str], from_option: str = "") -> ForeignRun | Non
 def _read_settings(path: Path, tool: str) -> ForeignRun | None:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UNREADABLE:
+    except YAML_ERRORS:
         return None  # the reader of TRL's configs says so
     if not isinstance(values, dict):
         return None
@@ -189,6 +189,6 @@ def _hydra_value(text: str) -> object:
     if text[:1] in "[{":
         try:
             return yaml.safe_load(text)
-        except UNREADABLE:
+        except YAML_ERRORS:
             return text
     return parse_argument(text.strip("'\""))

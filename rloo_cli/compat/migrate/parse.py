@@ -16,14 +16,13 @@ from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.python import read_python
 from rloo_cli.compat.migrate.shell import parse_argument, simple_commands
 from rloo_cli.config.old_names import find_old_name
+from rloo_cli.config.provenance import YAML_ERRORS
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
 COMMAND_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # tokens that end a command
 STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
 TOOLS = ("swift", "trl", "rloo", "grpo")
-# What PyYAML raises, of other encodings, of dates that are none, of 5,000 brackets.
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 USAGE = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
 
 
@@ -232,7 +231,7 @@ def read_settings_file(path: Path) -> JsonObject:
     """Read a YAML or JSON file. Raises ConfigError unless it maps names to values."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except UNREADABLE as error:
+    except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         what, fix = f"{path} is not YAML", f"correct {path}{line}"
