@@ -170,11 +170,14 @@ def is_untrained(folder: Path, run_metadata: JsonObject) -> bool:
 
 def _journal_lines(path: Path) -> Iterator[JsonObject]:
     """The lines of a journal; one that cannot be read counts as a step's."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            yield {"step_time": line}
+    if not path.is_file():
+        return
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield {"step_time": line}
 
 
 def folder_removed_error(folder: Path) -> StorageError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting import curves
+from rloo_cli.reporting.metrics_lines import read_metrics_lines
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 
@@ -28,7 +29,7 @@ def run(args: list[str]) -> int:
         what = f"{out} ends neither in .png nor in .svg"
         why = f"the ending says how the image is written: found {out.suffix or 'none'}"
         raise ConfigError(Problem(what, "command line", why, f"{out.with_suffix('.png')}"))
-    if not curves.read_metrics_lines(folder / "metrics.jsonl"):
+    if not read_metrics_lines(folder / "metrics.jsonl"):
         why = "its first step, or its first evaluation, has not ended yet"
         fix = f"wait for it; rloo doctor {folder} says what keeps it"
         raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why, fix))

@@ -14,6 +14,7 @@ from pathlib import Path
 from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
+from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.reporting.trackers import remember_tracker_run, tracker_about
 from rloo_cli.reporting.trackers.writers import TRACKERS, line_scalars
 from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
@@ -82,6 +83,6 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     }  # fmt: skip
 
 
-def _first_metric(line: JsonObject) -> tuple[int, str]:
+def _first_metric(line: MetricsMapping) -> tuple[int, str]:
     """A line's step and the first of its metrics, by which it is found again at a tracker."""
     return int(line["step"]), next(iter(line_scalars(line)), "")

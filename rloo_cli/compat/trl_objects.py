@@ -8,7 +8,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from rloo_cli.compat.trl_settings import GRPOConfig, RLOOConfig, TRLConfig
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.rules_lora import PEFT_ORIGIN
 from rloo_cli.reporting.events import Events
+from rloo_cli.reporting.metrics_lines import read_metrics_lines
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, write_text
@@ -104,8 +104,8 @@ def _changed_arguments(peft_config: Any) -> JsonObject:
 def last_metric(folder: Path, name: str) -> float | None:
     """The last value of a metric in a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    values = [value for line in lines if (value := json.loads(line).get(name)) is not None]
+    lines = read_metrics_lines(path) if path.is_file() else []
+    values = [value for line in lines if (value := line.get(name)) is not None]
     return values[-1] if values else None
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, list_sample_files, read_sample_records
+from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES, read_ledger_entries
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import JsonObject, read_json
@@ -133,7 +134,7 @@ class _StepWalk:
     def differences(self) -> Iterator[RunDifference]:
         metrics = [{int(m["step"]): m for m in run.step_metrics} for run in self.runs]
         evaluations = [{int(m["step"]): m for m in run.eval_metrics} for run in self.runs]
-        ledgers = [_ledger_by_step(run.folder) for run in self.runs]
+        ledgers = [_LedgerSteps(run.folder) for run in self.runs]
         files = [list_sample_files(run.folder).get("", {}) for run in self.runs]
         for step in sorted({*metrics[0], *metrics[1], *evaluations[0], *evaluations[1]}):
             if all(step in lines for lines in evaluations):
@@ -141,8 +142,9 @@ class _StepWalk:
             if not all(step in lines for lines in metrics):
                 continue  # one of them ended earlier, or logs other steps
             self.steps_compared += 1
-            if all(step in ledger for ledger in ledgers):
-                yield from _ledger_differences(step, *(ledger[step] for ledger in ledgers))
+            entries = [entry for ledger in ledgers if (entry := ledger.entry_of(step))]
+            if len(entries) == len(ledgers):
+                yield from _ledger_differences(step, *entries)
             if all(step in found for found in files):
                 yield from self._sample_differences(step, *(found[step] for found in files))
             yield from self._metric_differences(step, metrics, "metrics.jsonl")
@@ -186,7 +188,7 @@ class _StepWalk:
             yield RunDifference(called, str(values[0]), str(values[1]), step, place)
 
     def _metric_differences(
-        self, step: int, lines: Sequence[dict[int, JsonObject]], where: str
+        self, step: int, lines: Sequence[dict[int, MetricsMapping]], where: str
     ) -> Iterator[RunDifference]:
         one, other = (found[step] for found in lines)
         names = [n for n in {**one, **other} if not MACHINE_METRICS.fullmatch(n)]
@@ -202,12 +204,21 @@ class _StepWalk:
         return one == other
 
 
-def _ledger_by_step(folder: Path) -> dict[int, JsonObject]:
-    try:
-        entries = read_ledger_entries(folder / LEDGER_FILE)
-    except (RunError, OSError, ValueError):
-        return {}
-    return {int(entry["step"]): entry for entry in entries if "rows" in entry}
+class _LedgerSteps:
+    """The lines of a ledger that are steps', asked for in their order; none from a damage on."""
+
+    def __init__(self, folder: Path):
+        self.entries = read_ledger_entries(folder / LEDGER_FILE)
+        self.entry: JsonObject | None = {"step": -1}
+
+    def entry_of(self, step: int) -> JsonObject | None:
+        """The line of a step; None where there is none."""
+        while self.entry is not None and ("rows" not in self.entry or self.entry["step"] < step):
+            try:
+                self.entry = next(self.entries, None)
+            except (RunError, OSError, ValueError):
+                self.entry = None
+        return self.entry if self.entry is not None and self.entry["step"] == step else None
 
 
 def _ledger_differences(step: int, one: JsonObject, other: JsonObject) -> Iterator[RunDifference]:

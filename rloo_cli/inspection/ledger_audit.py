@@ -164,9 +164,9 @@ def audit_ledger(folder: Path) -> tuple[LedgerAudit, list[str]]:
     metadata = _run_metadata(folder / "run.json")
     logged = _last_logged_step(folder / "metrics.jsonl")
     path, audit, check = folder / LEDGER_FILE, LedgerAudit(), ""
-    lines, what = read_ledger_entries(path), "the ledger does not add up"
+    what, number = "the ledger does not add up", 0
     fix = "put it back as the run wrote it; if nobody changed it, please report it"
-    for number, entry in enumerate(lines, 1):
+    for number, entry in enumerate(read_ledger_entries(path), 1):
         problem = audit.add_line(entry)
         check = entry_check({k: v for k, v in entry.items() if k != "check"}, check)
         if not problem and entry["check"] != check:
@@ -177,9 +177,9 @@ def audit_ledger(folder: Path) -> tuple[LedgerAudit, list[str]]:
     began = metadata.get("began") == metadata.get("attempt")
     ended = metadata.get("state") in FINAL_STATES and began
     compared = metadata if ended else {}
-    problem = _disagreement(audit, compared, logged, ended) if lines else "it is empty"
+    problem = _disagreement(audit, compared, logged, ended) if number else "it is empty"
     if problem:
-        raise DataError(Problem(what, f"{path}:{len(lines)}", problem, fix))
+        raise DataError(Problem(what, f"{path}:{number}", problem, fix))
     note = "run.json was not compared: the last attempt goes on, was killed, or never began"
     return audit, [] if ended else [note]
 
@@ -218,11 +218,16 @@ def _disagreement(
 
 def _last_logged_step(path: Path) -> int | None:
     """The step of the last complete line of metrics.jsonl; None if there is none."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    last, number = b"", 0
+    if path.is_file():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    last, number = line, number + 1
     try:
-        return int(json.loads(lines[-1])["step"]) if lines else None
+        return int(json.loads(last)["step"]) if number else None
     except (ValueError, KeyError, TypeError, OverflowError):
-        where, why = f"{path}:{len(lines)}", "a JSON object with its step was expected"
+        where, why = f"{path}:{number}", "a JSON object with its step was expected"
         what, fix = "a line of metrics is not an entry", "put it back as the run wrote it"
         raise DataError(Problem(what, where, why, fix)) from None
 

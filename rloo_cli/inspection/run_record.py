@@ -6,8 +6,10 @@
 
 import json
 import socket
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import yaml
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check
-from rloo_cli.reporting import curves, eval_lines
+from rloo_cli.reporting import eval_lines
+from rloo_cli.reporting.metrics_lines import MetricsMapping, MetricsReader, read_metrics_lines
 from rloo_cli.utils.child_process import is_process_alive
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
@@ -36,8 +39,8 @@ class RunRecord:
     folder: Path
     run_metadata: JsonObject  # run.json
     config: JsonObject  # config.yaml, plain
-    step_metrics: list[JsonObject] = field(default_factory=list)  # one for each training step
-    eval_metrics: list[JsonObject] = field(default_factory=list)  # one for each evaluation
+    step_metrics: list[MetricsMapping] = field(default_factory=list)  # one for each training step
+    eval_metrics: list[MetricsMapping] = field(default_factory=list)  # one for each evaluation
     judge_tallies: dict[str, JsonObject] = field(default_factory=dict)  # opponent -> a tally
     problems: list[str] = field(default_factory=list)  # files that could not be read, and why
 
@@ -91,8 +94,15 @@ class RunRecord:
 
     def completions_sampled(self, step: int) -> float:
         """Completions that were sampled before the end of a step."""
-        counts = [m["episode"] for m in self.step_metrics if m["step"] <= step and "episode" in m]
-        return float(counts[-1] if counts else step * self.completions_per_step)
+        steps, counts = self._counted_steps
+        index = bisect_right(steps, step)
+        return float(counts[index - 1] if index else step * self.completions_per_step)
+
+    @cached_property
+    def _counted_steps(self) -> tuple[list[int], list[float]]:
+        """The steps that say how many completions were sampled before their end, and how many."""
+        counted = [m for m in self.step_metrics if "episode" in m]
+        return [m["step"] for m in counted], [m["episode"] for m in counted]
 
 
 def run_state(run_metadata: JsonObject) -> str:
@@ -125,7 +135,7 @@ def _read_whole_record(folder: Path) -> RunRecord:
         fix = "name a run that `rloo runs` lists"
         raise ConfigError(Problem(f"{folder} is not a training run", where, why, fix))
     path = folder / "metrics.jsonl"
-    metrics = curves.read_metrics_lines(path) if path.is_file() else []
+    metrics = read_metrics_lines(path) if path.is_file() else []
     return RunRecord(
         folder,
         _whole_metadata(folder),
@@ -182,10 +192,11 @@ def _read_judge_tallies(folder: Path) -> dict[str, JsonObject]:
     return tallies
 
 
-def inspect_run_folder(folder: Path) -> RunRecord:
+def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> RunRecord:
     """Read what can be read of a run, whole or damaged. Never raises for what is in its files.
 
-    The config is as the run wrote it, in its own version's names.
+    The config is as the run wrote it, in its own version's names. With `reader`, the lines of
+    metrics that it has read before are not read again.
     """
     problems: list[str] = []
 
@@ -204,8 +215,9 @@ def inspect_run_folder(folder: Path) -> RunRecord:
 
     config = attempt("config.yaml", lambda: _read_written_config(folder), {})
     metadata = attempt("run.json", lambda: _read_object(folder / "run.json"), {})
-    path = folder / "metrics.jsonl"
-    lines = attempt("metrics.jsonl", lambda: _read_whole_lines(path, problems), [])
+    reader = reader or MetricsReader(folder / "metrics.jsonl")
+    lines = attempt("metrics.jsonl", reader.read, [])
+    problems += reader.problems
     return RunRecord(
         folder,
         _usable_metadata(metadata, folder, problems),
@@ -232,26 +244,6 @@ def _read_written_config(folder: Path) -> JsonObject:
         raise FileNotFoundError("there is no such file")
     values: JsonObject = yaml.safe_load(path.read_text(encoding="utf-8"))
     return values
-
-
-def _read_whole_lines(path: Path, problems: list[str]) -> list[JsonObject]:
-    """The lines of metrics that are entries, by step; the others are problems.
-
-    A last line that a kill cut off is no problem: the next attempt cuts it off too.
-    """
-    if not path.is_file():
-        return []  # a run that has not ended its first step
-    entries, lines = [], path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            entry = json.loads(line, parse_constant=lambda _: None)
-            if type(entry["step"]) is not int:
-                raise TypeError
-            numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
-            entries.append((entry["step"], numbers))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            problems.append(f"{path}:{number}: a line of metrics is not an entry")
-    return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
 
 
 def held_out_metrics(runs: Sequence[RunRecord]) -> list[str]:

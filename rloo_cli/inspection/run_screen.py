@@ -16,6 +16,7 @@ from rich.text import Text
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, list_sample_files, read_sample_records
 from rloo_cli.reporting.advice import Advisor
+from rloo_cli.reporting.metrics_lines import MetricsReader
 from rloo_cli.reporting.panel import (
     RECENT_STEPS,
     clean_line,
@@ -37,8 +38,8 @@ class RunScreen:
     """Reads a run's folder again and again; advice is of all steps, each rule speaks once."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.record = inspect_run_folder(folder)
+        self.folder, self.reader = folder, MetricsReader(folder / "metrics.jsonl")
+        self.record = inspect_run_folder(folder, self.reader)
         self.samples: list[SampleRecord] = []
         guards = self.record.config.get("guards")
         self.advisor = Advisor(guards if isinstance(guards, dict) else {})
@@ -47,8 +48,8 @@ class RunScreen:
         self.refresh_run()
 
     def refresh_run(self) -> None:
-        """Read the files again. Never raises for what is in them."""
-        self.record = inspect_run_folder(self.folder)
+        """Read the files again, of the metrics what is new. Never raises for what is in them."""
+        self.record = inspect_run_folder(self.folder, self.reader)
         for metrics in self.record.step_metrics[self.advised_steps :]:
             advice = self.advisor.advise(metrics).values()
             self.advice += [(int(metrics["step"]), text) for text in advice]

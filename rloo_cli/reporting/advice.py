@@ -6,6 +6,7 @@ or the end of the run (`train/guards.py` stops it).
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,8 +61,10 @@ class MetricHistory:
             if value is None:
                 continue
             self.first_values.setdefault(name, value)
-            recent = [p for p in self.points.get(name, []) if p[0] >= oldest]
-            self.points[name] = [*recent, (self.step, value)]
+            points = self.points.setdefault(name, [])
+            points.append((self.step, value))
+            while points[0][0] < oldest:
+                del points[0]
 
     def current_value(self, name: str) -> float | None:
         """The value of the current step; None where it has none."""
@@ -85,7 +88,8 @@ class MetricHistory:
         every = points[-1][0] - points[-2][0]
         if points[0][0] - every > self.step - steps:
             return None
-        return [value for step, value in points if step > self.step - steps]
+        first = bisect_right(points, self.step - steps, key=lambda point: point[0])
+        return [value for _, value in points[first:]]
 
 
 def _variance(values: list[float]) -> float:

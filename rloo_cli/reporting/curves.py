@@ -6,7 +6,6 @@ figure is built without pyplot, so a user's own matplotlib state is never touche
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -14,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import JsonObject
+import numpy as np
+
+from rloo_cli.reporting.metrics_lines import MetricsMapping, read_metrics_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,28 +93,7 @@ def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -
     return out
 
 
-def read_metrics_lines(path: Path) -> list[JsonObject]:
-    """The lines of a metrics.jsonl, by step; a last line that a kill cut off is left out."""
-    if not path.is_file():
-        why = "it is not a file" if path.exists() else "there is no such file"
-        fix = "name a run's metrics.jsonl"
-        raise ConfigError(Problem("no metrics to draw", str(path), why, fix))
-    metrics_lines = []
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            metrics = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:  # also where it is not UTF-8
-            if number == len(lines):
-                break
-            what, where = "a line of metrics is not JSON", f"{path}:{number}"
-            raise ConfigError(Problem(what, where, str(error), "correct that line")) from None
-        if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
-            metrics_lines.append(metrics)
-    return sorted(metrics_lines, key=lambda metrics: metrics["step"])
-
-
-def metric_points(metrics_lines: Sequence[JsonObject], name: str) -> CurvePoints:
+def metric_points(metrics_lines: Sequence[MetricsMapping], name: str) -> CurvePoints:
     """(steps, values) of one metric, where it is a finite number."""
     steps, values = [], []
     for metrics in metrics_lines:
@@ -128,15 +107,20 @@ def metric_points(metrics_lines: Sequence[JsonObject], name: str) -> CurvePoints
 def smooth_values(values: Sequence[float]) -> list[float]:
     """Each point on a straight line that is fitted to a fifteenth of the points around it.
 
-    Unlike a mean, it neither lags where the window is cut at an end nor jumps there.
+    Unlike a mean, it neither lags where the window is cut at an end nor jumps there. Each window's
+    sums are differences of running ones, so that a million points take a second.
     """
-    half, smooth = max(3, len(values) // 30), []
-    for i in range(len(values)):
-        window = range(max(0, i - half), min(len(values), i + half + 1))
-        x, y = sum(window) / len(window), sum(values[j] for j in window) / len(window)
-        width = sum((j - x) ** 2 for j in window)
-        slope = sum((j - x) * (values[j] - y) for j in window) / width if width else 0.0
-        smooth.append(y + slope * (i - x))
+    count = len(values)
+    half, x = max(3, count // 30), np.arange(count, dtype=np.float64)
+    low, high = np.maximum(0, x - half), np.minimum(count, x + half + 1)
+    size, middle = high - low, (low + high - 1) / 2
+    y = np.asarray(values, np.float64)
+    level = y.mean() if count else 0.0  # taken off, for small sums keep more digits
+    sums = [np.concatenate(([0.0], np.cumsum(terms))) for terms in (y - level, x * (y - level))]
+    of_y, of_xy = (total[high.astype(int)] - total[low.astype(int)] for total in sums)
+    width = size * (size**2 - 1) / 12  # the sum of (x - middle)² over a window
+    slope = (of_xy - middle * of_y) / np.where(width > 0, width, 1.0)
+    smooth: list[float] = (level + of_y / size + slope * (x - middle)).tolist()
     return smooth
 
 
@@ -178,13 +162,13 @@ def add_legend(axis: Axes) -> None:
     axis.legend(fontsize=8, frameon=False, labelcolor="#333333", loc="best")
 
 
-def _points_of_both(metrics_lines: Sequence[JsonObject], *names: str) -> list[CurvePoints]:
+def _points_of_both(metrics_lines: Sequence[MetricsMapping], *names: str) -> list[CurvePoints]:
     """The points of several metrics at the steps where all of them are finite numbers."""
     both = [m for m in metrics_lines if all(metric_points([m], name)[0] for name in names)]
     return [metric_points(both, name) for name in names]
 
 
-def plot_reward(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_reward(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
     """Plot the mean score, a group's std around it, and the held-out score where there is one."""
     (steps, middle), (_, spread) = _points_of_both(metrics_lines, "reward", "reward_std")
     if len(steps) > SMOOTH_FROM:
@@ -207,7 +191,7 @@ def plot_reward(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     return drawn
 
 
-def plot_length(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_length(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
     names = ("completions/min_length", "completions/max_length")
     (steps, low), (_, high) = _points_of_both(metrics_lines, *names)
     if steps:
@@ -219,7 +203,7 @@ def plot_length(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     return drawn or bool(steps)
 
 
-def plot_clipping(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_clipping(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
     """Plot the clipped shares in per cent, so that 0.002 reads as 0.2."""
     parts = (("region_mean", RED, "either side"), ("high_mean", ORANGE, "ratio too high"))
     drawn = False
@@ -232,15 +216,15 @@ def plot_clipping(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     return drawn
 
 
-def plot_kl(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_kl(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "kl"), PURPLE)
 
 
-def plot_entropy(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_entropy(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "entropy"), TEAL)
 
 
-def plot_grad_norm(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_grad_norm(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "grad_norm"), BROWN)
 
 

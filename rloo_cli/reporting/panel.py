@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from rich.text import Text
 from rloo_cli.config.template import content_text
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import headline_metrics, is_evaluation, split_by_set
+from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
@@ -72,7 +73,7 @@ def clean_line(text: object) -> str:
     return show_control_characters(str(text)).replace("\n", "⏎ ")
 
 
-def metric_history(metrics_lines: Sequence[Mapping[str, object]], name: str) -> list[float]:
+def metric_history(metrics_lines: Sequence[MetricsMapping], name: str) -> list[float]:
     """The finite values of one metric, in order."""
     values = [metrics.get(name) for metrics in metrics_lines]
     return [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
@@ -123,14 +124,14 @@ def wrap_text(text: object, width: int, max_lines: int, from_end: bool = False) 
     return lines
 
 
-def reward_mean_names(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
+def reward_mean_names(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
     """Name of each reward -> the metric of its mean; {} where the score is one reward's alone."""
     matches = (re.fullmatch(r"reward/(.+)/mean", key) for key in (metrics_lines or [{}])[-1])
     means = {match[1]: match[0] for match in matches if match}
     return means if len(means) > 1 else {}
 
 
-def time_left(metrics_lines: Sequence[JsonObject], plan: JsonObject) -> float | None:
+def time_left(metrics_lines: Sequence[MetricsMapping], plan: JsonObject) -> float | None:
     """Seconds that the run still needs, from the median of recent steps; None while unknown."""
     times, total = metric_history(metrics_lines, "step_time")[-RECENT_STEPS:], plan.get("max_steps")
     step = max(metric_history(metrics_lines, "step"), default=0.0)
@@ -138,7 +139,7 @@ def time_left(metrics_lines: Sequence[JsonObject], plan: JsonObject) -> float | 
 
 
 def progress_bar(
-    metrics_lines: Sequence[JsonObject], plan: JsonObject, width: int, elapsed: float | None
+    metrics_lines: Sequence[MetricsMapping], plan: JsonObject, width: int, elapsed: float | None
 ) -> Text:
     step, total = int(max(metric_history(metrics_lines, "step"), default=0)), plan.get("max_steps")
     times, left = metric_history(metrics_lines, "step_time"), time_left(metrics_lines, plan)
@@ -152,7 +153,7 @@ def progress_bar(
     return Text.assemble((start, "bold"), ("━" * done, "green"), todo, ending, no_wrap=True)
 
 
-def phase_split(metrics_lines: Sequence[JsonObject], width: int) -> list[Text]:
+def phase_split(metrics_lines: Sequence[MetricsMapping], width: int) -> list[Text]:
     """A bar that shows where the seconds of recent steps went, and its legend in the same order."""
     recent = [m for m in metrics_lines if metric_history([m], "step_time")][-RECENT_STEPS:]
     parts: dict[str, float] = {}
@@ -174,7 +175,7 @@ def phase_split(metrics_lines: Sequence[JsonObject], width: int) -> list[Text]:
     return [bar, legend]
 
 
-def metric_figures(metrics_lines: Sequence[JsonObject], width: int) -> list[Text]:
+def metric_figures(metrics_lines: Sequence[MetricsMapping], width: int) -> list[Text]:
     """Each score on a line with its change since the start; the other metrics in two columns."""
     lines, cells, half = [], [], (width - 2) // 2
     headlines = (headline_metrics(m) for m in metrics_lines if is_evaluation(m))
@@ -200,7 +201,7 @@ def metric_figures(metrics_lines: Sequence[JsonObject], width: int) -> list[Text
     return lines + [Text("  ").join(cells[i : i + 2]) for i in range(0, len(cells), 2)]
 
 
-def episode_figures(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
+def episode_figures(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
     """Label -> metric of what is shown of an agent's episodes; {} without one."""
     steps = [m for m in metrics_lines if metric_history([m], "agent/turns")]
     if not steps:
@@ -211,7 +212,7 @@ def episode_figures(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
     return EPISODE_FIGURES | {most: limits[most]}
 
 
-def overlap_figures(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
+def overlap_figures(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
     """Label -> metric of how a run with `generation.overlap` spends its seconds; {} without it."""
     overlaps = any(metric_history([m], "overlap/idle_s") for m in metrics_lines)
     return OVERLAP_FIGURES if overlaps else {}
@@ -251,7 +252,7 @@ def render_sample(sample: JsonObject, width: int) -> list[Text]:
 
 
 def render_panel(
-    metrics_lines: Sequence[JsonObject],
+    metrics_lines: Sequence[MetricsMapping],
     samples: Sequence[JsonObject],
     plan: JsonObject,
     width: int,

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,27 +201,27 @@ def position_after(entry: JsonObject) -> tuple[int, int]:
     return entry["step"], entry["place"] + entry.get("draws", 0)
 
 
-def read_ledger_entries(path: Path) -> list[JsonObject]:
-    """The lines of a ledger, each a JSON object with `step`, `place` and `check`.
+def read_ledger_entries(path: Path) -> Iterator[JsonObject]:
+    """The lines of a ledger, each a JSON object with `step`, `place` and `check`, one by one.
 
-    Raises DataError (exit 4) that names the first other line.
+    Raises DataError (exit 4), which names the first other line, when it comes to it.
     """
-    *lines, rest = path.read_bytes().split(b"\n")
-    entries: list[JsonObject] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            if not all(type(entry[k]) is int for k in ("step", "place")):
-                raise ValueError
-            entries.append(entry | {"check": str(entry["check"])})
-        except (ValueError, KeyError, TypeError):
-            text = line[:60].decode("ascii", "backslashreplace")
-            why = f"an object with step, place and check was expected, found {text!r}"
-            what, where = "a line of the ledger is not an entry", f"{path}:{number}"
-            fix = "put it back as the run wrote it; if nobody changed it, please report it"
-            raise DataError(Problem(what, where, why, fix)) from None
-    if rest:
-        where, why = f"{path}:{len(lines) + 1}", f"{len(rest)} bytes and no end of line"
-        fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
-        raise DataError(Problem("the last line of the ledger is cut off", where, why, fix))
-    return entries
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            if not line.endswith(b"\n"):
+                why = f"{len(line)} bytes and no end of line"
+                fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
+                raise DataError(Problem("the last line of the ledger is cut off", where, why, fix))
+            try:
+                entry = json.loads(line)
+                if not all(type(entry[k]) is int for k in ("step", "place")):
+                    raise ValueError
+                entry |= {"check": str(entry["check"])}
+            except (ValueError, KeyError, TypeError):
+                text = line[:60].rstrip(b"\n").decode("ascii", "backslashreplace")
+                why = f"an object with step, place and check was expected, found {text!r}"
+                fix = "put it back as the run wrote it; if nobody changed it, please report it"
+                what = "a line of the ledger is not an entry"
+                raise DataError(Problem(what, where, why, fix)) from None
+            yield entry

@@ -138,7 +138,7 @@ def test_damage_is_named_where_it_is(runs: Path, say: Say) -> None:
         ("samples of other kinds", "samples", "its rewards is a list"),
         ("ledger cut", "ledger", "the last line of the ledger is cut off"),
         ("ledger cut", "doctor", "the last line of the ledger is cut off"),
-        ("broken run.json", "compare", "is damaged"),
+        ("broken run.json", "compare", "run.json cannot be read"),
         ("metrics cut in a line", "report", "page.html"),
     ):
         _, out, err = say(place[damage], verb)

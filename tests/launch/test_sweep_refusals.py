@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import resource
 import socket
@@ -16,7 +15,6 @@ from rloo_cli.launch.sweep import rules, state
 from rloo_cli.launch.sweep import time_slices as turns_rungs
 from rloo_cli.launch.sweep import trial as sweep_member
 from rloo_cli.launch.sweep.state import Rung, SweepState, Trial
-from rloo_cli.launch.sweep.table import MetricsReader
 from rloo_cli.launch.sweep.trial import FairShare
 from rloo_cli.utils import child_process, sweep_time_slices
 from rloo_cli.utils.errors import ConfigError, Stopped
@@ -284,23 +282,3 @@ def test_what_a_member_waits_is_not_counted_as_its_own() -> None:
     clock.step_started_at -= 5.0
     clock.leave_out(4.0)
     assert 1.0 <= clock.elapsed() < 4.0 and 1.0 <= clock.lap()["step_time"] < 4.0
-
-
-def test_a_curve_follows_a_file_that_is_cut_back_and_grows_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-
-    def lines(*steps: int) -> str:
-        rows = [{"step": 0, "eval_reward": 1.0}, *({"step": s, "step_time": 0.1} for s in steps)]
-        return "".join(json.dumps(row) + "\n" for row in rows)
-
-    curve = MetricsReader(path)
-    assert curve.read() == []
-    path.write_text(lines(1, 2, 3) + '{"step": 4, "ste')
-    assert [row["step"] for row in curve.read()] == [1, 2, 3]
-    path.write_text(lines(1))
-    assert [row["step"] for row in curve.read()] == [1]
-    path.write_text(lines(1, 2, 3, 4))
-    curve.read()
-    path.write_text(lines(1, 2, 3).replace("0.1", "0.25") + lines(4, 5, 6))  # longer than before
-    curve.read()
-    assert [row["step"] for row in curve.read()] == [1, 2, 3, 4, 5, 6]

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,16 @@ def write_long_run(like: Path, folder: Path, steps: int = 1000) -> Path:
     lines = [json.loads(text) for text in (like / "metrics.jsonl").read_text().splitlines()]
     step_line = next(line for line in reversed(lines) if "step_time" in line)
     eval_line = next(line for line in lines if "step_time" not in line)
-    written = [eval_line | {"step": 0}]
-    for step in range(1, steps + 1):
-        scale = 1 + 0.3 * math.sin(step / 90) + 0.1 * draw.random()
-        line = {k: v * scale if isinstance(v, float) else v for k, v in step_line.items()}
-        written.append(line | {"step": step, "reward": 0.2 + 0.6 * step / steps + 0.1 * scale})
-        if step % 50 == 0:
-            written.append(eval_line | {"step": step, "eval_reward": 0.1 + 0.8 * step / steps})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps(eval_line | {"step": 0}) + "\n")
+        for step in range(1, steps + 1):
+            scale = 1 + 0.3 * math.sin(step / 90) + 0.1 * draw.random()
+            line = {k: v * scale if isinstance(v, float) else v for k, v in step_line.items()}
+            line |= {"step": step, "reward": 0.2 + 0.6 * step / steps + 0.1 * scale}
+            file.write(json.dumps(line) + "\n")
+            if step % 50 == 0:
+                line = eval_line | {"step": step, "eval_reward": 0.1 + 0.8 * step / steps}
+                file.write(json.dumps(line) + "\n")
     samples = sorted((like / "samples").glob("step_*.jsonl"))[-1]
     (folder / "samples").mkdir()
     shutil.copyfile(like / "samples" / "eval_000000.jsonl", folder / "samples/eval_000000.jsonl")
@@ -71,24 +73,25 @@ def write_long_run(like: Path, folder: Path, steps: int = 1000) -> Path:
 
 def _write_long_ledger(folder: Path, steps: int) -> int:
     """A ledger of so many steps of four prompts over sixty-four; -> its updates."""
-    prompts, check = 64, ""
-    entries: list[dict[str, Any]] = [
-        {"ledger": LEDGER_FORMAT, "step": 0, "place": 0, "prompts": prompts, "data_rows": prompts,
-         "filtered": [], "cut": 0, "seed": 1, "shuffle": True, "fingerprint": "made"}
-    ]  # fmt: skip
+    check = ""
+    with (folder / "ledger.jsonl").open("w") as file:
+        for entry in _long_ledger_entries(steps):
+            check = entry_check(entry, check)
+            file.write(json.dumps(entry | {"check": check}) + "\n")
+    return steps
+
+
+def _long_ledger_entries(steps: int) -> Iterator[dict[str, Any]]:
+    prompts = 64
+    yield {"ledger": LEDGER_FORMAT, "step": 0, "place": 0, "prompts": prompts,
+           "data_rows": prompts, "filtered": [], "cut": 0, "seed": 1, "shuffle": True,
+           "fingerprint": "made"}  # fmt: skip
     for step in range(1, steps + 1):
         draws = range(4 * (step - 1), 4 * step)
         rows = [order.prompt_index_at(p, prompts, 1, "made", True, ()) for p in draws]
-        entries.append(
-            {"step": step, "place": draws[0], "draws": 4, "updates": 1, "rows": rows,
-             "epochs": sorted({p // prompts for p in draws}), "trained": list(draws)}
-        )  # fmt: skip
-    lines = []
-    for entry in entries:
-        check = entry_check(entry, check)
-        lines.append(json.dumps(entry | {"check": check}) + "\n")
-    (folder / "ledger.jsonl").write_text("".join(lines))
-    return steps
+        yield {"step": step, "place": draws[0], "draws": 4, "updates": 1, "rows": rows,
+               "epochs": sorted({p // prompts for p in draws}),
+               "trained": list(draws)}  # fmt: skip
 
 
 def _append(name: str, data: bytes) -> Callable[[Path], None]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +29,9 @@ class RunEvidence:
     record: RunRecord
     samples: dict[int, list[SampleRecord]] = field(default_factory=dict)  # step -> completions
     held_out: list[SampleRecord] = field(default_factory=list)  # of the last evaluation
-    draw_examples: dict[int, int] = field(default_factory=dict)  # draw -> row of the data
-    draw_epochs: dict[int, int] = field(default_factory=dict)  # draw -> its epoch
+    # Of the draws that have samples: draw -> row of the data, draw -> its epoch.
+    draw_examples: dict[int, int] = field(default_factory=dict)
+    draw_epochs: dict[int, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -105,32 +106,36 @@ def read_evidence(record: RunRecord) -> RunEvidence:
     held_out = list_sample_files(record.folder, held_out=True)
     for steps in held_out.values():
         evidence.held_out += _readable_samples(steps[max(steps)], record.problems)
-    _add_draws(evidence, _readable_ledger(record.folder / LEDGER_FILE, record.problems))
+    _add_readable_draws(evidence, record.folder / LEDGER_FILE, record.problems)
     return evidence
 
 
-def _add_draws(evidence: RunEvidence, entries: Sequence[JsonObject]) -> None:
+def _add_readable_draws(evidence: RunEvidence, path: Path, problems: list[str]) -> None:
+    """The draws of the ledger; of one that is damaged none, which is a problem."""
+    if not path.is_file():
+        return
+    try:
+        _add_draws(evidence, read_ledger_entries(path))
+        return
+    except RunError as error:
+        problems.append(f"{error.problems[0].where}: {error.problems[0].what}")
+    except (OSError, RecursionError) as error:
+        problems.append(f"{path}: {error}")
+    evidence.draw_examples.clear()
+    evidence.draw_epochs.clear()
+
+
+def _add_draws(evidence: RunEvidence, entries: Iterable[JsonObject]) -> None:
+    sampled = {sample.get("draw") for samples in evidence.samples.values() for sample in samples}
     prompts = 0
     for entry in entries:
         if isinstance(entry.get("prompts"), int):
             prompts = entry["prompts"]
         rows = entry.get("rows")
         for draw, row in enumerate(rows if isinstance(rows, list) else [], entry["place"]):
-            evidence.draw_examples[draw] = row
-            evidence.draw_epochs[draw] = draw // prompts if prompts > 0 else 0
-
-
-def _readable_ledger(path: Path, problems: list[str]) -> list[JsonObject]:
-    """The lines of the ledger; of one that is damaged none, which is a problem."""
-    if not path.is_file():
-        return []
-    try:
-        return read_ledger_entries(path)
-    except RunError as error:
-        problems.append(f"{error.problems[0].where}: {error.problems[0].what}")
-    except (OSError, RecursionError) as error:
-        problems.append(f"{path}: {error}")
-    return []
+            if draw in sampled:
+                evidence.draw_examples[draw] = row
+                evidence.draw_epochs[draw] = draw // prompts if prompts > 0 else 0
 
 
 def _evenly_spread(steps: Sequence[int], count: int) -> list[int]:
@@ -173,8 +178,8 @@ def whole_text(sample: SampleRecord) -> str:
     return json.dumps(parts) if turns else str(sample.get("completion"))
 
 
-def finite_field(sample: SampleRecord, name: str) -> float | None:
-    """A number of a sample; None where there is none."""
+def finite_field(sample: Mapping[str, Any], name: str) -> float | None:
+    """A number of a sample or of a line of metrics; None where there is none."""
     value = sample.get(name)
     usable = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if usable and value is not None else None

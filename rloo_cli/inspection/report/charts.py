@@ -5,11 +5,13 @@ stays small. Charts have no colour of their own for text and axes; the page give
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence, finite_field
+from rloo_cli.reporting.metrics_lines import MetricsMapping, metric_names
+from rloo_cli.reporting.panel import metric_history
 from rloo_cli.utils.files import JsonObject
 
 MAX_POINTS = 300  # of one line
@@ -81,7 +83,7 @@ def thin_points(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -
     ]
 
 
-def metric_line(lines: Sequence[Mapping[str, Any]], name: str) -> list[JsonObject]:
+def metric_line(lines: Sequence[MetricsMapping], name: str) -> list[JsonObject]:
     """The finite values of a metric by step, thinned."""
     points = []
     for line in lines:
@@ -261,31 +263,27 @@ def _length_chart(run: RunEvidence) -> ReportChart | None:
     return ReportChart("score and length", spec)
 
 
-def _main_phases(steps: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
-    """Lines with the seconds of each phase, and the phases, the longest first; the rest is one."""
-    totals: dict[str, float] = {}
-    for line in steps:
-        for name, value in line.items():
-            if name.startswith("time/") and math.isfinite(value):
-                totals[name] = totals.get(name, 0.0) + value
+def _main_phases(steps: Sequence[MetricsMapping]) -> dict[str, list[str]]:
+    """Phase -> its metrics, the longest first; the shortest of many phases are one."""
+    names = [name for name in metric_names(steps) if name.startswith("time/")]
+    totals = {name: sum(metric_history(steps, name)) for name in names}
     ranked = sorted(totals, key=lambda name: -totals[name])
     shown, rest = ranked[: len(PALETTE) - 1], ranked[len(PALETTE) - 1 :]
-    lines = []
-    for line in steps:
-        seconds = {name.removeprefix("time/"): line.get(name, 0.0) for name in shown}
-        if rest:
-            seconds["other"] = sum(line.get(name, 0.0) for name in rest)
-        lines.append({"step": line["step"]} | seconds)
-    names = [name.removeprefix("time/") for name in shown] + (["other"] if rest else [])
-    return lines, names
+    return {name.removeprefix("time/"): [name] for name in shown} | (
+        {"other": rest} if rest else {}
+    )
 
 
 def phase_chart(run: RunEvidence) -> ReportChart | None:
     """Where the seconds of each step went, stacked."""
     import altair as alt  # lazy: a third of a second, for this verb alone
 
-    lines, phases = _main_phases(run.record.step_metrics)
-    values = [point | {"phase": name} for name in phases for point in metric_line(lines, name)]
+    steps = run.record.step_metrics
+    phases = _main_phases(steps)
+    values = []
+    for label, names in phases.items():
+        seconds = [(float(m["step"]), sum(m.get(name, 0.0) for name in names)) for m in steps]
+        values += [point | {"phase": label} for point in thin_points(seconds)]
     if not values:
         return None
     chart = alt.Chart(alt.InlineData(values=values)).mark_area(opacity=0.85)
@@ -295,7 +293,7 @@ def phase_chart(run: RunEvidence) -> ReportChart | None:
             y=alt.Y("value:Q", title="seconds", stack="zero"),
             color=alt.Color(
                 "phase:N",
-                scale=alt.Scale(domain=phases, range=list(PALETTE[: len(phases)])),
+                scale=alt.Scale(domain=list(phases), range=list(PALETTE[: len(phases)])),
                 legend=alt.Legend(orient="top", title=None, columns=4),
             ),
             tooltip=["phase:N", "step:Q", "value:Q"],

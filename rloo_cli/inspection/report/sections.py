@@ -23,6 +23,7 @@ from rloo_cli.inspection.report.token_strips import TokenStrip, token_strips
 from rloo_cli.inspection.sample_files import SampleRecord
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import headline_metrics
+from rloo_cli.reporting.metrics_lines import metric_names
 from rloo_cli.reporting.panel import format_duration, format_number, metric_history
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import RunError
@@ -316,9 +317,7 @@ def _reward_columns(groups: Iterable[Sequence[SampleRecord]]) -> dict[str, list[
 
 
 def _phase_table(run: RunEvidence) -> ReportTable | None:
-    names = dict.fromkeys(
-        name for line in run.record.step_metrics for name in line if name.startswith("time/")
-    )
+    names = [n for n in metric_names(run.record.step_metrics) if n.startswith("time/")]
     whole = sum(run.metric_values("step_time"))
     if not whole:
         return None

@@ -1,10 +1,9 @@
 """Shows a sweep: one table of all trials with their curves, or plain lines."""
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich import box
@@ -15,59 +14,27 @@ from rich.text import Text
 
 from rloo_cli.launch.sweep.state import SweepState, Trial
 from rloo_cli.launch.sweep.trial import TrialProcess
+from rloo_cli.reporting.metrics_lines import MetricsMapping, MetricsReader
 from rloo_cli.reporting.panel import clean_line, draw_sparkline, format_number, metric_history
-from rloo_cli.utils.files import JsonObject
 
 CURVE_WIDTH = 16  # cells
 COLOURS = {"training": "green", "failed": "red", "finished": "bold", "stopped": "bright_black"}
 FILE_WIDTH = 160  # columns of a table that goes to a file
 
-MetricsLine = JsonObject
-
-
-class MetricsReader:
-    """Reads the training lines of a metrics.jsonl, and goes on reading as it grows."""
-
-    def __init__(self, path: Path):
-        self.path, self.offset, self.metrics = path, 0, list[MetricsLine]()
-
-    def read(self) -> list[MetricsLine]:
-        """All training lines that the file has now."""
-        try:
-            size = self.path.stat().st_size
-            if size < self.offset:  # cut back, as the run was resumed
-                self.offset, self.metrics = 0, []
-            if size > self.offset:
-                self._read_new_lines()
-        except OSError:  # the file does not exist yet
-            return self.metrics
-        except ValueError:  # cut back and grown again since: read from its beginning the next time
-            self.offset, self.metrics = 0, []
-        return self.metrics
-
-    def _read_new_lines(self) -> None:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        new = [line for line in map(json.loads, whole.splitlines()) if "step_time" in line]
-        steps = [line["step"] for line in (*self.metrics[-1:], *new)]
-        if steps != sorted(set(steps)):
-            raise ValueError("its steps do not follow each other")
-        self.offset += len(whole) + len(newline)
-        self.metrics += new
-
 
 def sweep_table(
-    sweep_state: SweepState, readers: dict[int, MetricsReader], steps: dict[int, int | None]
+    sweep_state: SweepState,
+    metrics_lines: Mapping[int, Sequence[MetricsMapping]],
+    steps: Mapping[int, int | None],
 ) -> Table:
-    """A table of all trials. `readers`, `steps`: each trial's metrics and number of steps."""
+    """A table of all trials. `metrics_lines`, `steps`: each trial's metrics and number of steps."""
     table = Table(box=box.SIMPLE_HEAD, title=f"rloo sweep · {clean_line(sweep_state.folder.name)}")
     for name in ("", "member", "keys", "state", "step", "reward", "KL", "s/step", "reward so far"):
         justify: JustifyMethod = "right" if name in ("", "reward", "KL", "s/step") else "left"
         fold = name in ("member", "keys")
         table.add_column(name, justify=justify, overflow="fold" if fold else "ellipsis")
     for trial in sweep_state.members:
-        metrics = readers[trial.number].read()
+        metrics = metrics_lines[trial.number]
         max_steps = steps.get(trial.number)
         state = trial.state + (f" x{trial.share}" if trial.share > 1 else "")
         if trial.state == "failed":
@@ -85,7 +52,7 @@ def sweep_table(
     return table
 
 
-def newest_value(metrics: list[MetricsLine], name: str) -> str:
+def newest_value(metrics: Sequence[MetricsMapping], name: str) -> str:
     """The newest value of a metric, shortened; a dash where there is none."""
     values = metric_history(metrics, name)
     return format_number(values[-1]) if values else "–"
@@ -115,18 +82,24 @@ class SweepDisplay:
             self.screen.update(self.current_table(), refresh=True)
             self.screen.stop()
 
-    def training_metrics(self, trial: Trial) -> list[MetricsLine]:
+    def training_metrics(self, trial: Trial) -> list[MetricsMapping]:
         """The training lines that a trial has logged."""
         path = self.sweep_state.trial_folder(trial) / "metrics.jsonl"
-        return self.readers.setdefault(trial.number, MetricsReader(path)).read()
+        reader = self.readers.setdefault(trial.number, MetricsReader(path))
+        try:
+            lines = reader.read()
+        except OSError:  # the file is gone this moment
+            lines = reader.lines
+        return [line for line in lines if "step_time" in line]
 
     def current_table(self) -> Table:
         """The table as it is now."""
+        metrics_lines = {}
         for trial in self.sweep_state.members:
-            self.training_metrics(trial)
+            metrics_lines[trial.number] = self.training_metrics(trial)
             steps = self.steps.get(trial.number) or self.sweep_state.trial_steps(trial)
             self.steps[trial.number] = steps
-        return sweep_table(self.sweep_state, self.readers, self.steps)
+        return sweep_table(self.sweep_state, metrics_lines, self.steps)
 
     def refresh(self, trial_processes: list[TrialProcess]) -> None:
         """Draw the table again, at most twice a second."""

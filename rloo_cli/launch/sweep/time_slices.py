@@ -7,7 +7,7 @@ from rloo_cli.launch.sweep import trial
 from rloo_cli.launch.sweep.running import Sweep
 from rloo_cli.launch.sweep.state import Rung
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
-from rloo_cli.utils.files import JsonObject
+from rloo_cli.reporting.metrics_lines import MetricsMapping
 
 MINIMIZE_SUFFIX = ":min"  # follows the name of a metric of which less is better
 
@@ -23,7 +23,7 @@ def slice_end_step(step: int, chunk: int, rung: Rung | None) -> int:
     return min(end, rung.at) if rung is not None and step < rung.at else end
 
 
-def metric_at_rung(metrics: Sequence[JsonObject], rung: Rung, chunk: int) -> float:
+def metric_at_rung(metrics: Sequence[MetricsMapping], rung: Rung, chunk: int) -> float:
     """A trial's mean metric over the last `chunk` steps before a rung, negated if less is better.
 
     The last value is taken where there is none in these steps; NaN where there is none at all.

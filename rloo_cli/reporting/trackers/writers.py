@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils.files import JsonObject
 
 
-def line_scalars(line: JsonObject) -> dict[str, float]:
+def line_scalars(line: MetricsMapping) -> dict[str, float]:
     """The numbers of a line of metrics, without its step."""
     return {
         name: float(value)
