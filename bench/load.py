@@ -88,15 +88,21 @@ def plans_at_once(folder: Path, count: int) -> Cost:
 
 def completions(folder: Path, count: int) -> Cost:
     """One step of so many completions, eight of a prompt."""
-    words = (f"train.prompts_per_step={count // 8}", "algorithm.num_generations=8", "max_steps=1")
-    return rloo(folder, *SMOKE, *words)
+    prompts = count // 8
+    words = (f"train.prompts_per_step={prompts}", "algorithm.num_generations=8", "max_steps=1")
+    return rloo(folder, *SMOKE, *write_prompts(folder, max(64, prompts)), *words)
 
 
 def data_rows(folder: Path, count: int) -> Cost:
     """A run of two steps on so many prompts."""
+    return rloo(folder, *SMOKE, *write_prompts(folder, count), "max_steps=2")
+
+
+def write_prompts(folder: Path, count: int) -> tuple[str, ...]:
+    """A file of so many prompts. -> the overrides that name it"""
     with (folder / "rows.jsonl").open("w") as file:
         file.writelines(f'{{"prompt": "say {number}"}}\n' for number in range(count))
-    return rloo(folder, *SMOKE, "data.path=rows.jsonl")
+    return ("data.path=rows.jsonl", "data.eval_split=null")
 
 
 def ledger_lines(folder: Path, count: int) -> Cost:
