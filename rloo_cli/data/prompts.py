@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rloo_cli.data.media import Media
 
 ToolsOf = Callable[[JsonObject], list[JsonObject]]  # an example -> descriptions of its tools
+TEXTS_AT_ONCE = 10_000  # that a tokenizer is given
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
 
 
@@ -109,10 +110,8 @@ def tokenize_prompts(
         prompts, examples = images.prompts, [examples[row] for row in images.rows]
     tools = None if tools_of is None else [tools_of(example) for example in examples]
     texts = _render_all(prompts, conversational, tokenizer, template_kwargs, tools)
-    if images is None and conversational:
-        ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    elif images is None:
-        ids = [list(one) for one in tokenizer(texts)["input_ids"]]
+    if images is None:
+        ids = _token_ids(texts, tokenizer, add_special_tokens=not conversational)
     else:
         ids = images.tokenize(texts, load_vision)
     _refuse_two_beginnings(ids, tokenizer, conversational)
@@ -123,6 +122,18 @@ def tokenize_prompts(
     if images is not None:
         _add_images(found, images)
     return found
+
+
+def _token_ids(
+    texts: list[str], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
+) -> list[list[int]]:
+    """The ids of every text. Some at a time: beside ids, a tokenizer returns kilobytes a text."""
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        part = texts[start : start + TEXTS_AT_ONCE]
+        found = tokenizer(part, add_special_tokens=add_special_tokens)["input_ids"]
+        ids += map(list, found)
+    return ids
 
 
 def _add_images(prompts: Prompts, images: image_prompts.PromptImages) -> None:
