@@ -13,9 +13,8 @@ from itertools import pairwise
 from operator import mul
 from statistics import fmean, linear_regression
 
+from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils.errors import Problem
-
-MetricsMapping = Mapping[str, object]
 
 RECENT_LINES = 5  # logged steps averaged for a share: with few prompts one may be 1.0 by luck
 FLAT_STEPS = 50  # shorter, and a slow but healthy rise still hides in the noise
