@@ -2,6 +2,7 @@
 
     python bench/gpu_proof.py --minutes 40     all that is not known yet (make gpu-proof)
     python bench/gpu_proof.py --rows 'head*'   these rows alone; --again does them once more
+    python bench/gpu_proof.py --set rounds=1   other sizes than a row's own, where it has them
     python bench/gpu_proof.py --rehearse       every row on the CPU, tiny; keeps nothing
     python bench/gpu_proof.py --show           the rows, and why some of them cannot run here
     python bench/gpu_proof.py --make-page      only writes docs/gpu.md; --check compares it
@@ -29,9 +30,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import proof_page
 from proof_child import Child, Result, serve
@@ -61,6 +63,7 @@ class Place:
     versions: dict[str, str]  # of packages that are there
     commit: str
     rehearse: bool
+    changed: dict[str, Any] = field(default_factory=dict)  # sizes, by --set
 
     def key(self, row: ProofRow) -> Result:
         """What a result has to agree with for a row not to be done again."""
@@ -70,7 +73,7 @@ class Place:
         versions = {n: self.versions[n] for n in names if n in self.versions}
         return {
             "row": row.name, "commit": self.commit, "machine": self.machine, "versions": versions,
-            "rehearsed": self.rehearse,
+            "rehearsed": self.rehearse, "changed": row.changes(self.changed),
         }  # fmt: skip
 
     def missing(self, row: ProofRow) -> str:
@@ -96,7 +99,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
 
 
-def look(rehearse: bool, trl_python: str) -> Place:
+def look(rehearse: bool, trl_python: str, changed: dict[str, Any]) -> Place:
     """This machine, without a GPU of it being touched."""
     versions = {}
     for name in ("torch", "transformers", "trl", "peft", "deepspeed"):
@@ -112,7 +115,7 @@ def look(rehearse: bool, trl_python: str) -> Place:
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     if there:
         machine = f"{len(there)} x {gpu_name()}"
-    return Place(machine, len(there), versions, commit(), rehearse)
+    return Place(machine, len(there), versions, commit(), rehearse, changed)
 
 
 def ask_versions(python: str) -> str:
@@ -222,7 +225,7 @@ class Proof:
             self.left.append(row.name)
             return
         folder = self.folder / f"row-{len(self.new)}"
-        child = Child(self.args.listing, [row.name], self.place.rehearse, folder)
+        child = Child(self.args.listing, [row.name], self.place, folder)
         try:
             found = child.result(0, min(row.seconds, left))
             if found is None and left < row.seconds:
@@ -239,7 +242,7 @@ class Proof:
         if not rows:
             return
         names = [row.name for row in rows]
-        child = Child(self.args.listing, names, self.place.rehearse, self.folder / "all")
+        child = Child(self.args.listing, names, self.place, self.folder / "all")
         try:
             for number, row in enumerate(rows):
                 found = child.result(number, min(row.seconds, self.seconds_left()))
@@ -282,11 +285,19 @@ def is_bad(result: Result) -> bool:
     return result["status"] != "cannot"
 
 
+def setting(word: str) -> tuple[str, Any]:
+    """KEY=VALUE of the command line; the value is JSON."""
+    name, _, value = word.partition("=")
+    return name, json.loads(value)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=40.0, help="no row goes on after them")
     parser.add_argument("--rows", nargs="+", default=["*"], help="names, or patterns of them")
+    parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="KEY=VALUE",
+                        help="sizes, where a row has them, e.g. rounds=1")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="also what is known already")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument("--quick", action="store_true", help="only rows whose rehearsal is short")
@@ -313,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. -> exit code"""
     args = parse(argv)
     if args.child is not None:
-        serve(args.listing, args.rows, args.rehearse, args.child)
+        serve(args.listing, args.rows, args.rehearse, args.child, dict(args.set))
         return 0
     listed = importlib.import_module(args.listing).ROWS
     if args.make_page or args.check:
@@ -322,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for row in rows if row.quick or not args.quick]
     if args.trl_python:
         os.environ[TRL_PYTHON] = args.trl_python
-    place = look(args.rehearse, args.trl_python)
+    place = look(args.rehearse, args.trl_python, dict(args.set))
     if args.show:
         show(rows, place)
         return 0

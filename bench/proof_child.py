@@ -31,8 +31,10 @@ class CannotRun(Exception):
     """A row cannot be shown here; the text says why. That is no failure."""
 
 
-def run_row(row: ProofRow, rehearse: bool) -> Result:
-    """Call the row's function; its result, also where it raises."""
+def run_row(row: ProofRow, rehearse: bool, changed: dict[str, Any] | None = None) -> Result:
+    """Call the row's function; its result, also where it raises. `changed`: sizes, where it has
+    them."""
+    sizes = (row.tiny if rehearse else row.sizes) | row.changes(changed or {})
     module, _, function = row.work.partition(":")
     device, dtype = ("cpu", "float32") if rehearse else ("cuda", row.dtype)
     if rehearse and not (row.vllm or row.slow):
@@ -40,7 +42,7 @@ def run_row(row: ProofRow, rehearse: bool) -> Result:
     began = time.monotonic()
     try:
         work = getattr(importlib.import_module(module), function)
-        facts = work(device, dtype, row.tiny if rehearse else row.sizes)
+        facts = work(device, dtype, sizes)
         found: Result = {"status": "done", "verdict": facts.pop("verdict"), "facts": facts}
     except CannotRun as why:
         found = {"status": "cannot", "why": str(why)}
@@ -70,12 +72,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def serve(listing: str, names: Sequence[str], rehearse: bool, folder: Path) -> None:
+def serve(
+    listing: str, names: Sequence[str], rehearse: bool, folder: Path, changed: dict[str, Any]
+) -> None:
     """The child: its rows one after the other, `NUMBER.json` of each as it is done."""
     threading.Thread(target=end_with_starter, daemon=True).start()
     rows = {row.name: row for row in importlib.import_module(listing).ROWS}
     for number, name in enumerate(names):
-        found = json.dumps(run_row(rows[name], rehearse), default=str)
+        found = json.dumps(run_row(rows[name], rehearse, changed), default=str)
         part = folder / f"{number}.part"
         part.write_text(found, encoding="utf-8")
         part.replace(folder / f"{number}.json")
@@ -92,17 +96,26 @@ def end_with_starter() -> None:
 class Child:
     """A process that does rows, and its end."""
 
-    def __init__(self, listing: str, names: Sequence[str], rehearse: bool, folder: Path):
+    def __init__(self, listing: str, names: Sequence[str], place: Any, folder: Path):
         self.folder, self.names = folder, names
         folder.mkdir(parents=True)
         self.mark = secrets.token_hex(8)
         words = [sys.executable, str(HERE / "gpu_proof.py"), "--child", str(folder)]
-        words += ["--listing", listing, *(["--rehearse"] if rehearse else []), "--rows", *names]
+        words += [
+            "--listing",
+            listing,
+            *(["--rehearse"] if place.rehearse else []),
+            "--rows",
+            *names,
+        ]
+        words += ["--set", *(f"{n}={json.dumps(v)}" for n, v in place.changed.items())] * bool(
+            place.changed
+        )
         self.out = folder / "said.txt"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
                 words, cwd=folder, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
-                env=surroundings(rehearse) | {MARK: self.mark}, start_new_session=True,
+                env=surroundings(place.rehearse) | {MARK: self.mark}, start_new_session=True,
             )  # fmt: skip
 
     def result(self, number: int, limit: float) -> Result | None:

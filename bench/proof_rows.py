@@ -33,6 +33,10 @@ class ProofRow:
     rehearsal: str = ""  # what a CPU leaves out
     slow: bool = False  # its rehearsal takes long
 
+    def changes(self, given: Sizes) -> Sizes:
+        """Those of `given` that this row has."""
+        return {name: value for name, value in given.items() if name in self.sizes}
+
     @property
     def quick(self) -> bool:
         """Whether `make test` rehearses it."""

@@ -110,6 +110,16 @@ def test_a_second_start_does_nothing_again_and_again_does(fakes):
     assert sum(json.loads(line)["row"] == "first" for line in lines) == 2
 
 
+def test_sizes_that_a_row_has_may_be_others_and_are_another_result(tmp_path):
+    ended = run(tmp_path, "--rehearse", "--rows", "first", "raises", "--set", "number=7", "no=1")
+    assert "first: measured" in ended.stdout, ended.stdout + ended.stderr
+    found = results(tmp_path)
+    assert found["first"]["facts"]["number"] == 7
+    assert found["first"]["changed"] == {"number": 7} and not found["raises"]["changed"]
+    assert "is known already" not in run(tmp_path, "--rehearse", "--rows", "first").stdout
+    assert results(tmp_path)["first"]["facts"]["number"] == 1
+
+
 def test_another_commit_machine_or_version_is_done_anew():
     row = proof_fakes.ROWS[0]
     place = gpu_proof.Place("1 x H100", 1, {"torch": "2.13", "vllm": "0.32"}, "abc", False)
