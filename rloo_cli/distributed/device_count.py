@@ -3,13 +3,14 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rloo_cli.config.schema import RunConfig
 
-VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES_VARIABLE, DEVICE_ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def local_process_count(run: RunConfig) -> int:
@@ -76,3 +77,16 @@ def visible_gpus() -> list[str]:
     if (found := shutil.which("nvidia-smi")) is None:
         return sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
     return list(_nvidia_smi_gpus(found))
+
+
+def numbered_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
+    """The variables that show a process these GPUs by number, for a program that reads no UUIDs.
+
+    nvidia-smi numbers GPUs in the order of the PCI bus, and CUDA only where it is told to. A name
+    that nvidia-smi does not list stays as it is.
+    """
+    tool = shutil.which("nvidia-smi")
+    listed = _nvidia_smi_gpus(tool) if tool is not None else ()
+    numbers = {g: i for g in gpus for i, uuid in enumerate(listed) if g and uuid.startswith(g)}
+    shown = {VISIBLE_DEVICES_VARIABLE: ",".join(str(numbers.get(gpu, gpu)) for gpu in gpus)}
+    return shown | ({DEVICE_ORDER_VARIABLE: "PCI_BUS_ID"} if numbers else {})

@@ -113,6 +113,27 @@ def test_an_engine_beside_a_rank_sees_that_ranks_gpu_alone(eight: None) -> None:
     assert generator.child_gpu_environment(torch.device("cpu"), 1) == {}
 
 
+def test_an_older_vllm_is_shown_gpus_by_number_and_a_newer_one_by_uuid(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU-aa1\\nGPU-bb2\\nGPU-cc3\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    by_number = {"CUDA_VISIBLE_DEVICES": "2,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    for version, gpus, expected in (
+        ("0.22.1", ["GPU-cc3", "GPU-bb2"], by_number),
+        ("0.22.1", ["GPU-c", "GPU-bb"], by_number),  # CUDA takes beginnings, too
+        ("0.22.1", ["1", "0"], {"CUDA_VISIBLE_DEVICES": "1,0"}),  # in whatever order they are
+        ("0.22.1", ["MIG-7"], {"CUDA_VISIBLE_DEVICES": "MIG-7"}),
+        ("0.32.0", ["GPU-cc3", "GPU-bb2"], {"CUDA_VISIBLE_DEVICES": "GPU-cc3,GPU-bb2"}),
+    ):
+        monkeypatch.setattr(arguments, "installed_vllm_version", lambda v=version: v)
+        device_count._nvidia_smi_gpus.cache_clear()
+        assert arguments.visible_gpu_environment(gpus) == expected
+    device_count._nvidia_smi_gpus.cache_clear()
+
+
 def test_the_words_of_older_slurms_are_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")

@@ -227,7 +227,7 @@ def test_the_fused_head_is_log_softmax_in_float64(dtype, keep, tile, n):
         t.detach().to(DEVICE) for t in case(n, v=3001, h=64, dtype=dtype)
     )
     given = (*(t.requires_grad_() for t in (hidden, weight, bias)), target, g)
-    found = gradients(given, want_entropy=True, tile=tile, keep_bytes=keep)
+    found = gradients(given, want_entropy=True, tile_logits=tile, keep_bytes=keep)
     limits = [1e-5] * 5 if dtype is torch.float32 else [1e-4, 1e-4, 1e-2, 1e-2, 1e-2]
     off = far(found, full(*given))
     assert all(a <= b for a, b in zip(off, limits, strict=True)), off

@@ -266,3 +266,12 @@ def test_what_is_compiled_says_what_is_done_in_place():
             assert (a is None and b is None) or torch.equal(a, b)
     softmax = fused_head._softmax(z, lse, torch.bfloat16)
     assert torch.equal(softmax, fused_head._softmax_in_place(z.clone(), lse, torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed"])
+def test_what_only_a_gpu_runs_of_the_fast_path_can_still_be_called(layout, monkeypatch):
+    import test_fast_path_gpu as on_gpu
+
+    monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
+    on_gpu.test_float32_layouts_agree_on_a_gpu(layout)
+    on_gpu.test_the_fused_head_is_log_softmax_in_float64(torch.float32, 0, 5000, 37)

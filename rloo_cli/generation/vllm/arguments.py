@@ -6,7 +6,7 @@ It imports neither torch nor vLLM: a server's launcher, its checks and a trainer
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rloo_cli.config.agent import completion_token_limit
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS, max_prompt_tokens, model_context_length
 from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.config import EngineKeys
@@ -125,6 +126,7 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "PYTHONFAULTHANDLER": "1",  # what crashes in native code leaves its stack in the log
         # Compiled in 20 s at the first request, found in 2 s at the next one's.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         # Into the folder for temporary files, whatever the cache: compiled anew for each server.
@@ -146,6 +148,14 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         values |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
         values |= {"GLOO_SOCKET_IFNAME": "lo"}
     return values
+
+
+def visible_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
+    """The variables that show these GPUs to vLLM. Before 0.32 it reads numbers alone, and fails on
+    the UUIDs by which nvidia-smi tells GPUs apart."""
+    if versions.is_old_vllm(installed_vllm_version()):
+        return numbered_gpu_environment(gpus)
+    return {VISIBLE_DEVICES_VARIABLE: ",".join(gpus)}
 
 
 def engine_problems(

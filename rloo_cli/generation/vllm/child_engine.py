@@ -63,28 +63,37 @@ class ColocatedEngine:
         self.restarts = -1
         self.num_workers = 1
         self.label = ""
+        self.loss = ""  # why the last engine was discarded
+        self.was_ready = False  # whether an engine ever was
 
     def connect(self) -> None:
+        reason = self.loss
         self.discard_engine("started anew")
         if self.restarts >= self.keys.max_restarts:
-            raise GenerationError(
-                Problem(
-                    f"the engine was lost {self.restarts + 1} times",
-                    str(self.log),
-                    last_log_lines(self.log),
-                    "generation.colocate.max_restarts=N allows more",
-                )
-            )
+            what = f"the engine was lost {self.restarts + 1} times"
+            fix = "generation.colocate.max_restarts=N allows more"
+            raise GenerationError(self._problem(what, reason, fix))
         self.restarts += 1
         release_cached_memory()
         if self.restarts:
             time.sleep(2.0 ** (self.restarts - 1))  # what killed it may take a moment to pass
         self.pipe = ChildPipe(self.environment, self.log)
         self.pipe.send(("start", self.arguments))
-        self.num_workers = self.pipe.wait_for_result(
-            self.keys.ready_timeout_s, "loading the engine", True
-        )
-        self.asleep = ""
+        try:
+            self.num_workers = self.pipe.wait_for_result(
+                self.keys.ready_timeout_s, "loading the engine", True
+            )
+        except EngineRefused as error:
+            if self.was_ready:  # whatever has the GPU's memory now may soon be gone
+                raise
+            what, fix = "the engine cannot start", "change what it names; the log has the rest"
+            raise GenerationError(self._problem(what, str(error), fix)) from error
+        self.was_ready, self.asleep = True, ""
+
+    def _problem(self, what: str, reason: str, fix: str) -> Problem:
+        """A problem of the engine: the reason, and the end of its log."""
+        why = "\n".join(filter(None, [reason, last_log_lines(self.log)]))
+        return Problem(what, str(self.log), why, fix)
 
     def sync_weights(self, source: WeightSource, label: str) -> str:
         if trigger_fault("sync.start") == "skip":
@@ -169,7 +178,7 @@ class ColocatedEngine:
         return self.asleep == "weights"
 
     def discard_engine(self, reason: str) -> None:
-        connected, self.weight_sender = self.weight_sender, None
+        connected, self.weight_sender, self.loss = self.weight_sender, None, reason
         if self.pipe is not None:
             self.pipe.kill()
             self.pipe = None

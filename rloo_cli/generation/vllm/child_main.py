@@ -40,6 +40,7 @@ def main() -> None:
         gc.freeze()  # what was loaded stays: no need to look through it again and again
         pipe.send(("ok", engine.num_workers()))
     except Exception:
+        traceback.print_exc()  # the whole of it; the trainer quotes its last line
         pipe.send(("error", traceback.format_exc()))
         return
     while True:

@@ -417,7 +417,7 @@ def child_gpu_environment(device: torch.device, num_gpus: int) -> dict[str, str]
     if device.type != "cuda":
         return {}
     first = device.index or 0
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + num_gpus])}
+    return arguments.visible_gpu_environment(visible_gpus()[first : first + num_gpus])
 
 
 def _build_vllm_generator(

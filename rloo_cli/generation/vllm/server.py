@@ -25,6 +25,7 @@ from rloo_cli.config import check
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE
 from rloo_cli.generation.vllm import (
     api_processes,
     arguments,
@@ -112,6 +113,8 @@ def _run_server(folder: Path, by: str, run: RunConfig) -> None:
         vllm=info["vllm"], transfer=info["transfer"], devices=info["devices"],
         log=os.environ.get(LOG_VARIABLE, ""), job=server_file.slurm_job_attempt(),
     )  # fmt: skip
+    if VISIBLE_DEVICES_VARIABLE in os.environ:  # vLLM is not imported yet
+        os.environ |= arguments.visible_gpu_environment(record.devices)
     ready = api_processes.make_ready_flags(arguments.count_api_processes(keys))
     about_server = (folder, record, host, port, ready)
     threading.Thread(target=_write_when_ready, args=about_server, daemon=True).start()

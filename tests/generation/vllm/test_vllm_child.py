@@ -4,10 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+
+from rloo_cli.config import check as config
+from rloo_cli.config.compose import compose_config
+from rloo_cli.generation.vllm import arguments, child_engine
+from rloo_cli.generation.vllm.engine import EngineLost
+from rloo_cli.utils.errors import GenerationError
 
 pytestmark = pytest.mark.vllm
 
@@ -73,6 +81,55 @@ print("FOUND " + json.dumps({
     "shares": {str(v): shares(v, 2) for v in (50257, 49155, 128, 130)},
 }))
 """
+
+
+def colocated(folder: Path, **arguments_: Any) -> child_engine.ColocatedEngine:
+    """An engine of these arguments that was not started yet."""
+    words = ["+recipe=smoke", "generation=vllm_colocate", "generation.colocate.max_restarts=1"]
+    run = config.check_config(compose_config(words))
+    keys = cast(Any, run.generation).colocate
+    environment = arguments.engine_environment(run, keys)
+    return child_engine.ColocatedEngine(
+        keys, arguments_, environment, folder / "engine.log", "gloo"
+    )
+
+
+def test_an_engine_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
+    engine = colocated(tmp_path, model=str(tmp_path / "none"), nonsense=1)
+    with pytest.raises(GenerationError) as refused:
+        engine.connect()
+    engine.close()
+    (problem,) = refused.value.problems
+    assert engine.restarts == 0 and problem.what == "the engine cannot start"
+    assert "unexpected keyword argument 'nonsense'" in problem.why
+    assert "Traceback" in (tmp_path / "engine.log").read_text()
+
+
+def test_a_lost_engines_last_word_is_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dead:
+        def __init__(self, environment: dict[str, str], log: Path) -> None:
+            log.write_text("the log's last line\n")
+
+        def send(self, message: object) -> None:
+            raise EngineLost("the engine's process ended with -11")
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(child_engine, "ChildPipe", Dead)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    engine = colocated(tmp_path)
+    for _ in range(2):
+        with pytest.raises(EngineLost) as lost:
+            engine.connect()
+        engine.discard_engine(str(lost.value))
+    with pytest.raises(GenerationError) as given_up:
+        engine.connect()
+    (problem,) = given_up.value.problems
+    assert problem.what == "the engine was lost 2 times"
+    assert problem.why == "the engine's process ended with -11\nthe log's last line"
 
 
 @pytest.fixture(scope="module")
