@@ -2,6 +2,7 @@
 
     python bench/gpu_proof.py --minutes 40     all that is not known yet (make gpu-proof)
     python bench/gpu_proof.py --rows 'head*'   these rows alone; --again does them once more
+    python bench/gpu_proof.py --short          what says most, small: a quarter of an hour
     python bench/gpu_proof.py --set rounds=1   other sizes than a row's own, where it has them
     python bench/gpu_proof.py --rehearse       every row on the CPU, tiny; keeps nothing
     python bench/gpu_proof.py --show           the rows, and why some of them cannot run here
@@ -51,6 +52,7 @@ NO_GPU = (
     "bench/gpu_proof.py needs a GPU, and this machine shows none;"
     " --rehearse tries every row on the CPU"
 )
+SHORT_ROW_S = 150  # of a row, with --short
 SHARE = 0.5  # of its limit: with less time left, a row is not begun
 
 
@@ -64,6 +66,7 @@ class Place:
     commit: str
     rehearse: bool
     changed: dict[str, Any] = field(default_factory=dict)  # sizes, by --set
+    short: bool = False
 
     def key(self, row: ProofRow) -> Result:
         """What a result has to agree with for a row not to be done again."""
@@ -73,8 +76,16 @@ class Place:
         versions = {n: self.versions[n] for n in names if n in self.versions}
         return {
             "row": row.name, "commit": self.commit, "machine": self.machine, "versions": versions,
-            "rehearsed": self.rehearse, "changed": row.changes(self.changed),
+            "rehearsed": self.rehearse, "changed": self.changes(row),
         }  # fmt: skip
+
+    def changes(self, row: ProofRow) -> dict[str, Any]:
+        """The sizes of a row that are others than its own."""
+        return row.changes(self.changed, self.short and not self.rehearse)
+
+    def limit(self, row: ProofRow) -> int:
+        """The seconds that a row may take."""
+        return min(row.seconds, SHORT_ROW_S) if self.short else row.seconds
 
     def missing(self, row: ProofRow) -> str:
         """Why a row cannot run here; "" = it can."""
@@ -99,7 +110,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
 
 
-def look(rehearse: bool, trl_python: str, changed: dict[str, Any]) -> Place:
+def look(args: argparse.Namespace) -> Place:
     """This machine, without a GPU of it being touched."""
     versions = {}
     for name in ("torch", "transformers", "trl", "peft", "deepspeed"):
@@ -109,13 +120,13 @@ def look(rehearse: bool, trl_python: str, changed: dict[str, Any]) -> Place:
             continue
     if found := installed_vllm_version():
         versions["vllm"] = found
-    if trl_python:
-        versions["trl-python"] = ask_versions(trl_python)
-    there = [] if rehearse else visible_gpus()
+    if args.trl_python:
+        versions["trl-python"] = ask_versions(args.trl_python)
+    there = [] if args.rehearse else visible_gpus()
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     if there:
         machine = f"{len(there)} x {gpu_name()}"
-    return Place(machine, len(there), versions, commit(), rehearse, changed)
+    return Place(machine, len(there), versions, commit(), args.rehearse, dict(args.set), args.short)
 
 
 def ask_versions(python: str) -> str:
@@ -189,7 +200,8 @@ class Proof:
 
     def __init__(self, place: Place, args: argparse.Namespace):
         self.place, self.args = place, args
-        self.ends = time.monotonic() + 60 * args.minutes
+        usual = 12.0 if args.short else 40.0
+        self.ends = time.monotonic() + 60 * (usual if args.minutes is None else args.minutes)
         self.known, self.new = read(args.raw), []
         self.left: list[str] = []  # rows there was no time for
         self.folder = Path(tempfile.mkdtemp(prefix="rloo-proof-"))
@@ -220,19 +232,19 @@ class Proof:
 
     def alone(self, row: ProofRow) -> None:
         """A row in a process of its own. What the minutes cut off is not kept."""
-        left = self.seconds_left()
-        if left < SHARE * row.seconds:
+        left, limit = self.seconds_left(), self.place.limit(row)
+        if left < SHARE * limit:
             self.left.append(row.name)
             return
         folder = self.folder / f"row-{len(self.new)}"
         child = Child(self.args.listing, [row.name], self.place, folder)
         try:
-            found = child.result(0, min(row.seconds, left))
-            if found is None and left < row.seconds:
+            found = child.result(0, min(limit, left))
+            if found is None and left < limit:
                 self.left.append(row.name)
                 print(f"{row.name}: the minutes were over before it was", flush=True)
                 return
-            self.keep(row, found or hung(row, child))
+            self.keep(row, found or hung(limit, child))
         finally:
             child.end()
             shutil.rmtree(folder, ignore_errors=True)
@@ -245,8 +257,9 @@ class Proof:
         child = Child(self.args.listing, names, self.place, self.folder / "all")
         try:
             for number, row in enumerate(rows):
-                found = child.result(number, min(row.seconds, self.seconds_left()))
-                self.keep(row, found or hung(row, child))
+                limit = self.place.limit(row)
+                found = child.result(number, min(limit, self.seconds_left()))
+                self.keep(row, found or hung(limit, child))
                 if found is None or child.process.poll() is not None:
                     return
         finally:
@@ -269,10 +282,10 @@ class Proof:
             print(found.get("tail", ""), flush=True)
 
 
-def hung(row: ProofRow, child: Child) -> Result:
+def hung(limit: int, child: Child) -> Result:
     """The result of a row that did not end."""
-    why = f"had not ended after {row.seconds} s"
-    return {"status": "hung", "why": why, "tail": child.tail(), "seconds": float(row.seconds)}
+    why = f"had not ended after {limit} s"
+    return {"status": "hung", "why": why, "tail": child.tail(), "seconds": float(limit)}
 
 
 def is_bad(result: Result) -> bool:
@@ -294,10 +307,12 @@ def setting(word: str) -> tuple[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=40.0, help="no row goes on after them")
+    parser.add_argument("--minutes", type=float, help="no row goes on after them; 40")
     parser.add_argument("--rows", nargs="+", default=["*"], help="names, or patterns of them")
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="KEY=VALUE",
                         help="sizes, where a row has them, e.g. rounds=1")  # fmt: skip
+    parser.add_argument("--short", action="store_true",
+                        help="what says most, small, in order; --minutes is 12")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="also what is known already")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument("--quick", action="store_true", help="only rows whose rehearsal is short")
@@ -324,16 +339,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. -> exit code"""
     args = parse(argv)
     if args.child is not None:
-        serve(args.listing, args.rows, args.rehearse, args.child, dict(args.set))
+        serve(args.listing, args.rows, args.rehearse, args.child, dict(args.set), args.short)
         return 0
-    listed = importlib.import_module(args.listing).ROWS
+    listing = importlib.import_module(args.listing)
+    listed = listing.ROWS
     if args.make_page or args.check:
         return page(listed, args)
     rows = [row for row in listed if any(fnmatch.fnmatch(row.name, p) for p in args.rows)]
     rows = [row for row in rows if row.quick or not args.quick]
+    if args.short:
+        order = list(listing.SHORT)
+        rows = sorted((r for r in rows if r.name in order), key=lambda r: order.index(r.name))
     if args.trl_python:
         os.environ[TRL_PYTHON] = args.trl_python
-    place = look(args.rehearse, args.trl_python, dict(args.set))
+    place = look(args)
     if args.show:
         show(rows, place)
         return 0

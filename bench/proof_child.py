@@ -23,7 +23,7 @@ from typing import Any
 from proof_rows import ProofRow
 
 HERE = Path(__file__).resolve().parent
-MARK, TAIL = "RLOO_PROOF_MARK", 1500  # TAIL: characters kept of what a failed row said
+MARK, TAIL = "RLOO_PROOF_MARK", 4000  # TAIL: characters kept of what a failed row said
 Result = dict[str, Any]
 
 
@@ -31,10 +31,9 @@ class CannotRun(Exception):
     """A row cannot be shown here; the text says why. That is no failure."""
 
 
-def run_row(row: ProofRow, rehearse: bool, changed: dict[str, Any] | None = None) -> Result:
-    """Call the row's function; its result, also where it raises. `changed`: sizes, where it has
-    them."""
-    sizes = (row.tiny if rehearse else row.sizes) | row.changes(changed or {})
+def run_row(row: ProofRow, rehearse: bool, changed: dict[str, Any]) -> Result:
+    """Call the row's function; its result, also where it raises. `changed`: other sizes."""
+    sizes = (row.tiny if rehearse else row.sizes) | changed
     module, _, function = row.work.partition(":")
     device, dtype = ("cpu", "float32") if rehearse else ("cuda", row.dtype)
     if rehearse and not (row.vllm or row.slow):
@@ -73,13 +72,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def serve(
-    listing: str, names: Sequence[str], rehearse: bool, folder: Path, changed: dict[str, Any]
+    listing: str,
+    names: Sequence[str],
+    rehearse: bool,
+    folder: Path,
+    changed: dict[str, Any],
+    short: bool,
 ) -> None:
     """The child: its rows one after the other, `NUMBER.json` of each as it is done."""
     threading.Thread(target=end_with_starter, daemon=True).start()
     rows = {row.name: row for row in importlib.import_module(listing).ROWS}
     for number, name in enumerate(names):
-        found = json.dumps(run_row(rows[name], rehearse, changed), default=str)
+        row = rows[name]
+        changes = row.changes(changed, short and not rehearse)
+        found = json.dumps(run_row(row, rehearse, changes), default=str)
         part = folder / f"{number}.part"
         part.write_text(found, encoding="utf-8")
         part.replace(folder / f"{number}.json")
@@ -108,6 +114,7 @@ class Child:
             "--rows",
             *names,
         ]
+        words += ["--short"] * place.short
         words += ["--set", *(f"{n}={json.dumps(v)}" for n, v in place.changed.items())] * bool(
             place.changed
         )
@@ -167,6 +174,8 @@ def marked(mark: str) -> list[int]:
 def surroundings(rehearse: bool) -> dict[str, str]:
     """The environment of a child: no network, no GPU where it rehearses."""
     kept = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "1"}
+    # TRL sets it to ERROR where nobody has: an engine that failed would leave an empty log.
+    kept["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
     path = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     kept["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     if rehearse:

@@ -216,7 +216,7 @@ def marked(device: str, dtype: str, sizes: Facts) -> Facts:
     """The tests with these marks, in the files that have the mark gpu."""
     files = [p for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
     files = [p for p in files if ("mark.vllm" in p.read_text()) == ("and vllm" in sizes["marks"])]
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", sizes["marks"]]
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", sizes["marks"]]
     words += ["--collect-only"] if sizes["collect"] else ["-rfE"]
     said = subprocess.run([*words, *map(str, files)], cwd=ROOT, capture_output=True, text=True)
     lines = (said.stdout + said.stderr).strip().splitlines()

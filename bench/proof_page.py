@@ -31,6 +31,7 @@ shapes, and keeps nothing.
   roofline is what that work would take at that rate, and decoding at the measured bandwidth.
 """
 NOT_YET = "not yet run"
+BESIDE = "beside other rows, so without times"
 
 
 def page(rows: Sequence[ProofRow], results: Sequence[Result]) -> str:
@@ -62,7 +63,8 @@ def section(rows: Sequence[ProofRow], machine: str, results: Sequence[Result]) -
     lines = [f"## {machine}", "", f"{told}; commit {commits}; {dates[0]} to {dates[-1]}.", ""]
     lines += [table(rows, latest), *refusals(rows, latest), *findings(rows, latest)]
     for row in rows:
-        if row.name in latest and latest[row.name].get("facts", {}).get("table"):
+        found = latest.get(row.name, {})
+        if found.get("facts", {}).get("table") and not found.get("beside"):
             lines += ["", f"### {row.name}", "", *facts_table(latest[row.name]["facts"]["table"])]
     return "\n".join(lines) + "\n"
 
@@ -78,6 +80,10 @@ def table(rows: Sequence[ProofRow], latest: dict[str, Result]) -> str:
             continue
         verdict = found.get("verdict") or found["status"]
         said = found.get("why") or facts_line(found.get("facts", {}))
+        if changed := {n: v for n, v in found.get("changed", {}).items() if n != "model"}:
+            said += f"; with {', '.join(f'{n} {v}' for n, v in changed.items())}"
+        said += f"; {BESIDE}" if found.get("beside") else ""
+        said += f"; {found['note']}" if found.get("note") else ""
         cells = [row.name, about, f"**{verdict}**", f"{found['seconds']:.0f}", cell(said)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -33,9 +33,10 @@ class ProofRow:
     rehearsal: str = ""  # what a CPU leaves out
     slow: bool = False  # its rehearsal takes long
 
-    def changes(self, given: Sizes) -> Sizes:
-        """Those of `given` that this row has."""
-        return {name: value for name, value in given.items() if name in self.sizes}
+    def changes(self, given: Sizes, short: bool = False) -> Sizes:
+        """Those of `given` that this row has, on top of its short sizes where those are wanted."""
+        asked = (SHORT.get(self.name, {}) if short else {}) | given
+        return {name: value for name, value in asked.items() if name in self.sizes}
 
     @property
     def quick(self) -> bool:
@@ -112,8 +113,9 @@ def training() -> list[ProofRow]:
     rows = [
         ProofRow(
             f"train phase {name}", "The train phase against TRL's order of work",
-            "proof_train:phase", {"workload": name, "tiny": False, "rounds": 3},
-            {"workload": name, "tiny": True, "rounds": 1}, seconds=420,
+            "proof_train:phase",
+            {"workload": name, "tiny": False, "rounds": 3, "prompts": None},
+            {"workload": name, "tiny": True, "rounds": 1, "prompts": None}, seconds=420,
             packages=("peft",) * name.endswith("lora"), findings=("P6", "P8", "P10"),
         ) for name in ("W5", "W7", "W6-8L", "W6-lora")
     ]  # fmt: skip
@@ -348,3 +350,26 @@ def every() -> list[ProofRow]:
 
 
 ROWS: Sequence[ProofRow] = every()
+
+# For a GPU that is there for a quarter of an hour: the rows that say most, first, in sizes that
+# take half a minute. The others of a machine that is there for longer are not among them.
+_THIN = LARGE | {"num_hidden_layers": 4}
+SHORT: dict[str, Sizes] = {
+    "colocate, no sleep": {},
+    "whole step W8": {"prompts": 32, "turns": 1, "steps": 2},
+    "colocate, LoRA, sleep weights": {},
+    "head bfloat16": {},
+    "train phase W5": {"prompts": 16, "rounds": 2},
+    "colocate, sleep weights": {},
+    "weight sync 1B": {"times": 3},
+    "whole step W5, no vLLM": {"prompts": 16, "turns": 1, "steps": 2},
+    "memory, bfloat16": {"model": _THIN},
+    "memory, no logits": {"model": _THIN},
+    "optimizer": {},
+    "tests marked gpu": {},
+    "colocate, float32": {},
+    "colocate, one process": {},
+    "memory, reference": {"model": _THIN},
+    "memory, recomputed": {"model": _THIN},
+    "train phase W7": {"prompts": 4, "rounds": 2},
+}

@@ -56,7 +56,7 @@ def turn(tool: str, spec: Facts, folder: Path) -> Facts:
     if ended.returncode == 9 or "out of memory" in ended.stderr:
         raise Full(ended.stderr[-300:])
     if ended.returncode:
-        raise RuntimeError(f"{tool}: exit {ended.returncode}: {ended.stderr.strip()[-1200:]}")
+        raise RuntimeError(f"{tool}: exit {ended.returncode}: {ended.stderr.strip()[-3000:]}")
     found: Facts = json.loads(ended.stdout.strip().splitlines()[-1])
     return found
 
@@ -119,7 +119,7 @@ def whole(device: str, dtype: str, sizes: Facts) -> Facts:
                 try:
                     found["trl"].append(theirs.turn(folder))
                 except (Full, RuntimeError) as error:
-                    missing = str(error).strip()[-500:]
+                    missing = str(error).strip()[-1500:]
     if not found["rloo"]:
         raise CannotRun(missing)
     return told(shape, beta, found, missing)

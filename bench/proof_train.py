@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ def phase(device: str, dtype: str, sizes: Facts) -> Facts:
     """A train phase in all its variants: gradients compared, then timed in turns."""
     shape = SHAPES[sizes["workload"]]
     shape = gpu.tiny(shape) if sizes["tiny"] else shape
+    shape = replace(shape, prompts=sizes["prompts"] or shape.prompts)
     here = torch.device(device)
     peak = gpu.ceiling(here, 128 if sizes["tiny"] else 8192)
     names = [*gpu_parts.DEFAULT, *([] if sizes["tiny"] else ["shared_again"])]

@@ -120,6 +120,28 @@ def test_sizes_that_a_row_has_may_be_others_and_are_another_result(tmp_path):
     assert results(tmp_path)["first"]["facts"]["number"] == 1
 
 
+def test_the_short_rows_are_rows_and_change_only_what_those_have():
+    rows = {row.name: row for row in proof_rows.ROWS}
+    for name, sizes in proof_rows.SHORT.items():
+        assert set(sizes) <= set(rows[name].sizes), name
+        place = gpu_proof.Place("1 x H100", 1, {}, "abc", False, {"no": 1}, short=True)
+        assert place.key(rows[name])["changed"] == sizes
+        assert place.limit(rows[name]) <= gpu_proof.SHORT_ROW_S
+    place = gpu_proof.Place("1 x H100", 1, {}, "abc", False, {"rounds": 9}, short=True)
+    assert place.key(rows["train phase W5"])["changed"] == {"prompts": 16, "rounds": 9}
+
+
+def test_a_row_that_ran_beside_others_is_shown_without_its_times():
+    row = proof_rows.ROWS[2]
+    place = gpu_proof.Place("1 x H100", 1, {"torch": "2.13"}, "abc", False)
+    facts = {"off": 1e-7, "table": [{"head": "kept", "ms": 3.0}]}
+    found = place.key(row) | {"status": "done", "verdict": "confirmed", "facts": facts}
+    found |= {"seconds": 2.0, "date": "2026-11-27T00:00:00", "note": "and a note"}
+    assert "| head | ms |" in proof_page.page(proof_rows.ROWS, [found])
+    page = proof_page.page(proof_rows.ROWS, [found | {"beside": True}])
+    assert "| head | ms |" not in page and "so without times; and a note" in page
+
+
 def test_another_commit_machine_or_version_is_done_anew():
     row = proof_fakes.ROWS[0]
     place = gpu_proof.Place("1 x H100", 1, {"torch": "2.13", "vllm": "0.32"}, "abc", False)

@@ -187,7 +187,9 @@ def test_the_environment_sends_nothing_home_and_leaves_nothing_in_the_temp_folde
 ) -> None:
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path))
     given = environment(SERVER)
-    assert given["VLLM_NO_USAGE_STATS"] == given["DO_NOT_TRACK"] == given["PYTHONFAULTHANDLER"] == "1"
+    assert (
+        given["VLLM_NO_USAGE_STATS"] == given["DO_NOT_TRACK"] == given["PYTHONFAULTHANDLER"] == "1"
+    )
     assert given["VLLM_CPU_KVCACHE_SPACE"] == "1"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
         assert Path(given[name]).parent == tmp_path
