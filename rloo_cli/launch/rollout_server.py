@@ -7,7 +7,6 @@ needs a server of its own.
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -38,6 +37,7 @@ from rloo_cli.utils.child_process import (
 )
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import update_json, write_text
+from rloo_cli.utils.scratch_folder import ScratchFolder
 
 if TYPE_CHECKING:
     from rloo_cli.generation.vllm_server import Config as ServerConfig
@@ -54,7 +54,7 @@ class ServerProcess:
     folder: Path
     child: subprocess.Popen[bytes]
     log: Path
-    scratch: Path
+    scratch: ScratchFolder
     started_at: float  # time.monotonic
 
     @property
@@ -81,9 +81,8 @@ def start_server(
     stale = server_file.read_server_file(folder)
     if stale is not None and (stale.failed or stale.is_alive() is False):
         server_file.server_file_path(folder).unlink(missing_ok=True)
-    # mkdtemp makes it with mode 0700
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=short_temporary_folder()))
-    variables = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
+    scratch = ScratchFolder(SCRATCH_PREFIX, short_temporary_folder())
+    variables = {"RLOO_SERVER_SCRATCH": str(scratch.path), "RLOO_SERVER_LOG": str(log.absolute())}
     boot = WORKER_BOOT.format(package="rloo_cli.", module="generation.vllm.server")
     try:
         child = start_child(
@@ -93,7 +92,7 @@ def start_server(
             death_signal=signal.SIGTERM,
         )
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.remove()
         raise
     return ServerProcess(folder, child, log, scratch, time.monotonic())
 
@@ -143,7 +142,7 @@ def wait_for_server(
 def server_failure(process: ServerProcess, limit: float) -> RunError:
     """Why a server does not answer: what its process found wrong, else its log's last lines."""
     with contextlib.suppress(OSError, ValueError):
-        blocks = json.loads((process.scratch / ERROR_FILE).read_text())
+        blocks = json.loads((process.scratch.path / ERROR_FILE).read_text())
         kinds = {kind.code: kind for kind in (ConfigError, MachineError)}
         kind = kinds.get(blocks[0]["code"], GenerationError)
         return kind(*[Problem(**{k: v for k, v in b.items() if k != "code"}) for b in blocks])
@@ -187,7 +186,7 @@ def stop_server(process: ServerProcess, kill_timeout_s: float = SERVER_KILL_TIME
     mine = server_file.read_server_file(process.folder)
     if mine is not None and mine.pid == child.pid:
         server_file.server_file_path(process.folder).unlink(missing_ok=True)
-    shutil.rmtree(process.scratch, ignore_errors=True)
+    process.scratch.remove()
     return left
 
 

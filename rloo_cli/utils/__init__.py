@@ -16,6 +16,7 @@ ports            who listens where, and a socket of our own
 process_exit     how a worker process ends; libraries kept quiet
 redact           mask secrets
 rng              random states, and a completion's sampling seed
+scratch_folder   temporary folders that do not outlive a killed owner for long
 signals          whether a signal has asked the run to end
 sweep_time_slices  a trial's side of a sweep's time slices
 timers           seconds of the phases of a step

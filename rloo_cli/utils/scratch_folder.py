@@ -1,0 +1,45 @@
+"""Temporary folders that do not outlive their owner for long, however it ended.
+
+The owner keeps a file in its folder locked. The kernel lets go of the lock when the owner ends,
+also when it is killed, and whoever makes the next folder of the same kind removes those that nobody
+has locked any more.
+"""
+
+import fcntl
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+LOCK_FILE = "owner.lock"
+LOCKED = b"locked\n"  # what the file says once its owner had the lock
+
+
+class ScratchFolder:
+    """A new folder below `place`, readable by its owner alone; its name begins with `prefix`.
+
+    It is locked for as long as this object exists. Raises OSError where it cannot be made.
+    """
+
+    def __init__(self, prefix: str, place: str):
+        remove_abandoned_folders(prefix, place)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # with mode 0700
+        self._lock = (self.path / LOCK_FILE).open("wb")  # no child inherits it
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock.write(LOCKED)
+        self._lock.flush()
+
+    def remove(self) -> None:
+        """Remove it with everything in it; what cannot be removed stays."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_abandoned_folders(prefix: str, place: str) -> None:
+    """Remove folders of this kind whose owner has ended. Another user's cannot be opened; one
+    without the word LOCKED is new, and its owner about to lock it."""
+    for path in Path(place).glob(f"{prefix}*/{LOCK_FILE}"):
+        with suppress(OSError), path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.read() == LOCKED:
+                shutil.rmtree(path.parent, ignore_errors=True)
