@@ -56,7 +56,10 @@ def turn(tool: str, spec: Facts, folder: Path) -> Facts:
     if ended.returncode == 9 or "out of memory" in ended.stderr:
         raise Full(ended.stderr[-300:])
     if ended.returncode:
-        raise RuntimeError(f"{tool}: exit {ended.returncode}: {ended.stderr.strip()[-3000:]}")
+        lines = ended.stderr.strip().splitlines()
+        said = next((line for line in reversed(lines) if "rror: " in line), "")
+        tail = "\n".join(lines)[-3000:]
+        raise RuntimeError(f"{tool}: exit {ended.returncode}: {said.strip()}\n{tail}")
     found: Facts = json.loads(ended.stdout.strip().splitlines()[-1])
     return found
 
