@@ -284,22 +284,27 @@ def main() -> None:
         fault_injection.arm_faults()
         run_training(check.read_resolved_config(config_path), folder, resume_plan=start)
         code, state = 0, "finished"
-    except RunError as error:
+    except Exception as raised:
         log.error("%s", traceback.format_exc())
-        _write_error_detail(folder, error)
-        is_first = not is_remote_error(error) and not _repeats_rank0_error(error, rank)
-        if is_first and not isinstance(error, Stopped):
-            print_error(error)
-        code = error.code
-        state = "stopped" if isinstance(error, Stopped) else "failed"
-    except Exception as error:
-        log.error("%s", traceback.format_exc())
-        print_exit(error, f"the log is in {config_path.parent}")
+        error = signals.stop_behind(raised)
+        if isinstance(error, RunError):
+            _report_refusal(folder, error, rank)
+            code, state = error.code, "stopped" if isinstance(error, Stopped) else "failed"
+        else:
+            print_exit(error, f"the log is in {config_path.parent}")
     finally:
         with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
             if rank == 0 and run_json.exists():  # else the folder was taken away
                 update_json(run_json, state=state, code=code)
     console.end_process(code)
+
+
+def _report_refusal(folder: Path, error: RunError, rank: int) -> None:
+    """Write it to the run's folder, and print it unless another rank does or it is no error."""
+    _write_error_detail(folder, error)
+    is_first = not is_remote_error(error) and not _repeats_rank0_error(error, rank)
+    if is_first and not isinstance(error, Stopped):
+        print_error(error)
 
 
 def _repeats_rank0_error(error: RunError, rank: int) -> bool:

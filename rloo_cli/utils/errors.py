@@ -135,9 +135,9 @@ class TrackerError(RunError):
 
 
 class Stopped(RunError):
-    """Stopped early on request."""
+    """Stopped early on request. `at_once`: the signal's handler raised it, wherever that was."""
 
-    code = 75
+    code, at_once = 75, False
 
 
 def print_error(error: RunError) -> int:

@@ -27,20 +27,26 @@ def run_and_exit(
     code = 0
     try:
         work()
-    except OSError as error:
-        what = "a file cannot be read or written"
-        where = str(error.filename or "this machine")
-        fix = "see to that file, its rights and the space on its disk, then give the command again"
-        code = print_exit(StorageError(Problem(what, where, str(error), fix)))
-    except torch.OutOfMemoryError as error:
-        why = str(error).splitlines()[0]
-        code = print_exit(OutOfMemory(Problem("out of memory", "this machine", why, memory_fix)))
-    except Exception as error:
+    except Exception as raised:
+        error = _as_refusal(signals.stop_behind(raised), memory_fix)
         if isinstance(error, RunError) and is_printed_elsewhere(error):
             code = error.code
         else:
             code = print_exit(error)
     console.end_process(code)
+
+
+def _as_refusal(error: Exception, memory_fix: str) -> Exception:
+    """An error of files or of memory as a refusal with its exit code; any other as it is."""
+    if isinstance(error, OSError):
+        what = "a file cannot be read or written"
+        where = str(error.filename or "this machine")
+        fix = "see to that file, its rights and the space on its disk, then give the command again"
+        return StorageError(Problem(what, where, str(error), fix))
+    if isinstance(error, torch.OutOfMemoryError):
+        why = str(error).splitlines()[0]
+        return OutOfMemory(Problem("out of memory", "this machine", why, memory_fix))
+    return error
 
 
 def silence_libraries() -> None:

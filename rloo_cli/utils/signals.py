@@ -71,4 +71,19 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         os._exit(130)
     _received_signals.append((number, now))
     if _raise_at_once[0]:
-        raise_if_stopped()
+        try:
+            raise_if_stopped()
+        except Stopped as stopped:
+            stopped.at_once = True
+            raise
+
+
+def stop_behind(error: Exception) -> Exception:
+    """The Stopped that came of a signal at once, where `error` was raised because of it; else
+    `error`. What handles every error of a template or of a library takes Stopped for one, too."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, Stopped) and link.at_once:
+            return link
+        link = link.__cause__ or link.__context__
+    return error

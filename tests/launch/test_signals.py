@@ -8,6 +8,8 @@ from fork_cases import Forked
 from resume_cases import differing, left, temporaries
 
 from rloo_cli.checkpoint import manifest
+from rloo_cli.utils import signals
+from rloo_cli.utils.errors import Stopped, StorageError
 from rloo_cli.utils.files import read_json
 
 WORDS = (
@@ -116,3 +118,38 @@ def test_a_reward_that_fails_at_a_later_step_keeps_the_steps_before(forked: Fork
     said, run = forked.said(), forked.folder / "runs" / "smoke"
     assert "no answer from the judge" in said
     assert [p.name for p in manifest.list_checkpoints(run)] == ["checkpoint-1"]
+
+
+# Loading stops at once, wherever it is: here in a user's file, whose every error is a reward's.
+STOPPED_AT_IMPORT = """
+import os, signal, sys
+if "torch" in sys.modules:
+    os.kill(os.getpid(), signal.SIGTERM)
+def score(completions, **kwargs):
+    return [0.0] * len(completions)
+"""
+
+
+def test_a_signal_that_was_taken_for_an_error_of_what_it_met_is_still_a_stop(
+    forked: Forked,
+) -> None:
+    (forked.folder / "mine.py").write_text(STOPPED_AT_IMPORT)
+    reward = "+reward.mine={type: function, path: 'mine.py:score'}"
+    code, said = forked(*WORDS, "reward=[]", reward), forked.said()
+    assert code == 75 and "could not be imported" not in said, said
+
+
+def test_what_goes_wrong_while_a_run_is_saved_for_a_stop_is_not_hidden_by_it() -> None:
+    def fails_after(stopped: Stopped) -> Exception:
+        try:
+            try:
+                raise stopped
+            except Stopped:
+                raise StorageError("the disk is full") from None
+        except StorageError as error:
+            return error
+
+    late, at_once = Stopped("asked to end"), Stopped("asked to end")
+    at_once.at_once = True
+    assert isinstance(signals.stop_behind(fails_after(late)), StorageError)
+    assert signals.stop_behind(fails_after(at_once)) is at_once
