@@ -28,8 +28,8 @@ shapes, and keeps nothing.
 
 Where a GPU is there for a quarter of an hour, `--short` takes the rows that say most, in sizes of
 half a minute. Where it has no network, `bench/carry.py` brings wheels, and `python
-bench/slim_libraries.py FOLDER` first overwrites all but one GPU's code in their libraries: vLLM
-0.22.1 then travels in 44 MB with all that it imports.
+bench/slim_libraries.py FOLDER` first overwrites all but one GPU's code in their libraries, which
+then compress to a fraction.
 
 - **confirmed**, **refuted**: the row has a criterion, and the GPU met it or did not.
 - **measured**: figures without a criterion. A row where `rloo` is slower than TRL stays, marked.

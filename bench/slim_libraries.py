@@ -4,8 +4,8 @@
 
 A wheel's library holds machine code for every kind of GPU. In each library below FOLDER all but the
 code for compute capability `--keep` is overwritten with zeros, in place: the files stay as long as
-they were, and compress to a fraction (vLLM 0.22.1's `_C`: 67 MB by xz, 9 afterwards). What has no
-code for that GPU cannot run any more, PTX included. Libraries without CUDA code stay as they are.
+they were, and compress to a fraction. What has no code for that GPU cannot run any more, PTX
+included. Libraries without CUDA code stay as they are.
 """
 
 import argparse
