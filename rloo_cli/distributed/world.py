@@ -11,11 +11,12 @@ state of a single process is not used either: a GPU has no number there (state.p
 numbers are those of accelerate 1.15; `python bench/accelerate_parts.py` compares the numbers.
 """
 
+import contextlib
 import os
 import pickle
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -43,6 +44,10 @@ from rloo_cli.utils.errors import (
 from rloo_cli.utils.files import JsonObject
 
 T = TypeVar("T")
+# One of these is in torch's message when the other side of a collective is gone.
+COLLECTIVE_ERRORS = (
+    "gloo", "Gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Broken pipe",
+)  # fmt: skip
 RANK0_TIMEOUT_FACTOR = (
     4.0  # times a generation's own deadlines that the others wait for a rank that leads
 )
@@ -281,6 +286,27 @@ def rank_lost_error(where: str, why: str) -> GenerationError:
     error = GenerationError(Problem("another rank does not answer any more", where, why, fix))
     error.__dict__["lost"] = True
     return error
+
+
+@contextlib.contextmanager
+def explain_lost_ranks(where: str) -> Iterator[None]:
+    """Let torch's error of a collective inside say that another rank is gone.
+
+    `where`: what this rank was doing. Raises GenerationError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if environment_number("WORLD_SIZE", 1) == 1 or not is_collective_error(error):
+            raise
+        raise rank_lost_error(where, str(error).strip().partition("\n")[0]) from error
+
+
+def is_collective_error(error: RuntimeError) -> bool:
+    """Whether this is torch's, in which the other side of a collective is gone."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, dist.DistError) or any(w in str(error) for w in COLLECTIVE_ERRORS)
 
 
 def is_rank_lost(error: BaseException) -> bool:

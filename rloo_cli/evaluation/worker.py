@@ -28,7 +28,12 @@ from rloo_cli.data.image_rules import check_image_run
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed import device_count, gather
 from rloo_cli.distributed.engine import ParallelEngine
-from rloo_cli.distributed.world import World, is_printed_elsewhere, join_ranks
+from rloo_cli.distributed.world import (
+    World,
+    explain_lost_ranks,
+    is_printed_elsewhere,
+    join_ranks,
+)
 from rloo_cli.evaluation.evaluate import (
     AnsweredSet,
     answer_eval_sets,
@@ -263,6 +268,7 @@ def main() -> None:
 
     def evaluate() -> None:
         fault_injection.arm_faults()
-        run_evaluation(Path(sys.argv[1]))
+        with explain_lost_ranks("in the evaluation"):
+            run_evaluation(Path(sys.argv[1]))
 
     process_exit.run_and_exit(evaluate, "lower eval.batch_size", is_printed_elsewhere)

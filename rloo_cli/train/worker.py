@@ -21,6 +21,8 @@ from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.world import (
+    explain_lost_ranks,
+    is_collective_error,
     is_rank_lost,
     is_remote_error,
     is_shared_error,
@@ -64,10 +66,6 @@ from rloo_cli.utils.errors import (
 from rloo_cli.utils.files import JsonObject, update_json, write_json
 
 log = logging.getLogger("rloo")
-# One of these is in torch's message when the other side of a collective is gone.
-COLLECTIVE_ERRORS = (
-    "gloo", "Gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Broken pipe",
-)  # fmt: skip
 # The run's state is whole at these errors: it is saved.
 SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError, GuardError)
 
@@ -120,7 +118,8 @@ def _build_with_memory(
     rng.seed_generators(settings.seed)  # alike on all ranks: new heads are the same
     bytes_before = memory_check.reset_peak_memory()
     try:
-        run = build_run(settings, resume_plan.folder, functions, resume_plan)
+        with explain_lost_ranks("while the run was built"):
+            run = build_run(settings, resume_plan.folder, functions, resume_plan)
     except torch.OutOfMemoryError as error:
         phase = getattr(error, "__notes__", ["the start"])[0]
         when = f"while the run was built, {phase}"
@@ -160,7 +159,7 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
         when = f"in step {run.state.step + 1}, {phase}"
         raise out_of_memory_error(error, when, phase, settings, run) from error
     except RuntimeError as error:
-        if run.world.size == 1 or not any(word in str(error) for word in COLLECTIVE_ERRORS):
+        if run.world.size == 1 or not is_collective_error(error):
             raise
         where = f"step {run.state.step + 1}, {run.log.current_phase}"
         raise rank_lost_error(where, str(error).strip().partition("\n")[0]) from error

@@ -47,6 +47,14 @@ def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(forked, engin
     assert [r["step"] for r in strict(run / "metrics.jsonl") if "loss" in r] == [1, 2, 3]
 
 
+def test_a_rank_that_is_killed_while_the_run_is_built_is_what_the_others_say(forked):
+    words = [*WORDS, *SHORT, *spread("ddp"), "name=b"]
+    assert forked(*words, faults="load@1=kill9#1", ranks=2) in (5, 6)
+    said = forked.said()
+    assert "another rank does not answer any more" in said and "while the run was built" in said
+    assert "Traceback" not in said and "bug in rloo" not in said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_fails_on_one_rank_is_no_checkpoint_and_the_run_goes_on(forked, rank):
     words = [*WORDS, *SHORT, *spread("fsdp2"), "name=f", "checkpoint.every=2"]

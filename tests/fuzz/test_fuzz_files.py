@@ -74,7 +74,7 @@ def written(draw: st.DrawFn, path: Path) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-@effort(25)
+@effort(12)
 @given(st.data(), st.sampled_from(sorted(VERBS)))
 def test_whatever_a_runs_files_hold_every_verb_answers(
     runs: Path, without_pictures: None, data: st.DataObject, verb: str

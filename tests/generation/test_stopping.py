@@ -124,7 +124,7 @@ def test_the_tail_finds_a_stop_string_exactly_when_the_whole_text_has_it(model):
         spell, model, config(stop=["é🙂a", "bb\n"], max_completion_length=999)
     )
     draw, hits = random.Random(0), 0
-    for _ in range(40):
+    for _ in range(12):
         text = "".join(draw.choices("é🙂ab\n", k=60))
         ids = [i for b in spell.encode(text) for i in [b] + [special] * draw.choice([0, 0, 0, 30])]
         whole = [spell.decode(ids[:n], skip_special_tokens=True) for n in range(1, len(ids) + 1)]
@@ -135,7 +135,7 @@ def test_the_tail_finds_a_stop_string_exactly_when_the_whole_text_has_it(model):
             hits += 1
             kept = rule.text(ids[: ends[0]])
             assert text.startswith(kept) and text[len(kept) :].startswith(("é🙂a", "bb\n"))
-    assert hits > 10
+    assert hits > 3
 
 
 def test_rollouts_carry_seed_and_weight_version(model):

@@ -22,8 +22,9 @@ NO_KEYS = ("py", "json", "safetensors", "generate")  # train.py, transformers' m
 
 def _keys_in(text: str, known: dict[str, str]) -> list[str]:
     """What in a text looks like a key of a section."""
-    sections = {key.partition(".")[0] for key in known if "." in key}
-    found = [key for key in DOTTED.findall(text) if key.partition(".")[0] in sections]
+    dotted = DOTTED.findall(text)
+    sections = {key.partition(".")[0] for key in known if "." in key} if dotted else set()
+    found = [key for key in dotted if key.partition(".")[0] in sections]
     return [key for key in found if key.rpartition(".")[2] not in NO_KEYS]
 
 

@@ -24,7 +24,12 @@ from rloo_cli.config.supervised import training_data, training_model
 from rloo_cli.data import dataset
 from rloo_cli.distributed import gather, meta_load
 from rloo_cli.distributed.engine import ParallelEngine
-from rloo_cli.distributed.world import World, is_printed_elsewhere, join_ranks
+from rloo_cli.distributed.world import (
+    World,
+    explain_lost_ranks,
+    is_printed_elsewhere,
+    join_ranks,
+)
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy
 from rloo_cli.train.supervised import examples, parallel, reward_model, sft
@@ -228,8 +233,9 @@ def _errors_name_section(section: str) -> Iterator[None]:
 def main() -> None:
     """Run the process that `cli/supervised` starts; its exit code says what stopped it."""
     folder, section = Path(sys.argv[1]), sys.argv[2]
-    process_exit.run_and_exit(
-        lambda: run_supervised_training(folder, section),
-        f"lower {section}.micro_batch_size",
-        is_printed_elsewhere,
-    )
+
+    def train() -> None:
+        with explain_lost_ranks(f"in rloo {section.replace('_', '-')}"):
+            run_supervised_training(folder, section)
+
+    process_exit.run_and_exit(train, f"lower {section}.micro_batch_size", is_printed_elsewhere)
