@@ -83,14 +83,18 @@ class SlurmJob:
 
 
 def measured_lead_s(folder: Path) -> int | None:
-    """Seconds that the slowest of the last steps, a save and SPARE_S took in an earlier run."""
-    save = read_json(folder / "run.json").get("save_seconds")
-    file = folder / "metrics.jsonl"
-    if save is None or not file.is_file():
+    """Seconds that a save and the slowest of the last steps took in an earlier run, and a margin.
+
+    None where there is none that can be read.
+    """
+    try:
+        save = read_json(folder / "run.json").get("save_seconds")
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-50:]
+        rows = [json.loads(line) for line in lines if line.strip()]
+        steps = [row["step_time"] for row in rows if "step_time" in row]
+        return int(max(steps) + save + SIGNAL_MARGIN_S) + 1
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return None
-    rows = [json.loads(line) for line in file.read_text().splitlines()[-50:] if line.strip()]
-    steps = [row["step_time"] for row in rows if "step_time" in row]
-    return int(max(steps) + save + SIGNAL_MARGIN_S) + 1 if steps else None
 
 
 def fill_batch_script(job: SlurmJob) -> str:

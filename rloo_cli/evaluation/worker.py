@@ -5,7 +5,6 @@ about.json, which describes the run that the model is from. It writes the result
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +50,7 @@ from rloo_cli.generation.common.stop_rule import stop_ids
 from rloo_cli.policy import load, lora, reward_load
 from rloo_cli.policy.model import Policy
 from rloo_cli.reporting.log import samples_to_jsonl
+from rloo_cli.reporting.metrics_lines import read_training_lines
 from rloo_cli.reporting.panel import evaluation_table
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
@@ -88,7 +88,8 @@ def run_evaluation(folder: Path) -> JsonObject:
     state, world = _restore_run_state(about), join_ranks(settings)
     setup, policy = _build_setup(settings, world, folder)
     setup.generator.load(policy, state.updates)  # each sample says which weights made it
-    lines = _training_lines(about["run"], state.step)
+    journal = Path(about["run"] or "", "metrics.jsonl")
+    lines = read_training_lines(journal, state.step) if about["run"] else []
     trainer_state = state.trainer_state(about["steps"], about["prompts"], settings, lines)
     try:
         answered = answer_eval_sets(setup, trainer_state, _progress_printer(world))
@@ -148,15 +149,6 @@ def _write_judge_results(folder: Path, judge: Judge, judged: JudgedSets, console
     write_text(folder / "pairs.csv", pairs_to_csv(judged.pair_records))
     write_json(folder / "judge.json", judging.judge_summary(judge, judged))
     console.print(judging.judge_table(judge, judged))
-
-
-def _training_lines(run_path: str | None, step: int) -> list[JsonObject]:
-    """The lines of metrics that a reward could see at that step of the run."""
-    path = Path(run_path, "metrics.jsonl") if run_path else None
-    if path is None or not path.is_file():
-        return []
-    lines = map(json.loads, path.read_text().split("\n")[:-1])  # the last line may be cut off
-    return [line for line in lines if line["step"] <= step and "step_time" in line]
 
 
 def _restore_run_state(about: JsonObject) -> RunState:

@@ -26,7 +26,8 @@ from rloo_cli.data.rollout_record import RecordedStep, read_rollout_record
 from rloo_cli.distributed.world import cpu_world
 from rloo_cli.generation.common.record_player import RecordPlayer
 from rloo_cli.generation.common.rollouts import Rollouts
-from rloo_cli.inspection.step_replay import read_attempt_config, training_lines_before
+from rloo_cli.inspection.step_replay import read_attempt_config
+from rloo_cli.reporting.metrics_lines import read_training_lines
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.run import Run, RunState
@@ -178,7 +179,7 @@ def _scored_batch(folder: Path, record: RecordedStep, settings: RunConfig, rewar
     player, clock = RecordPlayer(folder), StepTimer()
     rollouts = Rollouts(settings, algorithm, prompts, player, [reward], clock, world)
     state = RunState(**record.head["state"])
-    history = training_lines_before(folder, state.step)
+    history = read_training_lines(folder / "metrics.jsonl", state.step)
     batch = rollouts.next_batch(
         state.step, state.place, _trainer_state(record, state, settings, history)
     )

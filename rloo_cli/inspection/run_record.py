@@ -4,7 +4,6 @@
 `inspect_run_folder` reads what can be read, of a damaged folder too, and says what could not.
 """
 
-import json
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -185,7 +184,7 @@ def _read_judge_tallies(folder: Path) -> dict[str, JsonObject]:
     """Opponent -> the tally of the first set, of the last judged evaluation."""
     tallies: dict[str, JsonObject] = {}
     for path in sorted(folder.glob("eval/*/judge.json"), key=lambda p: p.stat().st_mtime):
-        judged = json.loads(path.read_text())
+        judged = read_json(path)
         tally = next(iter(judged.get("sets", {}).values()), None)
         if tally is not None and tally.get("rate") is not None:
             tallies[str(judged.get("keys", {}).get("against", "reference"))] = tally

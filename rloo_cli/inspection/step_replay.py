@@ -8,7 +8,6 @@ built in a temporary folder; the run's is only read. Imports torch.
 
 import contextlib
 import io
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +25,7 @@ from rloo_cli.data import rollout_files
 from rloo_cli.data.rollout_record import RecordedStep, read_rollout_record, without_updates
 from rloo_cli.generation.replay import changed_keys
 from rloo_cli.inspection.step_differences import StepComparison, compare_steps
+from rloo_cli.reporting.metrics_lines import read_training_lines
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.build import build_run
@@ -159,7 +159,7 @@ def replay_step(
             on_progress(f"making the updates of step {other} again")
             _train_recorded_step(run, read_rollout_record(folder, other))
         on_progress(f"computing step {step}")
-        run.log.training_lines = training_lines_before(folder, run.state.step)
+        run.log.training_lines = read_training_lines(folder / "metrics.jsonl", run.state.step)
         state = run.state
         batch = run.rollouts.next_batch(state.step, state.place, state.seen_by_rewards(run))
         progress = StepProgress(batch)
@@ -297,11 +297,3 @@ def _train_recorded_step(run: Run, record: RecordedStep) -> None:
     run.state.advance(batch)
     update_algorithm_state(run, batch)
     run.step_progress = None
-
-
-def training_lines_before(folder: Path, step: int) -> list[JsonObject]:
-    """The lines of metrics that rewards could see after `step` steps."""
-    path = folder / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [line for line in lines if "step_time" in line and line["step"] <= step]

@@ -38,7 +38,13 @@ from rloo_cli.launch.topology import (
 )
 from rloo_cli.utils import child_process, fault_injection
 from rloo_cli.utils.errors import ConfigError, GuardError, Problem, RunError, StorageError
-from rloo_cli.utils.files import read_json, update_json, write_json, write_text
+from rloo_cli.utils.files import (
+    read_json,
+    update_json,
+    write_json,
+    write_text,
+    write_whole_file,
+)
 
 # What an attempt writes before its worker comes to train; anything else in a folder is not ours.
 ATTEMPT_FILES = ("run.json", "config.yaml", "overrides.txt", "env.json")
@@ -51,7 +57,7 @@ class FolderSnapshot:
 
     missing_folders: list[Path] = field(default_factory=list)  # did not exist, deepest first
     entries: frozenset[Path] = frozenset()  # of the run folder, and of its logs
-    texts: dict[Path, str] = field(default_factory=dict)  # of files that every attempt rewrites
+    contents: dict[Path, bytes] = field(default_factory=dict)  # of what every attempt rewrites
     latest_log_link: str | None = None  # where logs/latest pointed
 
 
@@ -62,10 +68,11 @@ def snapshot_attempt_folder(plan: ResumePlan) -> FolderSnapshot:
     if missing[:1] == [folder]:
         return FolderSnapshot(missing)
     entries = [*folder.iterdir(), *(logs.iterdir() if logs.is_dir() else [])]
-    texts = {p: p.read_text() for p in (folder / name for name in ATTEMPT_FILES) if p.is_file()}
+    files = [folder / name for name in ATTEMPT_FILES]
+    contents = {path: path.read_bytes() for path in files if path.is_file()}
     link = logs / "latest"
     latest = os.readlink(link) if link.is_symlink() else None
-    return FolderSnapshot(missing, frozenset(entries), texts, latest)
+    return FolderSnapshot(missing, frozenset(entries), contents, latest)
 
 
 def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
@@ -75,7 +82,7 @@ def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
     folder, logs = plan.folder, plan.folder / "logs"
     ours = [p for p in _attempt_paths(plan) if p not in snapshot.entries]
     foreign = [p for p in folder.iterdir() if p not in (*ours, *snapshot.entries, logs)]
-    if foreign and not snapshot.texts:  # with a run.json it stays a run's folder
+    if foreign and not snapshot.contents:  # with a run.json it stays a run's folder
         update_json(folder / "run.json", state="failed")
         return
     for path in ours:
@@ -83,8 +90,8 @@ def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    for path, text in snapshot.texts.items():
-        write_text(path, text)
+    for path, content in snapshot.contents.items():
+        write_whole_file(path, content)
     if snapshot.latest_log_link is not None:
         with contextlib.suppress(OSError):
             (logs / "latest").unlink(missing_ok=True)

@@ -98,19 +98,33 @@ def read_metrics_lines(path: Path) -> list[MetricsMapping]:
         why = "it is not a file" if path.exists() else "there is no such file"
         fix = "name a run's metrics.jsonl"
         raise ConfigError(Problem("no metrics to draw", str(path), why, fix))
-    lines, packer = [], LinePacker()
+    packer = LinePacker()
+    lines = [packer.pack(metrics) for metrics in _json_lines(path)]
+    return sorted(lines, key=lambda metrics: metrics["step"])
+
+
+def read_training_lines(path: Path, step: int) -> list[JsonObject]:
+    """The lines of training up to `step`, as rewards saw them; [] where there is no such file.
+
+    Raises ConfigError as `read_metrics_lines`.
+    """
+    lines = _json_lines(path) if path.is_file() else ()
+    return [line for line in lines if line["step"] <= step and "step_time" in line]
+
+
+def _json_lines(path: Path) -> Iterator[JsonObject]:
+    """Each line of a metrics.jsonl that has a step, but for a last one that a kill cut off."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 metrics = json.loads(line) if line.strip() else None
             except (ValueError, RecursionError) as error:  # also where it is not UTF-8
                 if not file.read(1):
-                    break
+                    return
                 what, where = "a line of metrics is not JSON", f"{path}:{number}"
                 raise ConfigError(Problem(what, where, str(error), "correct that line")) from None
             if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
-                lines.append(packer.pack(metrics))
-    return sorted(lines, key=lambda metrics: metrics["step"])
+                yield metrics
 
 
 class MetricsReader:

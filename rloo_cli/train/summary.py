@@ -76,7 +76,10 @@ def _gold_answer(example: JsonObject) -> str:
 
 
 def _greedy_samples(folder: Path, name: str, step: int) -> dict[int, JsonObject]:
-    """The greedy samples of an evaluation, by the index of the prompt; {} if the file is gone."""
+    """The greedy samples of an evaluation, by the index of the prompt; {} without any."""
     path = folder / "samples" / f"{eval_lines.eval_samples_name(name, step)}.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {sample["draw"]: sample for sample in map(json.loads, lines) if sample["greedy"]}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return {sample["draw"]: sample for sample in map(json.loads, lines) if sample["greedy"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # gone, or written over
+        return {}

@@ -240,6 +240,9 @@ def test_the_end_is_told_from_files_and_not_from_memory(tmp_path, capsys):
     run.log.metrics_lines = []
     run.log.restore({"pending": [], "counts": []})  # as a resumed run does
     assert (summary.summarize_run(run), said(run, capsys)) == expected and expected[0]["before"]
+    for file in (run.folder / "samples").iterdir():
+        file.write_bytes(b"\xa1")
+    assert summary.summarize_run(run) == expected[0] and "reward" in said(run, capsys)
 
 
 @pytest.mark.parametrize("words", [["data.eval_split=null"], ["eval.at_start=false"], [*SETS]])

@@ -144,6 +144,7 @@ def test_whatever_a_completion_looks_like(
 @effort(60)
 @given(bodies(GROUP))
 @example(b"[1]")
+@example(b'{"completions": [{"ids": "AAwAAAAEAAAA", "logp": "", "finish_reason": "stop"}]}')
 def test_whatever_a_groups_completions_look_like(
     asked: tuple[HttpClient, str], body: bytes
 ) -> None:

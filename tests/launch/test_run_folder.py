@@ -123,6 +123,18 @@ def test_nothing_that_was_there_before_a_run_is_changed_or_gone(part: int, forke
             assert {*after} - {*before} == {str(root / "out")}, (seed, aim, end, said)
 
 
+def test_what_a_refused_attempt_wrote_over_is_put_back_byte_for_byte(tmp_path: Path) -> None:
+    theirs = dict.fromkeys(launcher.ATTEMPT_FILES, b"\xa1\r\nmine")
+    for name, content in theirs.items():
+        (tmp_path / name).write_bytes(content)
+    plan = ResumePlan(tmp_path)
+    before = launcher.snapshot_attempt_folder(plan)
+    for name in theirs:
+        (tmp_path / name).write_text("{}")
+    launcher.restore_attempt_folder(plan, before)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == theirs
+
+
 # What is refused, and what is not.
 
 MINE = ({".env": "SECRET=1"}, {"logs/old.log": "old"}, {".git/HEAD": "ref", "logs/x": ""},

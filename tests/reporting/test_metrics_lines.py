@@ -11,7 +11,13 @@ from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.inspection.run_screen import RunScreen
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import smooth_values
-from rloo_cli.reporting.metrics_lines import LinePacker, MetricsReader, read_metrics_lines
+from rloo_cli.reporting.metrics_lines import (
+    LinePacker,
+    MetricsReader,
+    read_metrics_lines,
+    read_training_lines,
+)
+from rloo_cli.utils.errors import ConfigError
 
 LINES = [
     {"step": 1, "reward": 0.1, "kl": -1e-300, "updates": 3},
@@ -84,6 +90,17 @@ def test_a_reader_reads_what_is_new_alone(tmp_path: Path, monkeypatch: pytest.Mo
         file.write('{"step": 3}\nnonsense\n{"step": 4')
     assert [row["step"] for row in reader.read()] == [1, 2, 3] and len(parsed) == 4
     assert reader.problems == [f"{path}:4: a line of metrics is not an entry"]
+
+
+def test_lines_of_training_are_those_that_a_reward_saw_or_a_refusal(tmp_path: Path) -> None:
+    rows = [{"step": s, "step_time": 1.5} for s in (1, 2, 3)]
+    path = write(tmp_path / "metrics.jsonl", {"step": 0, "eval_reward": 1.0}, *rows)
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "step_t')
+    assert read_training_lines(path, 2) == rows[:2]
+    assert read_training_lines(tmp_path / "none.jsonl", 2) == []
+    path.write_bytes(b"\xa1\n" + path.read_bytes())
+    with pytest.raises(ConfigError, match="a line of metrics is not JSON"):
+        read_training_lines(path, 2)
 
 
 def test_a_line_takes_eight_bytes_a_number_and_not_its_names_again(tmp_path: Path) -> None:

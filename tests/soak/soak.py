@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,11 +59,11 @@ KINDS = {
 }  # fmt: skip
 RANDOM_TIMES = """
 import os, random, time
-_real, _jump = time.time, [0.0, 0.0]
+_real, _jump, _draw = time.time, [0.0, 0.0], random.Random()  # the run's own is left alone
 def _time():
     if time.monotonic() > _jump[0]:
-        _jump[0] = time.monotonic() + random.uniform(0.2, 2)
-        _jump[1] = random.choice([0.0, 3600.0, -3600.0, 86400.0 * 365])
+        _jump[0] = time.monotonic() + _draw.uniform(0.2, 2)
+        _jump[1] = _draw.choice([0.0, 3600.0, -3600.0, 86400.0 * 365])
     return _real() + _jump[1]
 if os.environ.get("RLOO_SOAK_CLOCK"):
     time.time = _time
@@ -272,6 +273,11 @@ def check_ended(soak: Soak, folder: Path, whole: Path, env: dict[str, str]) -> N
                           capture_output=True, text=True)  # fmt: skip
     if told.returncode or not json.loads(told.stdout)["conserved"]:
         found.append(f"the ledger does not add up: {told.stdout[-500:]}{told.stderr[-500:]}")
+    if found:
+        kept = Path(tempfile.mkdtemp(prefix="rloo-soak-"))
+        shutil.copytree(run, kept / "disturbed")
+        shutil.copytree(whole, kept / "whole")
+        print(f"  both runs are kept in {kept}", flush=True)
     soak.wrong += [f"{soak.kind}: {one}" for one in found]
 
 

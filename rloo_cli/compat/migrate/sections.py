@@ -49,9 +49,9 @@ def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
     if system.endswith(".txt"):  # ms-swift takes a file here
         text = recipe.original_text("system")
         recipe.take("system")
-        if Path(system).is_file():
-            recipe.put("data.system", Path(system).read_text().strip(), text)
-        else:
+        try:
+            recipe.put("data.system", Path(system).read_text(encoding="utf-8").strip(), text)
+        except (OSError, ValueError):  # not here, or in another encoding
             recipe.notes.append(f"{text} is a file: set data.system to its text")
 
 

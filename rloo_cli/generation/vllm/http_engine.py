@@ -448,8 +448,14 @@ def _packed_mask(item: JsonObject) -> SamplingMask | None:
 
 
 def decode_numbers(text: str, struct_code: str) -> list[Any]:
-    """Numbers of 4 bytes (`struct_code` i or f) from the base64 of their little-endian bytes."""
-    return [value for (value,) in struct.iter_unpack(f"<{struct_code}", base64.b64decode(text))]
+    """Numbers of 4 bytes (`struct_code` i or f) from the base64 of their little-endian bytes.
+
+    Raises ValueError for other bytes.
+    """
+    data = base64.b64decode(text)
+    if len(data) % 4:
+        raise ValueError(f"{len(data)} bytes are no numbers of 4 bytes")
+    return [value for (value,) in struct.iter_unpack(f"<{struct_code}", data)]
 
 
 def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -> EngineCompletion:

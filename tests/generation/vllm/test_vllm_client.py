@@ -162,9 +162,19 @@ def test_of_a_group_that_was_lost_on_the_way_only_what_is_missing_is_drawn_again
     assert [group.rollouts for group in chosen] == before and sorted(told) == [0, 1, 2, 3]
 
 
+# The first are nine bytes.
+NO_NUMBERS = {"ids": "AAwAAAAEAAAA", "logp": "", "finish_reason": "stop", "versions": ["1"]}
+
+
 @pytest.mark.parametrize(
     "said",
-    [{}, {"completions": []}, {"completions": [{"ids": "!", "logp": "", "versions": []}]}, None],
+    [
+        {},
+        {"completions": []},
+        {"completions": [{"ids": "!", "logp": "", "versions": []}]},
+        None,
+        {"completions": [NO_NUMBERS]},
+    ],
 )
 def test_a_group_in_another_form_is_named_with_its_server(said):
     with pytest.raises(GenerationError, match="http://b answered in another form"):
