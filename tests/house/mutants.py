@@ -135,10 +135,12 @@ class Table:
         self.state = _state()
         self.found: dict[str, str] = {}
         self.passes: dict[str, bool] = {}  # test -> whether it passes with all guards in place
+        self.began = time.monotonic()  # less what a run that was cut took
         if CUT.exists() and not anew:
             cut = json.loads(CUT.read_text())
             if cut["state"] == self.state:
                 self.found, self.passes = cut["found"], cut["passes"]
+                self.began -= 60 * cut["minutes"]
         self.mutants = mutants
         self.waiting = [m for m in mutants if m["guard"] not in self.found]
 
@@ -150,8 +152,13 @@ class Table:
 
     def keep(self) -> None:
         """Write down what is known."""
-        held = {"state": self.state, "found": self.found, "passes": self.passes}
+        held = {"state": self.state, "found": self.found, "passes": self.passes,
+                "minutes": self.minutes()}  # fmt: skip
         CUT.write_text(json.dumps(held))
+
+    def minutes(self) -> float:
+        """How long this took, with what a run that was cut took."""
+        return (time.monotonic() - self.began) / 60
 
     def run(self, slots: list[Slot]) -> None:
         """Until nothing waits."""
@@ -211,7 +218,6 @@ def main() -> int:
     if given.changed:
         files = _changed()
         mutants = [m for m in mutants if files & {m["file"], m["test"].partition("::")[0]}]
-    began = time.monotonic()
     table = Table(mutants, given.anew)
     if len(table.waiting) < len(mutants):
         print(f"{len(mutants) - len(table.waiting)} of {len(mutants)} are known already")
@@ -220,8 +226,7 @@ def main() -> int:
         slots = [Slot(Path(folder) / str(n)) for n in range(given.processes)]
         table.run(slots)
     bad = sum(table.found[m["guard"]] != FAILS for m in mutants)
-    minutes = (time.monotonic() - began) / 60
-    print(f"{len(mutants)} guards, {bad} without a test that fails; {minutes:.0f} minutes")
+    print(f"{len(mutants)} guards, {bad} without a test that fails; {table.minutes():.0f} minutes")
     if not given.words and not given.changed:
         CUT.unlink(missing_ok=True)
     return int(bad > 0)
