@@ -81,7 +81,10 @@ def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
 
 def _publish_checkpoint(run: Run, target: Path) -> None:
     _write_latest(run, target)
-    _prune_checkpoints(run)
+    try:
+        _prune_checkpoints(run)
+    except OSError as error:  # what is saved is saved
+        run.log.note(f"warning: an older checkpoint was not removed: {error}")
 
 
 def _write_checkpoint(run: Run, position: manifest.CheckpointPosition, target: Path) -> None:
@@ -287,6 +290,7 @@ def _prune_checkpoints(run: Run) -> None:
 
     A link, or a folder without our manifest, is neither removed nor counted.
     """
+    remove_trash(run)
     found = manifest.list_checkpoints(run.folder)
     whole = [p for p in found if not p.is_symlink() and (p / manifest.MANIFEST_FILE).is_file()]
     for old in whole[run.config.checkpoint.keep_last :]:
@@ -297,6 +301,12 @@ def _prune_checkpoints(run: Run) -> None:
         fsync_path(run.folder)
         trigger_fault("ckpt.prune")
         shutil.rmtree(trash)
+
+
+def remove_trash(run: Run) -> None:
+    """Remove, where it can be removed by now, what pruning in this attempt had to leave."""
+    for trash in run.folder.glob(f".trash-checkpoint-*-a{run.attempt}"):
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def estimated_checkpoint_bytes(run: Run) -> int:

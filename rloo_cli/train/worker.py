@@ -244,6 +244,7 @@ def _write_results(run: Run, first_step: int, seconds: float, bytes_before: floa
     )  # fmt: skip
     if not run.world.is_main:
         return {}
+    save.remove_trash(run)
     run.log.draw_curves()
     summary = {
         **train_summary.summarize_run(run),

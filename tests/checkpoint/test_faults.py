@@ -98,6 +98,21 @@ def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
     assert (run / "final").exists()
 
 
+@pytest.mark.parametrize("passed", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+def test_a_checkpoint_that_cannot_be_removed_is_no_failed_save_and_is_removed_later(
+    passed: int, forked: Forked
+) -> None:
+    runs = in_the_third_save(forked)
+    forked.said()
+    later = (*WORDS, "max_steps=4", "resume=auto")
+    assert forked(*later, faults=f"ckpt.prune@{passed}=enospc") == 0
+    said = forked.said()
+    assert "warning: an older checkpoint was not removed: [Errno 28]" in said
+    assert "was not saved" not in said
+    assert complete(runs / "smoke") == ["checkpoint-4", "checkpoint-3"]
+    assert not temporaries(runs / "smoke")
+
+
 @pytest.mark.slow
 def test_twenty_kills_at_random_times_lose_nothing(rloo: Rloo) -> None:
     words = (*WORDS, "max_steps=500", "checkpoint.every=5", "logging.samples=0")

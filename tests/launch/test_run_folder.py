@@ -351,6 +351,15 @@ def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
     assert not (copy / ".trash-final-a1").is_symlink() and {*seen(copy / "samples")} <= {*before}
 
 
+def test_what_could_not_be_removed_goes_at_the_next_save(copy: Path) -> None:
+    ours, others = copy / ".trash-checkpoint-0-a2", copy / ".trash-checkpoint-0-a3"
+    for folder in (ours, others):
+        (folder / "trainer").mkdir(parents=True)
+    keep = SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1))
+    save._prune_checkpoints(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
+    assert not ours.exists() and others.exists()
+
+
 def test_what_is_no_checkpoint_of_ours_is_never_pruned(copy: Path, tmp_path: Path) -> None:
     (copy / "checkpoint-0").mkdir()
     (copy / "checkpoint-0" / "mine").write_text("mine")

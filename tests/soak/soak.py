@@ -146,9 +146,17 @@ def send(number: int, *pids: int) -> None:
             os.kill(pid, number)
 
 
+def is_of_a_tool(pid: int) -> bool:
+    """Whether a process runs tools: one that is killed has failed its call, which is an answer
+    (tests/agents/test_misbehaving_tools.py), and its run is another one then."""
+    with contextlib.suppress(OSError):
+        return b"rloo_cli.agents" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def disturb(what: str, process: Any, draw: random.Random) -> None:
     """Do what is named to a running command."""
-    others = children(process.pid)
+    others = [pid for pid in children(process.pid) if not is_of_a_tool(pid)]
     one = draw.choice(others) if others else process.pid
     if what == "SIGKILL of the launcher":
         send(signal.SIGKILL, process.pid)
