@@ -8,8 +8,9 @@
 
 `mutants.yaml` has the list: the guard in words, the file, the code with and without it, the test.
 A line ends in "fails without it", "STILL PASSES without it", "fails with it, too" or "the code is
-not there any more". Each test is run with the guard, too, once. All of them are forks of a process
-that has imported what the package needs, but not the package.
+not there any more". Each test is run with the guard, too, once: first many together, by file, and
+alone where it did not pass so. All of them are forks of a process that has imported what the
+package needs, but not the package.
 """
 
 import argparse
@@ -50,6 +51,21 @@ def warm() -> None:
     assert "rloo_cli" not in sys.modules
 
 
+class Outcomes:
+    """A plugin of pytest: a line for each part of a test that ended, so that a crash loses none."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("w", buffering=1)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Write the name, and how it ended."""
+        self.file.write(f"{report.nodeid}\t{report.when}\t{report.outcome}\n")
+
+
+def _is_case(name: str, test: str) -> bool:
+    return name == test or name.startswith(f"{test}[")
+
+
 class Slot:
     """A copy of the package, and the test that runs with it."""
 
@@ -81,8 +97,31 @@ class Slot:
         self.since = time.monotonic()
         self.pid = os.fork()
         if not self.pid:
-            self._test(mutant["test"])
+            self._test(["-x", str(ROOT / mutant["test"])])
         return True
+
+    def start_together(self, tests: list[str]) -> None:
+        """Run these tests in one process, with all guards; `passed` has those that passed."""
+        self.since = time.monotonic()
+        self.pid = os.fork()
+        if not self.pid:
+            self._test([str(ROOT / test) for test in tests], Outcomes(self.copy / "outcomes"))
+
+    def wait_together(self, tests: list[str]) -> list[str]:
+        """Which of them passed, once they have ended, or their process has."""
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
+        lines = (self.copy / "outcomes").read_text().splitlines()
+        parts = [tuple(line.split("\t")) for line in lines if line.count("\t") == 2]
+        failed = {name for name, _, outcome in parts if outcome == "failed"}
+        if os.waitstatus_to_exitcode(status) not in (0, 1):  # it crashed in the last one
+            failed |= {name for name, _, _ in parts[-1:]}
+        ran = {name for name, when, outcome in parts if when == "call" or outcome == "skipped"}
+        return [
+            test for test in tests
+            if any(_is_case(name, test) for name in ran)
+            and not any(_is_case(name, test) for name in failed)
+        ]  # fmt: skip
 
     def _write(self, text: str) -> None:
         """Write its file, at a second of its own: Python takes compiled code by size and second."""
@@ -90,7 +129,7 @@ class Slot:
         self.written += 1
         os.utime(self.file, (self.written, self.written))
 
-    def _test(self, test: str) -> None:
+    def _test(self, words: list[str], *plugins: object) -> None:
         """Be that process."""
         os.setsid()
         out = os.open(self.copy / "out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -104,7 +143,7 @@ class Slot:
             import pytest
 
             config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-            code = int(pytest.main(["-x", "-p", "no:cacheprovider", *config, str(ROOT / test)]))
+            code = int(pytest.main(["-p", "no:cacheprovider", *config, *words], plugins))
         finally:
             os._exit(code)
 
@@ -159,6 +198,20 @@ class Table:
     def minutes(self) -> float:
         """How long this took, with what a run that was cut took."""
         return (time.monotonic() - self.began) / 60
+
+    def run_together(self, slots: list[Slot]) -> None:
+        """Run the tests that are not known yet with all guards, those of a file in one process."""
+        unknown = sorted({m["test"] for m in self.waiting} - {*self.passes})
+        files = sorted({test.partition("::")[0] for test in unknown})
+        parts = [[t for t in unknown if files.index(t.partition("::")[0]) % len(slots) == n]
+                 for n in range(len(slots))]  # fmt: skip
+        pairs = [(slot, tests) for slot, tests in zip(slots, parts, strict=True) if tests]
+        for slot, tests in pairs:
+            slot.start_together(tests)
+        for slot, tests in pairs:
+            self.passes |= dict.fromkeys(slot.wait_together(tests), True)
+        print(f"{len(self.passes)} tests pass with all guards", flush=True)
+        self.keep()
 
     def run(self, slots: list[Slot]) -> None:
         """Until nothing waits."""
@@ -224,6 +277,7 @@ def main() -> int:
     warm()
     with tempfile.TemporaryDirectory() as folder:
         slots = [Slot(Path(folder) / str(n)) for n in range(given.processes)]
+        table.run_together(slots)
         table.run(slots)
     bad = sum(table.found[m["guard"]] != FAILS for m in mutants)
     print(f"{len(mutants)} guards, {bad} without a test that fails; {table.minutes():.0f} minutes")
