@@ -47,6 +47,9 @@ LONGEST = (
 )  # fmt: skip
 
 
+COLLECTED = pytest.StashKey[set[str]]()
+
+
 def slow_cases() -> set[str]:
     """Node ids of tests that are slow without a mark of their own, and why: slow_cases.txt."""
     lines = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
@@ -69,9 +72,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what slow_cases.txt lists; and the files that take longest come first: the last ones to
-    end are then short ones."""
+    end are then short ones. COLLECTED keeps all names, for tests/house/test_slow_cases.py."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     listed = slow_cases()
     for item in items:
         if {item.nodeid, item.nodeid.partition("[")[0]} & listed:

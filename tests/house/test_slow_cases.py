@@ -1,8 +1,9 @@
-"""slow_cases.txt names tests that there are, each once, and pytest takes them for slow."""
+"""slow_cases.txt and mutants.yaml name tests that there are, and the first are slow to pytest."""
 
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 LISTED = (ROOT / "tests/slow_cases.txt").read_text().splitlines()
@@ -17,6 +18,19 @@ def test_slow_cases_are_tests_that_there_are() -> None:
         if not path.is_file() or f"\ndef {name}(" not in path.read_text():
             gone.append(line)
     assert not gone and len(set(LINES)) == len(LINES)
+
+
+def test_a_case_that_is_listed_is_one_that_was_collected(request: pytest.FixtureRequest) -> None:
+    """In files that this session has collected whole: all, in a whole run."""
+    if any("::" in word for word in request.config.args):
+        pytest.skip("only some tests of a file were collected")
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
+    names = request.config.stash[conftest.COLLECTED]
+    files = {name.partition("::")[0] for name in names}
+    names = names | {name.partition("[")[0] for name in names} | files
+    mutants = yaml.safe_load((ROOT / "tests/house/mutants.yaml").read_text())
+    listed = [*LINES, *(mutant["test"] for mutant in mutants)]
+    assert [one for one in listed if one.partition("::")[0] in files and one not in names] == []
 
 
 def test_a_listed_case_is_slow(request: pytest.FixtureRequest) -> None:
