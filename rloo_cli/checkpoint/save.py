@@ -296,7 +296,6 @@ def _prune_checkpoints(run: Run) -> None:
     for old in whole[run.config.checkpoint.keep_last :]:
         trigger_fault("ckpt.prune")
         trash = old.with_name(f".trash-{old.name}-a{run.attempt}")
-        shutil.rmtree(trash, ignore_errors=True)
         old.rename(trash)
         fsync_path(run.folder)
         trigger_fault("ckpt.prune")
@@ -304,7 +303,7 @@ def _prune_checkpoints(run: Run) -> None:
 
 
 def remove_trash(run: Run) -> None:
-    """Remove, where it can be removed by now, what pruning in this attempt had to leave."""
+    """Remove the checkpoints that pruning in this attempt could not remove whole, if it can now."""
     for trash in run.folder.glob(f".trash-checkpoint-*-a{run.attempt}"):
         shutil.rmtree(trash, ignore_errors=True)
 

@@ -4,7 +4,6 @@ The script stays one that `sbatch` takes as it is: options at its head are repla
 overrides take the place of the line `#rloo: words`.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
+from rloo_cli.reporting.metrics_lines import read_metrics_lines
 from rloo_cli.utils import paths
 from rloo_cli.utils.files import read_json
 
@@ -85,16 +85,14 @@ class SlurmJob:
 def measured_lead_s(folder: Path) -> int | None:
     """Seconds that a save and the slowest of the last steps took in an earlier run, and a margin.
 
-    None where there is none that can be read.
+    None where there was none. Raises ConfigError for files of it that cannot be read.
     """
-    try:
-        save = read_json(folder / "run.json").get("save_seconds")
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-50:]
-        rows = [json.loads(line) for line in lines if line.strip()]
-        steps = [row["step_time"] for row in rows if "step_time" in row]
-        return int(max(steps) + save + SIGNAL_MARGIN_S) + 1
-    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+    save, file = read_json(folder / "run.json").get("save_seconds"), folder / "metrics.jsonl"
+    if not isinstance(save, int | float) or not file.is_file():
         return None
+    times = [line.get("step_time") for line in read_metrics_lines(file)[-50:]]
+    steps = [seconds for seconds in times if isinstance(seconds, int | float)]
+    return int(max(steps) + save + SIGNAL_MARGIN_S) + 1 if steps else None
 
 
 def fill_batch_script(job: SlurmJob) -> str:

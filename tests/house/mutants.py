@@ -101,7 +101,7 @@ class Slot:
         return True
 
     def start_together(self, tests: list[str]) -> None:
-        """Run these tests in one process, with all guards; `passed` has those that passed."""
+        """Run these tests in one process, with all guards; `wait_together` says which passed."""
         self.since = time.monotonic()
         self.pid = os.fork()
         if not self.pid:
