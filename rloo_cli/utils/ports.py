@@ -12,22 +12,25 @@ class ListeningSocket:
     """A TCP socket that listens, or a UDP socket that receives."""
 
     address: str
-    port: int
+    port: int  # TCP and UDP each have their own: both may have one of the same number
+    is_tcp: bool
     pid: int | None  # None: a process of another user
 
 
 def listening_sockets() -> list[ListeningSocket]:
     """Every socket of this machine that listens."""
     return [
-        ListeningSocket(each.laddr.ip, each.laddr.port, each.pid)
+        ListeningSocket(
+            each.laddr.ip, each.laddr.port, each.type == socket.SOCK_STREAM, each.pid
+        )
         for each in psutil.net_connections("inet")
         if each.laddr and not each.raddr and each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
     ]
 
 
 def port_holder(port: int) -> str:
-    """The process that listens on a port, as `process 17 (python -m http.server)`."""
-    holders = [each.pid for each in listening_sockets() if each.port == port]
+    """The process that listens on a TCP port, as `process 17 (python -m http.server)`."""
+    holders = [each.pid for each in listening_sockets() if each.is_tcp and each.port == port]
     for pid in holders:
         with contextlib.suppress(psutil.Error):
             if pid is not None:

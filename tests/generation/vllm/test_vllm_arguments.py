@@ -326,15 +326,20 @@ def test_who_listens_is_seen_and_named(host: str) -> None:
     with ports.bind_tcp_socket(host, 0) as bound:
         bound.listen()
         port = bound.getsockname()[1]
-        (seen,) = [s for s in ports.listening_sockets() if s.port == port]
+        (seen,) = [s for s in ports.listening_sockets() if s.is_tcp and s.port == port]
         assert (seen.address, seen.pid) == (host, os.getpid())
         assert ports.port_holder(port).startswith(f"process {os.getpid()} (")
         with pytest.raises(OSError, match="in use"):
             ports.bind_tcp_socket(host, port)
+
+
+def test_a_udp_socket_is_seen_and_holds_no_tcp_port_of_its_number() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as open_to_all:
         open_to_all.bind(("", 0))
         port = open_to_all.getsockname()[1]
-        assert [s.address for s in ports.listening_sockets() if s.port == port] == ["0.0.0.0"]
+        (seen,) = [s for s in ports.listening_sockets() if not s.is_tcp and s.port == port]
+        assert (seen.address, seen.pid) == ("0.0.0.0", os.getpid())
+        assert not ports.port_holder(port).startswith(f"process {os.getpid()} (")
 
 
 @pytest.mark.parametrize(
