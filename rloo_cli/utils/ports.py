@@ -20,9 +20,7 @@ class ListeningSocket:
 def listening_sockets() -> list[ListeningSocket]:
     """Every socket of this machine that listens."""
     return [
-        ListeningSocket(
-            each.laddr.ip, each.laddr.port, each.type == socket.SOCK_STREAM, each.pid
-        )
+        ListeningSocket(each.laddr.ip, each.laddr.port, each.type == socket.SOCK_STREAM, each.pid)
         for each in psutil.net_connections("inet")
         if each.laddr and not each.raddr and each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
     ]

@@ -108,6 +108,14 @@ def test_two_ranks_evaluate_as_one_process(home, trained, engine):
     assert evaluated(place) == evaluated(trained / "eval" / "final")
 
 
+def test_a_rank_that_is_killed_in_an_evaluation_is_what_the_other_says(home, trained):
+    two = ("distributed.engine=ddp", "distributed.num_processes=2")
+    assert home("eval", "runs/trained", *two, faults="eval@1=kill9#1", ranks=2) in (5, 6)
+    said = home.said()
+    assert "another rank does not answer any more" in said
+    assert "Traceback" not in said and "bug in rloo" not in said
+
+
 @pytest.mark.slow
 def test_two_ranks_ask_another_model_and_a_judge_as_one_process(home, trained):
     (home.folder / "mine.py").write_text(SIZE)
