@@ -4,7 +4,7 @@
 
     WORD        only guards whose line has one of these words
     --changed   only guards whose file or test differs from the branch `main`
-    --anew      forget what a run that was cut has found; else it goes on there, if nothing changed
+    --anew      forget what a run that was cut has found; else it goes on there, if no code changed
 
 `mutants.yaml` has the list: the guard in words, the file, the code with and without it, the test.
 A line ends in "fails without it", "STILL PASSES without it", "fails with it, too" or "the code is
@@ -172,7 +172,7 @@ class Table:
 
     def __init__(self, mutants: list[Mutant], anew: bool):
         self.state = _state()
-        self.found: dict[str, str] = {}
+        self.found: dict[str, str] = {}  # by the whole mutant: one that is mended is run again
         self.passes: dict[str, bool] = {}  # test -> whether it passes with all guards in place
         self.began = time.monotonic()  # less what a run that was cut took
         if CUT.exists() and not anew:
@@ -181,11 +181,11 @@ class Table:
                 self.found, self.passes = cut["found"], cut["passes"]
                 self.began -= 60 * cut["minutes"]
         self.mutants = mutants
-        self.waiting = [m for m in mutants if m["guard"] not in self.found]
+        self.waiting = [m for m in mutants if _key(m) not in self.found]
 
     def say(self, mutant: Mutant, found: str) -> None:
         """Print a line, and keep it."""
-        self.found[mutant["guard"]] = found
+        self.found[_key(mutant)] = found
         print(f"{mutant['guard']:<72}  {mutant['test']}  {found}", flush=True)
         self.keep()
 
@@ -240,12 +240,16 @@ class Table:
             self._begin(slot, mutant)
 
 
+def _key(mutant: Mutant) -> str:
+    return json.dumps(mutant, sort_keys=True)
+
+
 def _state() -> str:
-    """A digest of all that the result depends on."""
+    """A digest of all that a mutant's result depends on, but for the mutant."""
     digest = hashlib.blake2b()
     for name in (*COPIED, "tests"):
         for path in sorted(p for p in (ROOT / name).rglob("*") if p.is_file()):
-            if "__pycache__" not in path.parts:
+            if "__pycache__" not in path.parts and path.name != "mutants.yaml":
                 digest.update(str(path).encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -279,7 +283,7 @@ def main() -> int:
         slots = [Slot(Path(folder) / str(n)) for n in range(given.processes)]
         table.run_together(slots)
         table.run(slots)
-    bad = sum(table.found[m["guard"]] != FAILS for m in mutants)
+    bad = sum(table.found[_key(m)] != FAILS for m in mutants)
     print(f"{len(mutants)} guards, {bad} without a test that fails; {table.minutes():.0f} minutes")
     if not given.words and not given.changed:
         CUT.unlink(missing_ok=True)
