@@ -160,7 +160,7 @@ def take_optimizer_step(
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
     factor = factor / plan.denominator if plan.summed else factor
-    if run.ahead is not None:  # it samples with the weights that change here
+    if run.ahead is not None:  # what it drew is checked against the weights that change here
         with run.clock.phase("exposed"):
             run.ahead.wait()
         with run.clock.phase("old_logp"):

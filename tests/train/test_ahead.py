@@ -18,6 +18,7 @@ from resume_cases import attempt, differing, left, temporaries
 from rloo_cli.generation.common.ahead import AheadSampler
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.vllm.engine import EngineLost
+from rloo_cli.policy.model import Policy
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import StepProgress
 from rloo_cli.train import loop, step
@@ -60,12 +61,26 @@ def test_it_is_equal_to_a_serial_program_that_samples_first_and_updates_then(
 ) -> None:
     wanted, lags = serial_weights(tmp_path, *words, "name=serial")
     assert [set(of_step) for of_step in lags] == [{0}, *[{1}] * (STEPS - 1)]
-    draw, next_batch = random.Random(3), Rollouts.next_batch
+    draw, next_batch, wait = random.Random(3), Rollouts.next_batch, AheadSampler.wait
+    check_weights = AheadSampler.check_weights
+    waits, checked = threading.Event(), list[bool]()
+
+    def waited_for(ahead: AheadSampler) -> None:
+        if ahead._thread is not None:
+            waits.set()
+        wait(ahead)
+
+    def check(ahead: AheadSampler, policy: Policy) -> None:
+        checked.append(ahead.batch is not None)
+        check_weights(ahead, policy)
 
     def slow(*arguments: Any) -> Any:
         time.sleep(draw.random() / 20)
+        if arguments[1] % 2:  # every other batch begins only when the trainer waits for it
+            assert waits.wait(60)
         found = next_batch(*arguments)
         time.sleep(draw.random() / 20)
+        waits.clear()
         return found
 
     def late(completion_ids: Any, **_: Any) -> list[float]:
@@ -75,9 +90,13 @@ def test_it_is_equal_to_a_serial_program_that_samples_first_and_updates_then(
     run = alone(
         tmp_path, *AHEAD, *words, f"max_steps={STEPS}", "name=ahead", rewards={"digits": late}
     )
-    with mock.patch.object(Rollouts, "next_batch", slow):
+    with (
+        mock.patch.object(Rollouts, "next_batch", slow),
+        mock.patch.object(AheadSampler, "wait", waited_for),
+        mock.patch.object(AheadSampler, "check_weights", check),
+    ):
         run_training_loop(run)
-    assert torch.equal(flat(run), wanted)
+    assert torch.equal(flat(run), wanted) and checked == [True] * (STEPS - 1) + [False]
     rows = [row for row in run.log.metrics_lines if "loss" in row]
     assert [row["staleness/max"] for row in rows] == [0, *[1] * (STEPS - 1)]
     assert all(row["overlap/hidden_s"] > 0 for row in rows[:-1])
