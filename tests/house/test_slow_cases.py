@@ -1,4 +1,4 @@
-"""slow_cases.txt and mutants.yaml name tests that there are, and the first are slow to pytest."""
+"""slow_cases.txt and mutants.yaml name tests and code that there are; the first are marked slow."""
 
 from pathlib import Path
 

@@ -142,7 +142,7 @@ def test_an_update_is_what_the_formulas_say_under_any_switches_the_fast_way_too(
 
 
 def test_clipped_advantages_have_no_one_factor(bench):
-    assert try_draw(bench, 83) == ""  # of the few draws that show it, one of a slow part
+    assert try_draw(bench, 83) == ""  # it fails without the guard; its part of the 200 is slow
 
 
 def test_draws_meet_every_algorithm_and_dialect_and_the_corners_and_few_are_refused():
