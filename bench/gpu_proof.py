@@ -52,7 +52,7 @@ NO_GPU = (
     "bench/gpu_proof.py needs a GPU, and this machine shows none;"
     " --rehearse tries every row on the CPU"
 )
-SHORT_ROW_S = 150  # of a row, with --short
+SHORT_ROW_S = 300  # of a row, with --short: an engine's first start alone took 98 on an H100
 SHARE = 0.5  # of its limit: with less time left, a row is not begun
 
 

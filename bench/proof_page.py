@@ -26,10 +26,10 @@ where they are not there. TRL supports other versions of vLLM than `rloo`: `--tr
 the Python of an environment of its own. `--rehearse` runs the same functions on a CPU with tiny
 shapes, and keeps nothing.
 
-Where a GPU is there for a quarter of an hour, `--short` takes the rows that say most, in sizes of
-half a minute. Where it has no network, `bench/carry.py` brings wheels, and `python
-bench/slim_libraries.py FOLDER` first overwrites all but one GPU's code in their libraries, which
-then compress to a fraction.
+Where a GPU is there for a quarter of an hour, `--short` takes the rows that say most, in small
+sizes; most of an engine's row is its start, a minute or more. Where it has no network,
+`bench/carry.py` brings wheels, and `python bench/slim_libraries.py FOLDER` first overwrites all but
+one GPU's code in their libraries, which then compress to a fraction.
 
 - **confirmed**, **refuted**: the row has a criterion, and the GPU met it or did not.
 - **measured**: figures without a criterion. A row where `rloo` is slower than TRL stays, marked.
