@@ -167,8 +167,8 @@ def agent_section(values: JsonObject) -> type[Frozen]:
     agent = values.get("agent")
     kind = agent.get("kind") if isinstance(agent, dict) else None
     names = registry.registry_names("agents")
-    found: type[Frozen] = registry.config_class("agents", kind) if kind in names else EpisodeConfig
-    return found
+    known = isinstance(kind, str) and kind in names  # a list or a mapping may stand there, too
+    return registry.config_class("agents", str(kind)) if known else EpisodeConfig
 
 
 def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
@@ -182,7 +182,7 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
         why = "agent=null is one answer to each prompt, and +debug=cpu leaves an agent out"
         fix = f"agent=NAME too, one of: {', '.join(names)}"
         yield Problem(f"{name} is set, and there is no agent", name, why, fix)
-    elif kind not in names:
+    elif not isinstance(kind, str) or kind not in names:
         close = nearest_names(str(kind), names) or sorted(names)
         what, why = f"agent.kind = {kind!r}: there is no such agent", f"one of: {', '.join(names)}"
         yield Problem(what, "agent.kind", why, f"agent={close[0]}")

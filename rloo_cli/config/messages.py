@@ -231,7 +231,8 @@ def validation_problems(
             # `model.lora.r=8` alone: all the others have no value
             choice = OPTIONAL_SECTIONS[section]
             why = f"some of {section} is set, and {choice} gives the rest its values"
-            where = next(k for k, _ in walk_values(values) if k.startswith(f"{section}."))
+            keys = (k for k, _ in walk_values(values) if k.startswith(f"{section}."))
+            where = next(keys, section)  # the section itself where it is `{}`
             problems.pop(key, None)
             problems[section] = Problem(f"{section} is incomplete", where, why, choice)
         else:

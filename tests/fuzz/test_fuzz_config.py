@@ -79,6 +79,8 @@ def dumped(tree: object) -> bytes:
 )
 @example(b"")
 @example(b"defaults:\n- 1\n")
+@example(b"agent: {kind: []}\n")
+@example(b"model: {path: x, lora: {}}\n")
 def test_any_recipe_is_taken_or_refused(empty: Path, text: bytes) -> None:
     folder = empty / "mine"
     folder.mkdir(exist_ok=True)

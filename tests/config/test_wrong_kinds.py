@@ -1,0 +1,49 @@
+"""A list, a mapping or a number where a key takes something else: an error, whatever the key is."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from rloo_cli.config import check, messages
+from rloo_cli.config.compose import ComposedConfig, compose_config
+from rloo_cli.utils.errors import ConfigError
+
+KINDS = ([], {}, [[1]], [{}], {"a": 1}, {1: 2}, "", "x", None, True, -1, 1.5, float("nan"))
+
+
+def said(composed: ComposedConfig, key: str, value: object) -> str:
+    """What a check says where `key` holds this value; "" where it takes it."""
+    values = copy.deepcopy(composed.values)
+    node: object = values
+    *path, last = key.split(".")
+    for name in path:
+        node = node[int(name)] if isinstance(node, list) else node[name]
+    node[int(last) if isinstance(node, list) else last] = value
+    try:
+        check.check_config(replace(composed, values=values))
+    except ConfigError as error:
+        return error.render()
+    return ""
+
+
+@pytest.mark.parametrize("value", [[], {}, [[1]]], ids=str)
+def test_an_agent_whose_kind_is_no_name_is_refused(value):
+    told = said(compose_config(["+recipe=tools_mini"]), "agent.kind", value)
+    assert told.startswith(f"error: agent.kind = {value!r}: there is no such agent\n"), told
+
+
+@pytest.mark.parametrize("section", ["model.lora", "model.quantization"])
+def test_a_section_that_is_empty_is_incomplete(section):
+    told = said(compose_config(["+recipe=tools_mini"]), section, {})
+    assert told.startswith(f"error: {section} is incomplete\n"), told
+
+
+@pytest.mark.slow  # a check for each key and kind: 4,000 of them
+@pytest.mark.parametrize("recipe", ["tools_mini", "tldr_judge", "tldr_1b_ppo"])
+def test_no_key_ends_in_a_traceback_whatever_it_holds(recipe):
+    composed = compose_config([f"+recipe={recipe}"])
+    for key, _ in messages.walk_values(composed.values):
+        for value in KINDS:
+            told = said(composed, key, value)
+            assert not told or told.startswith("error: "), (key, value, told)
