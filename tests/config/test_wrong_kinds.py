@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import fuzz_cases
 import pytest
 
 from rloo_cli.config import check, messages
@@ -31,6 +32,14 @@ def said(composed: ComposedConfig, key: str, value: object) -> str:
 def test_an_agent_whose_kind_is_no_name_is_refused(value):
     told = said(compose_config(["+recipe=tools_mini"]), "agent.kind", value)
     assert told.startswith(f"error: agent.kind = {value!r}: there is no such agent\n"), told
+
+
+def test_keys_are_explained_where_an_agents_kind_is_no_name(tmp_path):
+    (tmp_path / "mine.yaml").write_text("agent: {kind: []}\n")
+    code, out, err = fuzz_cases.said(
+        tmp_path, "config", "explain", "agent.kind", "+recipe=mine.yaml"
+    )
+    assert (code, err) == (0, "") and out.startswith("agent.kind\n")
 
 
 @pytest.mark.parametrize("section", ["model.lora", "model.quantization"])
