@@ -68,7 +68,7 @@ quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
 test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not gpu'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 300 -m 'not slow and not gpu'
 
 test-all: $(VENV)/installed-test $(VENV)/tried-tasks $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
