@@ -45,7 +45,7 @@ def _map_example(
     where = f"data.map={spec}, row {number}"
     try:
         returned = function(dict(example))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
         what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
         fix = f"columns of the row: {', '.join(example)}"

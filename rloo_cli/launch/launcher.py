@@ -7,6 +7,7 @@ step (data, rewards, a missing model) leaves no folder, and a resumed one is lef
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
@@ -121,6 +122,7 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
     """
     folder = plan.folder
     recorded = read_json(folder / "run.json")
+    step = max(recorded.get("progress", {}).get("step", 0), _last_logged_step(folder))
     log = resume.attempt_config_path(folder, plan.attempt).parent
     if not recorded:
         print(f"{folder}: it was removed while the run was going on", file=sys.stderr)
@@ -138,7 +140,7 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
         why = " and ".join(f"guards.{guard['name']}=fail" for guard in recorded["guards"])
         why = f"stopped by {why}"
     lines = [
-        f"{folder}: {why}, after step {recorded.get('progress', {}).get('step', 0)}",
+        f"{folder}: {why}, after step {step}",
         f"  checkpoint  {recorded.get('checkpoint') or 'none yet: it begins anew'}",
         f"  go on       {command}",
         f"  log         {log}",
@@ -155,6 +157,17 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
     with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
         file.write("\n".join(lines) + "\n")
     return code
+
+
+def _last_logged_step(folder: Path) -> int:
+    """The step of the last line of metrics.jsonl; 0 without one.
+
+    A process that was killed did not write how far it had come.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+        return int(json.loads(lines[-1])["step"])
+    return 0
 
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
@@ -283,13 +296,14 @@ def _rank_processes(
             if listening is not None:
                 listening.close()  # rank 0 has it: if it dies, others are not kept waiting by us
 
-        def on_killed(why: str) -> None:
-            attempt.died.append(why)
-            processes.print_killed(why, "run it again with resume=auto")
+        def on_lost(problem: Problem) -> None:
+            attempt.died.append(problem.what)
+            fix = f"{problem.fix}; rloo train goes on with resume=auto"
+            processes.print_lost(replace(problem, fix=fix))
 
         is_saving = nodes.checkpoint_save_probe(folder)
         callbacks = processes.ProcessCallbacks(
-            on_started, is_saving, poll_server, coordinator.poll_failure, on_killed,
+            on_started, is_saving, poll_server, coordinator.poll_failure, on_lost,
             silence_timeout_s=run.distributed.timeout_s,
         )  # fmt: skip
         specs = rank_process_specs(topology, host, port, listening)

@@ -65,9 +65,9 @@ class ProcessSpec:
         return int(self.env.get("RANK", 0))
 
 
-def print_killed(why: str, fix: str = "run it again") -> None:
-    """Print that a process was killed, as an error."""
-    print_error(GenerationError(Problem(why, "this machine", "nobody asked it to end", fix)))
+def print_lost(problem: Problem) -> None:
+    """Print that a process was killed or ended by user code, as an error."""
+    print_error(GenerationError(problem))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ProcessCallbacks:
     is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
     poll: Callable[[], None] = lambda: None
     poll_remote_failure: Callable[[], int | None] = lambda: None  # a failed launcher's exit code
-    on_killed: Callable[[str], None] = print_killed  # with the reason, once one was killed
+    on_lost: Callable[[Problem], None] = print_lost  # once one was killed or ended by user code
     silence_timeout_s: float = inf  # a process that gives no sign of life for so long is killed
 
 
@@ -94,7 +94,9 @@ def run_processes(
     TERM, INT, USR1 and USR2 reach each of them once; a second Ctrl-C within 5 s ends all at once
     (130). They are killed STOP_TIMEOUT_S after the first signal unless `callbacks.is_saving()`. The
     code is that of the first that failed; one that a signal killed counts as 75 where an end was
-    asked for, else as 6. `package`: where the module is (tests have workers of their own).
+    asked for, else as 6. So does one that ended without marking its end (utils/heartbeat.py): user
+    code ended it, whatever its exit code. `package`: where the module is; tests have workers of
+    their own.
     """
     boot = WORKER_BOOT.format(module=module, package=package)
     children: list[subprocess.Popen[bytes]] = []
@@ -189,8 +191,13 @@ class _ProcessGroup:
         return min(when, default=None)
 
     def _exit_code_of(self, index: int) -> int:
+        """Its exit code, negative where a signal killed it; LOST_CODE where user code ended it."""
         code: int = self.children[index].returncode
-        return code
+        return LOST_CODE if self._was_ended_by_user_code(index) else code
+
+    def _was_ended_by_user_code(self, index: int) -> bool:
+        """Whether a process ended by itself and never came to its own last act."""
+        return self.children[index].returncode >= 0 and not self.heartbeats[index].has_marked_end()
 
     def _end_remaining(self) -> None:
         """End the processes that are left, once they have had their time."""
@@ -230,16 +237,14 @@ class _ProcessGroup:
         wrong = self._first_failure_at()
         until = inf if wrong is None else wrong + CAUSE_GRACE_S
         killed = [] if self.signals else self._killed(min(until, self.timed_out_at))
+        unmarked = [
+            index for index, t in self.ended_at.items()
+            if t <= until and self._was_ended_by_user_code(index)
+        ]  # fmt: skip
         if killed:
-            index = killed[0]
-            name = signal.Signals(-self._exit_code_of(index)).name
-            guess = " (out of memory?)" if name == "SIGKILL" else ""
-            many = len(self.children) > 1 or self.ranks[0]
-            who = f"rank {self.ranks[index]}" if many else "the process that does the work"
-            why = f"{who} was killed by {name}{guess}"
-            if (silent := self.silent.get(index)) is not None:
-                why = f"{who} gave no sign of life for {silent:.0f} s (stopped?) and was killed"
-            self.callbacks.on_killed(why)
+            self.callbacks.on_lost(self._killed_problem(killed[0]))
+        elif unmarked:
+            self.callbacks.on_lost(self._ended_problem(unmarked[0]))
         codes = []
         for index, t in self.ended_at.items():
             code = self._exit_code_of(index)
@@ -254,6 +259,29 @@ class _ProcessGroup:
         if killed:
             return failed[0]
         return known[0] if known else STOPPED_CODE if STOPPED_CODE in codes else [*codes, 0][0]
+
+    def _name_of(self, index: int) -> str:
+        many = len(self.children) > 1 or self.ranks[0]
+        return f"rank {self.ranks[index]}" if many else "the process that does the work"
+
+    def _killed_problem(self, index: int) -> Problem:
+        name = signal.Signals(-self._exit_code_of(index)).name
+        guess = " (out of memory?)" if name == "SIGKILL" else ""
+        what = f"{self._name_of(index)} was killed by {name}{guess}"
+        if (silent := self.silent.get(index)) is not None:
+            who = self._name_of(index)
+            what = f"{who} gave no sign of life for {silent:.0f} s (stopped?) and was killed"
+        return Problem(what, "this machine", "nobody asked it to end", "run it again")
+
+    def _ended_problem(self, index: int) -> Problem:
+        code = self.children[index].returncode
+        what = f"{self._name_of(index)} ended with exit code {code} before its work was done"
+        why = (
+            "code that the config names (a reward, data.map, an optimizer, a callback, ...) called"
+            " os._exit, replaced the process by exec, or used a library that ends the process"
+        )
+        fix = "return from that code, or raise an exception, where it ends the process"
+        return Problem(what, "this machine", why, fix)
 
     def _killed(self, until: float) -> list[int]:
         """Indices of the processes that a signal had killed by then, in the order of their ends."""

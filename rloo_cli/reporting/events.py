@@ -50,7 +50,7 @@ class EventSender:
         for number, listener in enumerate(self.listeners):
             try:
                 getattr(listener, note)(*copy.deepcopy(values))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
                 if (number, note) not in self.failed:
                     self.failed.add((number, note))
                     name, why = type(listener).__name__, f"{type(error).__name__}: {error}"
@@ -68,7 +68,7 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
             raise ConfigError(Problem(f"{spec} is no class of Events", KEY, why, fix))
         try:
             found.append(kind())
-        except Exception as error:  # it is the user's code
+        except BaseException as error:  # it is the user's code
             why = f"{type(error).__name__}: {error}"
             fix = f"correct {spec}: it is called without arguments"
             raise ConfigError(Problem(f"{spec} cannot be made", KEY, why, fix)) from None

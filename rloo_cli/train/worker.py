@@ -292,6 +292,10 @@ def main() -> None:
             code, state = error.code, "stopped" if isinstance(error, Stopped) else "failed"
         else:
             print_exit(error, f"the log is in {config_path.parent}")
+    except BaseException as ended:  # user code: our signal handlers raise Stopped
+        error = process_exit.user_exit_error(ended)
+        _report_refusal(folder, error, rank)
+        code = error.code
     finally:
         with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
             if rank == 0 and run_json.exists():  # else the folder was taken away

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TextIO
 
+from rloo_cli.utils import heartbeat
+
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
 # Colours, moves within the lines that are drawn, a hidden cursor: all that rich, progress bars and
 # coloured logs need. Any other sequence can set a title, fill the clipboard or make the terminal
@@ -162,11 +164,15 @@ def forget_streams() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Flush the console and end at once: a reward's thread that hangs must not delay the end."""
+    """Flush the console, mark the end as ours and end at once.
+
+    A reward's thread that hangs must not delay the end.
+    """
     restore_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    heartbeat.mark_end()
     os._exit(code)
 
 

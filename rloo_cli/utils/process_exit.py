@@ -1,6 +1,7 @@
 """Runs a command's work in a worker process and ends it with an exit code; silences libraries."""
 
 import os
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -8,7 +9,14 @@ import torch
 import transformers
 
 from rloo_cli.utils import console, redact, signals
-from rloo_cli.utils.errors import OutOfMemory, Problem, RunError, StorageError, print_exit
+from rloo_cli.utils.errors import (
+    GenerationError,
+    OutOfMemory,
+    Problem,
+    RunError,
+    StorageError,
+    print_exit,
+)
 
 
 def run_and_exit(
@@ -33,7 +41,18 @@ def run_and_exit(
             code = error.code
         else:
             code = print_exit(error)
+    except BaseException as ended:  # user code: our signal handlers raise Stopped
+        code = print_exit(user_exit_error(ended))
     console.end_process(code)
+
+
+def user_exit_error(ended: BaseException) -> GenerationError:
+    """The error for a SystemExit, KeyboardInterrupt or GeneratorExit, naming what raised it."""
+    frame = traceback.extract_tb(ended.__traceback__)[-1]
+    what = f"{type(ended).__name__}({ended}) ended the work before it was done"
+    why = f"{frame.name} raised it; only the run itself may end the process"
+    fix = "return from that code, or raise another exception"
+    return GenerationError(Problem(what, f"{frame.filename}:{frame.lineno}", why, fix))
 
 
 def _as_refusal(error: Exception, memory_fix: str) -> Exception:

@@ -9,6 +9,7 @@ import signal
 import time
 from types import FrameType
 
+from rloo_cli.utils import heartbeat
 from rloo_cli.utils.errors import Problem, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -68,6 +69,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
     recent = [n for n, then in _received_signals if now - then < AGAIN_S]
     if number == signal.SIGINT and signal.SIGINT in recent:
+        heartbeat.mark_end()
         os._exit(130)
     _received_signals.append((number, now))
     if _raise_at_once[0]:

@@ -18,10 +18,12 @@ from rloo_cli.utils import signals
 LEAVES = """
 import subprocess, sys
 from pathlib import Path
+from rloo_cli.utils import heartbeat
 def main():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
                              start_new_session=True)
     Path(sys.argv[1]).write_text(str(child.pid))
+    heartbeat.mark_end()
 """
 
 

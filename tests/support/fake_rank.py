@@ -1,7 +1,7 @@
 """Stands in for `rloo_cli.train.worker`: a rank that ends as it is told, at once, without torch.
 
-FAKE_RANKS is JSON: {"RANK": "wait" | "deaf" | "exit:CODE:SECONDS" | "signals" | "beats" |
-"kill:SECONDS"}.
+FAKE_RANKS is JSON: {"RANK": "wait" | "deaf" | "exit:CODE:SECONDS" | "leave:CODE:SECONDS" |
+"signals" | "beats" | "kill:SECONDS"}. "leave" ends without the mark of a worker's own end.
 Each writes who it is to FAKE_FOLDER/rank_R.json. As a program it is a launcher of such ranks.
 """
 
@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from rloo_cli.utils import heartbeat
 
 NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -37,8 +39,6 @@ def main() -> None:
         heard.append(number)
 
     if plan[0] == "beats":
-        from rloo_cli.utils import heartbeat
-
         heartbeat.start_heartbeat()
     if plan[0] in ("wait", "signals", "beats"):
         for number in HEARD:
@@ -48,8 +48,10 @@ def main() -> None:
             signal.signal(number, signal.SIG_IGN)
         facts["child"] = subprocess.Popen(["sleep", "300"]).pid
     _write(rank, facts)
-    if plan[0] == "exit":
+    if plan[0] in ("exit", "leave"):
         time.sleep(float(plan[2]))
+        if plan[0] == "exit":
+            heartbeat.mark_end()
         os._exit(int(plan[1]))
     if plan[0] == "kill":
         time.sleep(float(plan[1]))
@@ -58,6 +60,7 @@ def main() -> None:
         time.sleep(0.02)
     time.sleep(1 if plan[0] == "signals" else 0)
     _write(rank, facts | {"heard": heard})
+    heartbeat.mark_end()
     os._exit(75)
 
 

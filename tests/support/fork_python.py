@@ -48,9 +48,10 @@ def stand_in() -> None:
     what = "cli" if words[:3] == ["-P", "-m", "rloo_cli"] else what
     if not what or "FORKS" not in os.environ:
         return
-    os.environ.pop("RLOO_HEARTBEAT_FD", None)  # that open file is this front's, and not the fork's
+    # The fork takes a copy of the pipe for signs of life: it marks its own end there.
+    heartbeat = [int(n) for n in [os.environ.pop("RLOO_HEARTBEAT_FD", "")] if n]
     job = {"what": what, "words": words[3:], "cwd": os.getcwd(), "env": dict(os.environ)}
-    with ask(job, [0, 1, 2]) as end:
+    with ask(job, [0, 1, 2, *heartbeat]) as end:
         said = end.makefile()
         pid = int(said.readline())
         for number in HEARD:
@@ -65,11 +66,13 @@ def stand_in() -> None:
 def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
     """Be that process."""
     os.setsid()
-    for number, fd in enumerate(fds):
+    for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
+    if fds[3:]:
+        os.environ["RLOO_HEARTBEAT_FD"] = str(fds[3])
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     code = 1
     try:
