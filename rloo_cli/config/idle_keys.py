@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from rloo_cli.config.synthetic import NO_HUB_PREFIXES, TASK_PREFIX
 from rloo_cli.utils.files import JsonObject
@@ -21,6 +22,12 @@ class IdleKeys:
     keys: tuple[str, ...]
     when: Callable[[Callable[[str], object]], bool]
     why: str
+
+
+def _is_above_length(key: str, value_of: Callable[[str], object]) -> bool:
+    """Whether an interval in steps is longer than the run; 0 turns most intervals off."""
+    every, max_steps = value_of(key), value_of("max_steps")
+    return isinstance(every, int) and isinstance(max_steps, int) and every > max_steps
 
 
 CLIP_KEYS = (
@@ -181,6 +188,19 @@ IDLE_KEYS = (
         ("train.warmup_steps",),
         lambda v: v("train.lr_scheduler") == "constant",
         "train.lr_scheduler=constant has no warm-up (constant_with_warmup has)",
+    ),
+    *(
+        IdleKeys(
+            (every,),
+            partial(_is_above_length, every),
+            f"it is above max_steps: {instead}",
+        )
+        for every, instead in {
+            "eval.every": "held-out scores are taken at the start and at the end alone",
+            "checkpoint.every": "only the final model is saved",
+            "logging.every": "steps are logged more rarely than the run is long",
+            "model.ref_sync.every": "the reference stays as it is",
+        }.items()
     ),
     IdleKeys(
         ("generation.top_k", "generation.top_p", "generation.min_p"),

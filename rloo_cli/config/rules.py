@@ -202,6 +202,7 @@ RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 def run_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with a run each of whose keys is valid by itself."""
     yield from _length(run)
+    yield from _warmup(run)
     yield from _batch(run)
     yield from distributed_problems(run)
     yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
@@ -224,19 +225,37 @@ def run_problems(run: RunConfig) -> Iterator[Problem]:
     yield from config_agent.agent_problems(run)
 
 
-def _length(run: RunConfig) -> Iterator[Problem]:
+def _length_keys(run: RunConfig) -> dict[str, float]:
+    """Those keys of the run's length that are set."""
     lengths = {
         "max_steps": run.max_steps,
         "total_episodes": run.total_episodes,
         "train.epochs": run.train.epochs,
     }
-    keys = [k for k, v in lengths.items() if v is not None]
+    return {key: value for key, value in lengths.items() if value is not None}
+
+
+def _length(run: RunConfig) -> Iterator[Problem]:
+    lengths = _length_keys(run)
+    keys = [*lengths]
     if len(keys) == 1:
         return
     what = "exactly one of max_steps, total_episodes, train.epochs says how long to train"
     why = f"found {' and '.join(f'{k}={lengths[k]}' for k in keys) or 'none of them'}"
     fix = " ".join(f"{k}=null" for k in keys[1:]) or f"{keys[0] if keys else 'max_steps'}=100"
     yield Problem(what, keys[-1] if keys else "max_steps", why, fix)
+
+
+def _warmup(run: RunConfig) -> Iterator[Problem]:
+    """A run that would end in its warm-up never trains with its learning rate."""
+    steps = run.num_steps() if len(_length_keys(run)) == 1 else None
+    updates = None if steps is None else steps * run.updates_per_step
+    if run.train.lr_scheduler == "constant" or updates is None:
+        return
+    if run.train.warmup_steps >= max(updates, 1):
+        what = f"train.warmup_steps = {run.train.warmup_steps} is not shorter than the run"
+        why = f"{steps} steps of {run.updates_per_step} updates are {updates} updates"
+        yield Problem(what, "train.warmup_steps", why, f"train.warmup_steps={updates // 10}")
 
 
 def _batch(run: RunConfig) -> Iterator[Problem]:

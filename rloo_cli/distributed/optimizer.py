@@ -356,6 +356,24 @@ def can_use_fused(parameters: Sequence[Tensor]) -> bool:
     return bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
 
 
+def warmup_updates(config: TrainConfig, num_updates: int) -> int:
+    """Updates of warm-up: as configured, or a tenth of the run where the run would end in it."""
+    if config.lr_scheduler == "constant" or config.warmup_steps < num_updates:
+        return config.warmup_steps
+    return num_updates // 10
+
+
+def warmup_note(config: TrainConfig, num_updates: int) -> str:
+    """A line for the user where the warm-up is shorter than configured; else ""."""
+    shorter = warmup_updates(config, num_updates)
+    if shorter == config.warmup_steps:
+        return ""
+    return (
+        f"the warm-up takes {shorter} updates instead of warmup_steps={config.warmup_steps}:"
+        f" there are only {num_updates} updates"
+    )
+
+
 def build_lr_schedule(
     optimizer: torch.optim.Optimizer, config: TrainConfig, num_updates: int
 ) -> LRScheduler:
@@ -376,7 +394,8 @@ def build_lr_schedule(
 def _make_lr_schedule(
     optimizer: torch.optim.Optimizer, config: TrainConfig, num_updates: int
 ) -> LRScheduler:
-    lengths = {"num_warmup_steps": config.warmup_steps, "num_training_steps": num_updates}
+    warmup = warmup_updates(config, num_updates)
+    lengths = {"num_warmup_steps": warmup, "num_training_steps": num_updates}
     schedule: LRScheduler
     if ":" in config.lr_scheduler:
         build = _load_user_code(config.lr_scheduler, "lr_scheduler")

@@ -20,6 +20,7 @@ from rloo_cli.checkpoint import export, resume, run_folder, save
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.optimizer import warmup_note
 from rloo_cli.distributed.world import (
     explain_lost_ranks,
     is_collective_error,
@@ -208,6 +209,8 @@ def _save_what_is_done(run: Run, error: RunError) -> None:
 def _log_start(run: Run) -> int:
     """Print warnings and the plan. -> the step that the run begins at"""
     for note in run.algorithm.warnings(run.config):
+        run.log.note(f"warning: {note}")
+    if note := warmup_note(run.config.train, run.num_steps * run.config.updates_per_step):
         run.log.note(f"warning: {note}")
     if run.config.logging.trackers:
         run.world.run_on_rank0(lambda: _start_trackers(run))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rloo_cli.config.schema import TrainConfig, TrainingConfig
 from rloo_cli.distributed.engine import ParallelEngine
-from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer
+from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer, warmup_note
 from rloo_cli.distributed.world import World
 from rloo_cli.train.supervised.parallel import Objective, TrainedModule, distribute_module
 from rloo_cli.utils.errors import NumbersError, Problem
@@ -58,6 +58,9 @@ class SupervisedTrainer(Generic[R]):
         A sharded model has no weights before.
         """
         steps = self._count_steps(num_examples)
+        note = warmup_note(optimizer_config(self.settings), steps)
+        if note and self.world.is_main:
+            print(f"note: {note}")
         if self.engine is None:
             self.optimizer = Optimizer(self.model, optimizer_config(self.settings), steps)
         else:
