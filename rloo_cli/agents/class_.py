@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config import registry
 from rloo_cli.config.agent import ProcessAgentConfig
-from rloo_cli.config.schema import Name, Text, key
+from rloo_cli.config.schema import Name, PathText, key
 
 TEXT_GAMES = "rloo_cli.data.synthetic.text_games"
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class Config(ProcessAgentConfig):
     kind: Literal["class"] = key("class: environments")
-    environments: dict[Name, Text] = key("The classes: {name: file.py:Class}", min_length=1)
+    environments: dict[Name, PathText] = key("The classes: {name: file.py:Class}", min_length=1)
 
     def code_specs(self) -> dict[str, str]:
         """Key -> `file.py:Class`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rloo_cli.config.agent import EpisodeConfig
-from rloo_cli.config.schema import RunConfig, Text, key
+from rloo_cli.config.schema import PathText, RunConfig, key
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Config(EpisodeConfig):
     kind: Literal["rollout"] = key("rollout: a function that plays the episodes")
-    rollout: Text = key("The function: file.py:name, which takes (prompts, sampler)")
+    rollout: PathText = key("The function: file.py:name, which takes (prompts, sampler)")
     fields: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = key(
         "What it returns beside ids, log-probabilities and mask, as columns for rewards"
     )

@@ -7,7 +7,7 @@ or kill without the run noticing more than an error.
 from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config.agent import ProcessAgentConfig
-from rloo_cli.config.schema import Text, key
+from rloo_cli.config.schema import PathText, key
 
 if TYPE_CHECKING:
     from rloo_cli.agents.common.tool_set import ToolSet
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Config(ProcessAgentConfig):
     kind: Literal["tools"] = key("tools: functions")
-    tools: list[Text] = key("The functions: [file.py:name, package.module:name]", min_length=1)
+    tools: list[PathText] = key("The functions: [file.py:name, package.module:name]", min_length=1)
 
     def code_specs(self) -> dict[str, str]:
         """Key -> `file.py:name`."""

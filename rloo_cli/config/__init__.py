@@ -6,6 +6,7 @@ agent         keys and checks of every kind of agent
 check         validate, freeze, write and hash a config
 compose       Hydra: overrides and groups to one plain dictionary
 debug         what +debug replaces
+escapes       escapes in values of the command line
 hf_cache      the content of the Hugging Face cache, found without network
 hooks         guards for the methods of a user's own algorithm
 idle_keys     which keys have no effect at other keys' values

@@ -65,7 +65,7 @@ class AccelerateFile:
 
     def __init__(self, name: str):
         self.name = name
-        self.content = _read_mapping(Path(name), name)
+        self.content = _read_mapping(Path(name).expanduser(), name)
         unknown = sorted(set(self.content) - IGNORED - KNOWN)
         filled = [key for key in unknown if self.content[key] not in (None, "", {}, "no")]
         if filled:
@@ -173,7 +173,7 @@ class AccelerateFile:
         name = self.deepspeed.get("deepspeed_config_file")
         if not name:
             return {}
-        return _without_auto(_read_mapping(Path(str(name)), f"{self.name}, {name}"))
+        return _without_auto(_read_mapping(Path(str(name)).expanduser(), f"{self.name}, {name}"))
 
     def _problem(self, what: str, why: str, fix: str) -> Problem:
         return Problem(f"{self.name}: {what}", KEY, why, fix)

@@ -6,7 +6,7 @@ meaning; `rules_lora` says what does not go together.
 
 from typing import Literal
 
-from rloo_cli.config.key_types import Frozen, NotEmpty, Positive, Text, key
+from rloo_cli.config.key_types import Frozen, NotEmpty, PathText, Positive, key
 from rloo_cli.utils.files import JsonObject
 
 
@@ -29,7 +29,7 @@ class LoraConfig(Frozen):
     bias: Literal["none", "all", "lora_only"] = key("Biases that are trained")
     use_rslora: bool = key("Scale by alpha / sqrt(r) instead (arXiv 2312.03732)")
     use_dora: bool = key("Train magnitudes too: DoRA")
-    path: Text | None = key("Adapter to go on from; null = a new one")
+    path: PathText | None = key("Adapter to go on from; null = a new one")
     kwargs: JsonObject = key(
         "More arguments of peft's config of that kind, e.g. {r: 8, alpha: 16} of LOHA",
         since="0.2",

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rloo_cli.config import mistakes
 from rloo_cli.config.accelerate_file import apply_accelerate_file
+from rloo_cli.config.escapes import decode_escapes
 from rloo_cli.config.messages import walk_values
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.provenance import COMMAND_LINE, ConfigSources
@@ -193,7 +194,7 @@ def _rewrite_override(
         return 1, f"{bare}={value}"
     bare = GROUP_OF_KEY.get(bare, bare)
     if bare not in groups:
-        return 1, f"++{bare}={value}"
+        return 1, f"++{bare}={decode_escapes(value, where)}"
     return _rewrite_choice(bare, value, groups, where)
 
 
@@ -217,7 +218,7 @@ def _rewrite_choice(
 def _recipe_choice(choice: str, groups: dict[str, dict[str, Path]], where: str) -> str:
     """A recipe's name or file -> its name in the group `recipe`."""
     if choice.endswith((".yaml", ".yml")):
-        return register_recipe_file(Path(choice), where, groups)
+        return register_recipe_file(Path(choice).expanduser(), where, groups)
     if choice not in groups["recipe"]:
         raise ConfigError(unknown_choice_problem("recipe", choice, groups["recipe"], where))
     path = groups["recipe"][choice]

@@ -16,7 +16,7 @@ from pydantic import Field, create_model
 from rloo_cli.config import registry
 from rloo_cli.config import template as config_template
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
+from rloo_cli.config.schema import Frozen, PathText, Positive, RewardConfig, RunConfig, Text, key
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -46,7 +46,7 @@ class ChatKeys(Frozen):
 class JudgeKeys(Frozen):
     """Keys of every judge."""
 
-    against: Text = key("reference = texts of the data; or hub name or folder of another model")
+    against: PathText = key("reference = texts of the data; or hub name or folder of another model")
     reference_column: Text = key("Column of these texts, or of conversations that end with one")
     max_pairs: Positive | None = key("Judge only the first n pairs of each set; null = all")
 

@@ -1,8 +1,9 @@
 """How a key is declared: its meaning, its limits, and types that several keys share."""
 
+import os
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rloo_cli.utils.files import JsonObject
 
@@ -45,3 +46,13 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 # Usable as a name or a path: not empty, no control characters (NUL, newline).
 Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
+
+
+def expand_home(text: str) -> str:
+    """A path that begins with ~ or ~user as an absolute one; any other text as it is."""
+    return os.path.expanduser(text) if text.startswith("~") else text
+
+
+# Keys that may name a file or a folder. `PathString` also takes what is no path, without limits.
+PathText = Annotated[Text, AfterValidator(expand_home)]
+PathString = Annotated[str, AfterValidator(expand_home)]

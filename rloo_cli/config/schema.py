@@ -16,6 +16,8 @@ from rloo_cli.config.adapters import QuantizationConfig as QuantizationConfig
 from rloo_cli.config.key_types import Frozen as Frozen
 from rloo_cli.config.key_types import Name as Name
 from rloo_cli.config.key_types import NotEmpty as NotEmpty
+from rloo_cli.config.key_types import PathString as PathString
+from rloo_cli.config.key_types import PathText as PathText
 from rloo_cli.config.key_types import Positive as Positive
 from rloo_cli.config.key_types import Text as Text
 from rloo_cli.config.key_types import TokenId as TokenId
@@ -27,7 +29,7 @@ from rloo_cli.utils.files import JsonObject
 class TrainingData(Frozen):
     """Where the examples are; all else (template, system, overlong) is as in `data`."""
 
-    path: Text | None = key("Hub name, file, folder or make:NAME; null = data.path")
+    path: PathText | None = key("Hub name, file, folder or make:NAME; null = data.path")
     name: Text | None = key("Configuration of a hub data set; null with path=null = data.name")
     revision: Text | None = key("Branch, tag or commit; null with path=null = data.revision")
     split: Text | None = key("Split to train on; null = data.split")
@@ -39,7 +41,9 @@ class TrainingData(Frozen):
 class TrainingConfig(Frozen):
     """Keys that `sft` and `reward_model` share."""
 
-    path: Text | None = key("Model to start from: hub name, folder, make:NAME; null = model.path")
+    path: PathText | None = key(
+        "Model to start from: hub name, folder, make:NAME; null = model.path"
+    )
     revision: Text | None = key("Branch, tag or commit of `path`; null = its main branch")
     data: TrainingData
     epochs: float = key("Passes over the examples", gt=0, le=1e6)
@@ -96,7 +100,7 @@ class SlurmConfig(Frozen):
         "Seconds before the time limit at which a run is told to save; null = as measured: a step,"
         " a save and 60 more, or 300 where nothing was measured yet"
     )
-    output: Text | None = key("The job's log; null = root/slurm/NAME-JOB.log")
+    output: PathText | None = key("The job's log; null = root/slurm/NAME-JOB.log")
     options: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], Text | int | None] = key(
         "Further options of sbatch: {constraint: a100, mail-type: END}; null = without a value"
     )
@@ -114,7 +118,7 @@ class RefSyncConfig(Frozen):
 class ValueConfig(Frozen):
     """The value model of algorithm=ppo (`value_start`)."""
 
-    path: Text | None = key(
+    path: PathText | None = key(
         "Hub name or folder of a reward or language model to initialise the value model from;"
         " null = the one reward model with the policy's backbone, else the policy with a new head"
     )
@@ -122,10 +126,10 @@ class ValueConfig(Frozen):
 
 
 class ModelConfig(Frozen):
-    path: Text = key(
+    path: PathText = key(
         "Hub name, folder or GGUF file of a causal language model, or make:NAME (made here)"
     )
-    tokenizer: Text | None = key("Hub name or folder of the tokenizer; null = model.path")
+    tokenizer: PathText | None = key("Hub name or folder of the tokenizer; null = model.path")
     revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "Weights' dtype; auto = bfloat16 on a GPU that has it, else float32"
@@ -137,11 +141,11 @@ class ModelConfig(Frozen):
     )
     disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
     lm_head_fp32: bool = key("Compute logits in float32, in trainer and sampler alike")
-    chat_template: Text | None = key(
+    chat_template: PathText | None = key(
         "Jinja file to use as chat template; make:chatml_tools = ours with tools;"
         " null = the tokenizer's"
     )
-    ref_path: Text | None = key(
+    ref_path: PathText | None = key(
         "Reference model; null = a frozen copy of model.path, or the model without its adapter"
     )
     ref_offload: bool = key("Keep the reference in the CPU's memory between its passes")
@@ -198,12 +202,12 @@ class DatasetConfig(Frozen):
     chat: bool = key(
         "A prompt that is a string becomes a user's message", since="0.2", before=False
     )
-    map: Text | None = key(
+    map: PathText | None = key(
         "file.py:name, example (a dict) -> example, run before columns are read; null = none",
         since="0.2",
         before=None,
     )
-    filter: JsonObject | Text | None = key(
+    filter: JsonObject | PathText | None = key(
         "Examples to use: {column: value or [values]}, or file.py:name, example -> bool; null = all"
     )
     max_samples: Positive | None = key("Use only the first n examples that pass; null = all")
@@ -240,7 +244,9 @@ class DatasetConfig(Frozen):
 class SetConfig(DatasetConfig):
     """One split of one data set."""
 
-    path: Text = key("Hub name, data file, (save_to_disk) folder, make:NAME or reasoning_gym:NAME")
+    path: PathText = key(
+        "Hub name, data file, (save_to_disk) folder, make:NAME or reasoning_gym:NAME"
+    )
 
 
 class SourceConfig(SetConfig):
@@ -254,7 +260,7 @@ class Mixture(Frozen):
 
 
 class DataConfig(DatasetConfig):
-    path: Text | None = key(
+    path: PathText | None = key(
         "Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME, or"
         " reasoning_gym:NAME; null = mixture"
     )
@@ -454,12 +460,12 @@ class TrainConfig(Frozen):
     prompts_per_step: Positive = key("Prompts per step over all processes, P")
     epochs: float | None = key("Passes over the prompts", gt=0, le=1e9)
     learning_rate: float = key("Peak learning rate", ge=0, le=10)
-    lr_scheduler: str = key("transformers' schedule name, or file.py:name")
+    lr_scheduler: PathString = key("transformers' schedule name, or file.py:name")
     lr_scheduler_kwargs: JsonObject = key("Passed to the schedule")
     warmup_steps: int = key("Optimizer updates of linear warm-up", ge=0)
     weight_decay: float = key("AdamW's decoupled weight decay", ge=0)
     max_grad_norm: float | None = key("Clip the gradient's norm to this; null = never", gt=0)
-    optimizer: str = key("adamw, or file.py:name of a function (parameters, **kwargs)")
+    optimizer: PathString = key("adamw, or file.py:name of a function (parameters, **kwargs)")
     optimizer_kwargs: JsonObject = key("Passed to the optimizer, e.g. {betas: [0.9, 0.95]}")
     micro_batch_tokens: Positive | None = key(
         "Tokens per forward pass, of whole groups; null = chosen from the free memory"
@@ -589,7 +595,7 @@ class LoggingConfig(Frozen):
     tracker_project: str | None = key(
         "Project at the trackers; null = rloo", since="0.2", before=None
     )
-    events: list[Text] = key(
+    events: list[PathText] = key(
         "Classes that are told of steps, evaluations, checkpoints and the end: [file.py:Class]",
         since="0.2",
         before=[],
@@ -597,7 +603,9 @@ class LoggingConfig(Frozen):
 
 
 class DebugConfig(Frozen):
-    reward_model_path: str | None = key("Model that is loaded in place of every reward model")
+    reward_model_path: PathString | None = key(
+        "Model that is loaded in place of every reward model"
+    )
     sets_from_data: bool = key("Every set of eval.sets is read from data.path, data.eval_split")
     simple_rewards: bool = key(
         "Rewards score every example (no `only`); any that needs a sandbox or service is dropped,"
@@ -611,11 +619,11 @@ class RunConfig(Frozen):
     """The whole config of one experiment."""
 
     name: Name | None = key("Names the run's folder; null = recipe, model and a hash")
-    root: Text = key("Every run writes under root/name")
+    root: PathText = key("Every run writes under root/name")
     seed: int = key("Seeds data order, sampling and torch", ge=0, lt=2**32)
     max_steps: Positive | None = key("Steps (rollout batches) to train")
     total_episodes: Positive | None = key("Completions in total; steps = this / (P*K), rounded up")
-    resume: str = key("never; auto = from the newest checkpoint; or a checkpoint's folder")
+    resume: PathString = key("never; auto = from the newest checkpoint; or a checkpoint's folder")
     resume_allow_changes: bool = key("Allow another model, data, schedule or algorithm on resume")
     model: ModelConfig
     data: DataConfig

@@ -15,7 +15,7 @@ from rloo_cli.config import check, hf_cache, messages, registry
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, SHARDED_ENGINES
 from rloo_cli.config.rules_sampling import keeps_masks
-from rloo_cli.config.schema import Frozen, GenerationConfig, RunConfig, Text, key
+from rloo_cli.config.schema import Frozen, GenerationConfig, PathText, RunConfig, key
 from rloo_cli.data import rollout_files
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -30,7 +30,7 @@ PATH_KEY = "generation.replay.path"
 
 
 class ReplaySection(Frozen):
-    path: Text | None = key("Folder of the run whose recorded rollouts are trained on")
+    path: PathText | None = key("Folder of the run whose recorded rollouts are trained on")
 
 
 class Config(GenerationConfig):

@@ -7,7 +7,7 @@ be `async def`. Functions written for TRL work as they are.
 
 from typing import Literal
 
-from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.config.schema import PathString, RewardConfig, key
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.rewards.engine.build import RewardFunction
 from rloo_cli.utils.files import JsonObject
@@ -15,7 +15,7 @@ from rloo_cli.utils.files import JsonObject
 
 class Config(RewardConfig):
     type: Literal["function"] = key("function")
-    path: str = key("path/to/file.py:name or package.module:name", min_length=1)
+    path: PathString = key("path/to/file.py:name or package.module:name", min_length=1)
     kwargs: JsonObject = key("Passed to the function as they are")
 
 

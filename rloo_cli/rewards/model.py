@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rloo_cli.config import hf_cache
-from rloo_cli.config.schema import Positive, RewardConfig, Text, key
+from rloo_cli.config.schema import PathText, Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common.model_inputs import PromptCompletion, RewardInputEncoder
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.rewards.engine.ready import RewardScorer, RewardSetup
@@ -39,8 +39,8 @@ EXTRA = "a reward model at `path`, and torch"
 
 class Config(RewardConfig):
     type: Literal["model"] = key("model")
-    path: Text = key("Hub name or folder of the reward model, or make:tiny_reward")
-    tokenizer: Text | None = key("Hub name or folder of its tokenizer; null = path")
+    path: PathText = key("Hub name or folder of the reward model, or make:tiny_reward")
+    tokenizer: PathText | None = key("Hub name or folder of its tokenizer; null = path")
     revision: Text | None = key("Branch, tag or commit of a hub model")
     model_kwargs: JsonObject = key("Passed to from_pretrained of the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
