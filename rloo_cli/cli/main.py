@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.cli import json_answer, verb_help
 from rloo_cli.config import hf_cache
-from rloo_cli.utils import console, redact
+from rloo_cli.utils import console, paths, redact
 from rloo_cli.utils.errors import (
     ConfigError,
     Problem,
@@ -49,6 +49,8 @@ def main() -> None:
     """The console script. Exits with the code of the first cause (docs/reference.md)."""
     console.open_descriptors()
     console.prepare_environment()
+    if warning := paths.stand_in_for_home():
+        print(f"warning: {warning}", file=sys.stderr)
     with redact.redacted_console():
         with _errors_to_exit_code() as status:
             verb = find_verb(_strip_error_flags(sys.argv[1:]))

@@ -49,8 +49,14 @@ Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
 
 
 def expand_home(text: str) -> str:
-    """A path that begins with ~ or ~user as an absolute one; any other text as it is."""
-    return os.path.expanduser(text) if text.startswith("~") else text
+    """A path that begins with ~ or ~user as an absolute one; any other text as it is.
+
+    Raises ValueError where there is no such home folder.
+    """
+    path = os.path.expanduser(text) if text.startswith("~") else text
+    if path.startswith("~"):
+        raise ValueError(f"{path.partition('/')[0]} is not the home folder of a known user")
+    return path
 
 
 # Keys that may name a file or a folder. `PathString` also takes what is no path, without limits.

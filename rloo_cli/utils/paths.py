@@ -4,6 +4,8 @@ of the cache.
 
 import functools
 import os
+import pwd
+import tempfile
 from pathlib import Path
 
 from rloo_cli.utils.errors import Problem
@@ -18,9 +20,39 @@ SLURM = ROOT / "scripts" / "slurm"
 
 
 def cache_folder() -> Path:
-    """The folder for things made once and used again: `$RLOO_CACHE`, else `~/.cache/rloo`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
+    """The folder for things made once and used again.
+
+    `$RLOO_CACHE`, else `$XDG_CACHE_HOME/rloo`, else `~/.cache/rloo`.
+    """
+    if folder := os.environ.get("RLOO_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "rloo")
+
+
+def stand_in_for_home() -> str:
+    """Name a cache folder and a user where this process has neither. -> a warning, or ""
+
+    A container may run with a user id that no passwd entry has, and without HOME. Hugging Face's
+    libraries would then make a folder named ~, and torch ask for the user's name in vain. What is
+    set in the environment here holds for our processes, too.
+    """
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ.setdefault("LOGNAME", f"uid-{os.getuid()}")
+    if os.path.expanduser("~") != "~" or os.environ.get("XDG_CACHE_HOME"):
+        return ""
+    folder = Path(tempfile.gettempdir(), f"rloo-cache-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        folder = Path(tempfile.mkdtemp(prefix="rloo-cache-"))  # another user has taken that name
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    if os.environ.get("RLOO_CACHE") and os.environ.get("HF_HOME"):
+        return ""
+    return (
+        f"HOME is not set and user {os.getuid()} has no home folder: the cache is in {folder};"
+        " set RLOO_CACHE and HF_HOME to keep it elsewhere"
+    )
 
 
 _paths_as_typed: dict[Path, Path] = {}  # what `absolute_path` made absolute -> as it was typed
