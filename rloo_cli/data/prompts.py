@@ -372,7 +372,8 @@ def _apply_overlong(
         fix = "give the row a prompt, or take it out"
         raise DataError(Problem(what, where, f"found {prompts[at]!r:.80}", fix))
     over = [max_length is not None and n > max_length for n in lengths]
-    if any(over) and (config.overlong == "error" or sum(over) > len(over) / 2):
+    allowed = {"filter": len(over) / 2, "error": 0, "truncate_left": len(over) if max_length else 0}
+    if sum(over) > allowed[config.overlong]:
         raise DataError(_too_long(lengths, over, max_length, headroom))
     if config.overlong == "truncate_left":
         ids = [_cut_left(x, max_length, bos_token_id) for x in ids]

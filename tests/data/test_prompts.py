@@ -170,11 +170,19 @@ def test_prompts_that_all_fit_are_left_alone(overlong):
     assert (found.dropped, found.truncated) == (0, 0)
 
 
-@pytest.mark.parametrize("overlong", ["filter", "truncate_left"])
-@pytest.mark.parametrize("longest, share", [(1, "3 of 4"), (0, "4 of 4")])
-def test_more_than_half_over_the_limit_is_always_an_error(overlong, longest, share):
+@pytest.mark.parametrize(
+    "overlong, longest, share",
+    [("filter", 1, "3 of 4"), ("filter", 0, "4 of 4"), ("truncate_left", 0, "4 of 4")],
+)
+def test_a_limit_that_most_prompts_exceed_is_an_error_unless_they_are_cut(overlong, longest, share):
     message = refused(LONG, longest=longest, overlong=overlong)
     assert share in message and "data.max_prompt_length=6" in message
+
+
+def test_prompts_are_cut_as_configured_however_many_are_too_long():
+    found = prepare(LONG, longest=1, overlong="truncate_left")
+    assert decoded(found) == ["f", "b", "c", "a"]
+    assert (found.dropped, found.truncated) == (0, 3)
 
 
 def test_exactly_half_over_the_limit_is_not():
