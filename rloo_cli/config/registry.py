@@ -4,10 +4,12 @@ Adding a reward, an algorithm or a generation backend is adding its file (and it
 file's name is its registry name. Each has a class `Config`, read here without importing torch.
 """
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import traceback
@@ -147,7 +149,8 @@ def load_code(spec: str) -> Any:
     """
     where, name = split_code_spec(spec)
     where = MOVED_MODULES.get(where, where)
-    loaded = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    with contextlib.chdir(os.getcwd()):  # an import may change the current folder
+        loaded = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     if not hasattr(loaded, name):
         public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
         why = f"it has: {', '.join(public) or 'nothing'}"

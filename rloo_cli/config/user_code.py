@@ -56,7 +56,7 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
         raise ConfigError(Problem(what, where, why, fix)) from None
     if not callable(code):
         why = f"it is a {type(code).__name__}: {code!r:.80}"
-        fix = "name a function that takes completions and returns one score for each"
+        fix = f"name a function: {where}={spec.rpartition(':')[0]}:NAME"
         raise ConfigError(Problem(f"{spec} is not callable", where, why, fix))
     return code  # type: ignore[no-any-return]
 

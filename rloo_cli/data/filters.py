@@ -4,13 +4,14 @@ A filter is applied to the split with its columns renamed, before max_samples: t
 that pass are used. The log says how many did not. This file imports no torch.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.registry import load_code
-from rloo_cli.config.user_code import exception_text, format_user_frames
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
+from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -92,24 +93,13 @@ def _among(value: object, values: list[object]) -> bool:
 
 
 def _load_predicate(spec: str) -> Predicate:
-    where = "data.filter"
-    try:
-        code = load_code(spec)
-    except ConfigError as error:
-        raise ConfigError(*[Problem(p.what, where, p.why, p.fix) for p in error.problems]) from None
-    except Exception as error:  # the file is the user's, and so is what it raises
-        why = f"{type(error).__name__}: {error}"
-        what, fix = f"{spec} could not be imported", f"correct {spec.rpartition(':')[0]}"
-        raise ConfigError(Problem(what, where, why, fix)) from None
-    if not callable(code):
-        what, why = f"{spec} is not a function", f"found {type(code).__name__}"
-        fix = f"{where}={spec.rpartition(':')[0]}:NAME of a function, example -> True or False"
-        raise ConfigError(Problem(what, where, why, fix))
+    code = load_user_code(spec, "data.filter")
 
     def passes(number: int, example: ExampleDict) -> bool:
         try:
-            passed = code(example)
-        except Exception as error:
+            with contextlib.chdir(os.getcwd()):  # relative paths of the run begin where it began
+                passed = code(example)
+        except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
             what = f"data.filter failed at row {number}"
             why = f"{format_user_frames(error)}{exception_text(error)}"
             fix = f"correct {spec}: it is called with every row"

@@ -195,7 +195,7 @@ def has_image_parts(value: object) -> bool:
 
 def image_reader(config: DataConfig) -> ImageReader:
     """The reader of a split's images: relative paths begin at the data's own folder."""
-    path = Path(config.path or ".").expanduser()
+    path = Path(config.path or ".").expanduser().absolute()  # user code may change folder
     folder = path if path.is_dir() else path.parent if path.is_file() else Path.cwd()
     private = config.allow_private_addresses
     return ImageReader(folder, config.allow_remote_images, config.max_pixels, private)

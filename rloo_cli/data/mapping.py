@@ -4,6 +4,8 @@ It comes after data.columns and before everything else: the prompts, data.filter
 what it returns. This file imports no torch.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -44,7 +46,8 @@ def _map_example(
 ) -> ExampleDict:
     where = f"data.map={spec}, row {number}"
     try:
-        returned = function(dict(example))
+        with contextlib.chdir(os.getcwd()):  # relative paths of the run begin where it began
+            returned = function(dict(example))
     except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
         what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"
         why = f"{format_user_frames(error)}{exception_text(error)}"

@@ -56,7 +56,7 @@ from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import RunState
-from rloo_cli.utils import fault_injection, process_exit
+from rloo_cli.utils import fault_injection, paths, process_exit
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, read_json, write_json, write_text
 
@@ -81,6 +81,7 @@ def run_evaluation(folder: Path) -> JsonObject:
 
     Writes metrics.json and one file of samples per set into `folder`.
     """
+    folder = paths.absolute_path(folder)  # a reward may change the current folder
     process_exit.silence_libraries()
     settings = check.read_config(folder / "config.yaml")
     torch.manual_seed(settings.seed)

@@ -36,7 +36,7 @@ from rloo_cli.train.supervised import examples, parallel, reward_model, sft
 from rloo_cli.train.supervised.examples import PreparedExamples
 from rloo_cli.train.supervised.fit import MetricsObject, SupervisedTrainer, optimizer_config
 from rloo_cli.train.supervised.parallel import Objective
-from rloo_cli.utils import process_exit, rng
+from rloo_cli.utils import paths, process_exit, rng
 from rloo_cli.utils.errors import DataError, Problem, RunError
 from rloo_cli.utils.files import write_json
 
@@ -232,7 +232,8 @@ def _errors_name_section(section: str) -> Iterator[None]:
 
 def main() -> None:
     """Run the process that `cli/supervised` starts; its exit code says what stopped it."""
-    folder, section = Path(sys.argv[1]), sys.argv[2]
+    folder = paths.absolute_path(Path(sys.argv[1]))  # user code may change the current folder
+    section = sys.argv[2]
 
     def train() -> None:
         with explain_lost_ranks(f"in rloo {section.replace('_', '-')}"):
