@@ -10,6 +10,7 @@ fault_injection  fault injection for tests
 files            write whole files or none; wait for a pipe or socket
 heartbeat        signs of life of a process for the one that started it
 http             one JSON request with a deadline; an event loop on a thread
+main_thread_calls  user code that needs a main thread is noticed
 message_socket   messages between a parent and its own child
 paths            the folders of conf, recipes and cache
 ports            who listens where, and a socket of our own

@@ -20,6 +20,7 @@ from rloo_cli.agents.processes.worker import ToolWorker
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 from rloo_cli.utils.message_socket import PeerGone, receive_json, send_pickled
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -78,13 +79,23 @@ class ToolThread:
 
     def request(self, message: JsonObject, timeout_s: float) -> JsonObject:
         """The answer to one message."""
-        answers: SimpleQueue[JsonObject] = SimpleQueue()
-        work = lambda: answers.put(self.worker.answer(message))  # noqa: E731
+        answers: SimpleQueue[tuple[JsonObject, list[str]]] = SimpleQueue()
+
+        def work() -> None:
+            with note_main_thread_calls() as noted:
+                answer = self.worker.answer(message)
+            answers.put((answer, noted))
+
         threading.Thread(target=work, daemon=True).start()
         try:
-            return answers.get(timeout=timeout_s)
+            answer, noted = answers.get(timeout=timeout_s)
         except Empty:
             raise ToolGone(f"no answer within {timeout_s:g} s (agent.max_tool_s)") from None
+        if noted:
+            what = f"a tool called {noted[0]}, which works in a main thread only"
+            why = "agent.workers=0 runs tools in threads of the run's process"
+            raise GenerationError(Problem(what, "agent.workers", why, "agent.workers=1"))
+        return answer
 
     def kill(self) -> None:
         """Do nothing."""

@@ -31,7 +31,9 @@ from rloo_cli.rewards.engine.results import (
     to_call_result,
 )
 from rloo_cli.utils import console
+from rloo_cli.utils.errors import Problem, RewardError
 from rloo_cli.utils.exit_guard import refuse_os_exit
+from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 
 CALL_POLL_S = 0.1  # seconds between two calls of `poll`
 EVENT_LOOP_GRACE_S = 1.0  # seconds an event loop may be late before it counts as blocked
@@ -198,19 +200,30 @@ def _call_in_thread(reward: Reward, call: RewardCall) -> CallResult:
     box: list[object] = []
 
     def work() -> None:
-        try:
-            returned = reward.code(**arguments)
-            if inspect.isawaitable(returned):  # a plain function that returns a coroutine
-                returned = asyncio.run(_await_value(returned))
-            box.append(returned)
-        except BaseException as error:
-            box.append(failure_of_error(error))
+        with note_main_thread_calls() as noted:
+            try:
+                returned = reward.code(**arguments)
+                if inspect.isawaitable(returned):  # a plain function that returns a coroutine
+                    returned = asyncio.run(_await_value(returned))
+            except BaseException as error:
+                returned = failure_of_error(error)
+        box.append(_main_thread_error(reward, noted) if noted else returned)
 
     thread = threading.Thread(target=work, daemon=True, name=f"reward {reward.name} call")
     thread.start()
     thread.join(reward.config.timeout_s)
     returned = box[0] if box else timeout_failure(reward, thread.ident)
+    if isinstance(returned, RewardError):
+        raise returned
     return to_call_result(reward, call.indices, returned, log)
+
+
+def _main_thread_error(reward: Reward, noted: Sequence[str]) -> RewardError:
+    """The error of a reward that called functions of a main thread; no `on_error` covers it."""
+    key = f"reward.{reward.name}.workers"
+    what = f"reward {reward.name!r} called {noted[0]}, which works in a main thread only"
+    why = "its calls run in a thread of the run's process; the scores of such a call may be wrong"
+    return RewardError(Problem(what, key, why, f"{key}=1 runs it in a process of its own"))
 
 
 async def _await_value(awaitable: Awaitable[object]) -> object:
@@ -232,10 +245,12 @@ async def _call_on_event_loop(reward: Reward, call: RewardCall) -> CallResult:
     arguments, log = call.make_arguments()
 
     async def work() -> object:
-        try:
-            return await reward.code(**arguments)
-        except BaseException as error:  # SystemExit would end the loop's thread
-            return failure_of_error(error)
+        with note_main_thread_calls() as noted:
+            try:
+                returned = await reward.code(**arguments)
+            except BaseException as error:  # SystemExit would end the loop's thread
+                returned = failure_of_error(error)
+        return _main_thread_error(reward, noted) if noted else returned
 
     task = asyncio.ensure_future(work())
     # Not wait_for: it waits for a task that refuses to be cancelled.
@@ -244,6 +259,8 @@ async def _call_on_event_loop(reward: Reward, call: RewardCall) -> CallResult:
         failure = timeout_failure(reward, None)
         task.cancel()
         return to_call_result(reward, call.indices, failure, log)
+    if isinstance(error := task.result(), RewardError):
+        raise error
     return to_call_result(reward, call.indices, task.result(), log)
 
 
