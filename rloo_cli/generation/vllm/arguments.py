@@ -3,7 +3,6 @@
 It imports neither torch nor vLLM: a server's launcher, its checks and a trainer use it alike.
 """
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
-from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm import lora_slot, model_runner, versions
 from rloo_cli.generation.vllm.config import EngineKeys
 from rloo_cli.generation.vllm.versions import (
     MIN_UNTESTED_VERSION,
@@ -138,8 +137,9 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         values["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, int(keys.kv_cache_gb or 1)))
     if keys.batch_invariant:
         values["VLLM_BATCH_INVARIANT"] = "1"
-    if keeps_masks(run.generation):
-        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one does not send masks
+    values |= model_runner.runner_environment(
+        run, keys, installed_vllm_version(), bool(visible_gpus())
+    )
     if (
         getattr(keys, "host", LOOPBACK_HOSTS[0]) in LOOPBACK_HOSTS
         and Path("/sys/class/net/lo").exists()
@@ -251,16 +251,9 @@ def mask_problems(run: RunConfig, engine_is_local: bool = False) -> Iterator[Pro
     what, fix = f"{MASK_KEY} = true needs vLLM's model runner V2", f"{MASK_KEY}=false"
     if versions.is_old_vllm(version):
         yield Problem(what, MASK_KEY, f"vLLM {version} sends no sampling masks: 0.32 does", fix)
-    elif not visible_gpus() and not has_cpu_triton():
+    elif not visible_gpus() and not model_runner.has_triton(on_gpu=False):
         why = "it is made of Triton kernels; without a GPU it needs triton-cpu, which is not here"
         yield Problem(what, MASK_KEY, why, f"{fix}, or generation=transformers")
-
-
-def has_cpu_triton() -> bool:
-    """Whether Triton is installed here with a backend for CPUs; Triton is not imported."""
-    spec = importlib.util.find_spec("triton")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any((Path(folder) / "backends" / "cpu").is_dir() for folder in folders or ())
 
 
 def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:
