@@ -37,6 +37,12 @@ SAME_NAME_KEYS = (
     "enable_prefix_caching", "quantization", "model_impl",
 )  # fmt: skip
 
+# vLLM's own defaults on its smallest GPUs, and the most rows that it decodes at once on a large one
+DEFAULT_DECODED_ROWS, MAX_DECODED_ROWS = 256, 1024
+DEFAULT_CAPTURED_ROWS = 512  # the largest batch that vLLM captures a CUDA graph of by itself
+CAPTURE_STEP = 16  # from 256 rows on vLLM captures multiples of this
+CAPTURE_ARGUMENTS = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+
 
 def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonObject:
     """The keyword arguments of vLLM's EngineArgs for a run. Builds a `make:NAME` model."""
@@ -61,6 +67,7 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         "weight_transfer_config": {"backend": f"rloo_{weight_transfer_backend(run, keys)}"},
         "disable_log_stats": True,
         **{name: getattr(keys, name) for name in SAME_NAME_KEYS},
+        **(decode_row_arguments(run, keys) if on_gpu else {}),
         **lora_slot.lora_engine_arguments(run),
         **versions.old_engine_arguments(installed_vllm_version()),
     }
@@ -68,8 +75,36 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         given["hf_overrides"] = {"head_dtype": "float32"}
     if keeps_masks(run.generation):
         given["return_sampling_mask"] = True
-    extra = {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
-    return {name: value for name, value in given.items() if value is not None} | extra
+    given = {name: value for name, value in given.items() if value is not None}
+    return given | _extra_arguments(keys)
+
+
+def decode_row_arguments(run: RunConfig, keys: EngineKeys) -> JsonObject:
+    """`max_num_seqs`, and CUDA graphs, for the P*K completions of a step; {} where vLLM's fit.
+
+    By itself vLLM decodes 256 at once on smaller GPUs, and has no graphs above 512 on most: a step
+    of 1,024 would run in turns, or launch each kernel from Python. What the user says wins.
+    """
+    in_flight = 2 if run.generation.overlap == "carry" else 1  # the last step's beside the next's
+    rows = min(max(in_flight * run.episodes_per_step, run.eval.batch_size), MAX_DECODED_ROWS)
+    rows = min(rows, keys.max_num_batched_tokens or rows)  # vLLM refuses more rows than tokens
+    given: JsonObject = {}
+    if keys.max_num_seqs is not None:
+        rows = min(rows, keys.max_num_seqs)
+    elif rows > DEFAULT_DECODED_ROWS:
+        given["max_num_seqs"] = rows
+    extra = _extra_arguments(keys)
+    compilation = extra.get("compilation_config", {})
+    chosen = {*extra, *(compilation if isinstance(compilation, dict) else CAPTURE_ARGUMENTS)}
+    free = chosen.isdisjoint(CAPTURE_ARGUMENTS)  # vLLM takes one of them, and in one place
+    if free and rows > DEFAULT_CAPTURED_ROWS and not keys.enforce_eager:
+        given[CAPTURE_ARGUMENTS[0]] = -(-rows // CAPTURE_STEP) * CAPTURE_STEP
+    return given
+
+
+def _extra_arguments(keys: EngineKeys) -> JsonObject:
+    """The further arguments of the engine, by the names that vLLM has for them in Python."""
+    return {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
 
 
 def engine_dtype(run: RunConfig, keys: EngineKeys) -> str:
