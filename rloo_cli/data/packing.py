@@ -67,6 +67,14 @@ class KeptIds:
     ids: Tensor  # (M,) one token's after another's
     token: Tensor  # (M,) which of the N tokens each belongs to
     target_index: Tensor  # (N,) where in `ids` each token itself is
+    used: Tensor = field(init=False)  # (U,) the ids that occur, each once, in order
+    used_index: Tensor = field(init=False)  # (M,) where in `used` each of `ids` is
+
+    def __post_init__(self) -> None:
+        # Found here, on the CPU: on a GPU the host would wait until it knows how many there are.
+        occurs = torch.bincount(self.ids) > 0
+        self.used = occurs.nonzero().squeeze(-1)
+        self.used_index = occurs.cumsum(0)[self.ids] - 1
 
 
 @dataclass

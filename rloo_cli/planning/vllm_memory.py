@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rloo_cli.generation.vllm_colocate import ColocateSection
     from rloo_cli.generation.vllm_server import ServerSection
 
-# What vLLM takes if these keys are null.
-DEFAULT_MAX_NUM_SEQS = 256  # completions decoded at once
+# What an engine takes if these keys are null.
+DEFAULT_MAX_NUM_SEQS = 1024  # completions of a step decoded at once, as `arguments` asks for
 DEFAULT_MAX_BATCHED_TOKENS = 8192  # tokens of its largest forward
 ENGINE_OVERHEAD_BYTES = 2.0 * 2**30  # CUDA graphs, workspaces, its share of NCCL
 UTILIZATION_STEP = 0.05

@@ -17,6 +17,7 @@ reference           the reference model: frozen, moving, offloaded, or the adapt
 reward_adapter      load a reward model that is an adapter
 reward_load         load a reward model
 reward_scores       scores of a sequence classifier, packed
+row_selection       pick rows of hidden states, with gradients added in float32
 shared_attention    attention over a prompt that its completions share
 value               PPO's value model
 vision              images in a forward pass: the tower once for each prompt

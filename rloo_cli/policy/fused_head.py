@@ -9,8 +9,9 @@ largest logit and its sum of exponentials; backward computes the tile again, fro
 follows, unless there was memory to keep the exponentials (`keep_bytes`). A tile does not hold whole
 logits of a token: each block of the weight's gradient is finished before the next begins, so it is
 summed in float32 and rounded once, without a float32 copy of the whole, and a tile small enough for
-the cache is still a good matrix product. The sums over tiles are those of the online softmax
-(Milakov and Gimelshein, arXiv 1805.02867).
+the cache is still a good matrix product. With a single block of tokens it is one product, which
+writes the gradient itself. The sums over tiles are those of the online softmax (Milakov and
+Gimelshein, arXiv 1805.02867).
 
 Tokens are multiplied by g * scale / temperature on the (N, h) side of both products and never on
 the tile: what backward feeds to the products is softmax - onehot alone.
@@ -21,16 +22,24 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-GPU_TILE_LOGITS = 2**25  # logits at once: 128 MB of float32
+from rloo_cli.policy.row_selection import add_row_gradients
+
+# The most logits at once on a GPU, 128 MB of float32, and the fewest. `gpu_tile_logits` chooses
+# between them; the lower limit is an estimate: products of fewer leave a large GPU idle.
+GPU_TILE_LOGITS, MIN_GPU_TILE_LOGITS = 2**25, 2**22
 # Measured with one thread at V 8192 and 131072, 2**17 to 2**25: within noise of 2**19 to 2**23,
 # 5 to 20 % faster than 2**17 (small products) and than 2**25 (passes that leave the cache).
 CPU_TILE_LOGITS = 2**20
+# Logits of a pass below which a GPU runs `_reduce_tile_in_place` and `_softmax_in_place` instead of
+# compiling their twins: Inductor takes 8 to 15 s, and saves less than 2 ms of such a pass.
+MIN_COMPILED_LOGITS = 2**28
 MIN_TILE_VOCAB = 64  # a tile is at least this wide, so that sums per tile stay far below (N, V)
 TILE_ALIGNMENT = 128  # large tiles are multiples of this on both sides, as tensor cores like them
 
@@ -44,6 +53,7 @@ class TilePlan(NamedTuple):
     compute_dtype: torch.dtype  # what the products multiply; their results are float32
     saved_dtype: torch.dtype | None  # the exponentials are kept, in this; None = computed again
     want_entropy: bool
+    compiled: bool = False  # what follows a product is one kernel of Inductor's
 
     def logits_buffer(self, like: Tensor) -> Tensor:
         """Allocate one tile of logits."""
@@ -62,6 +72,7 @@ def token_logp(
     tile_logits: int | None = None,
     keep_bytes: int = 0,
     float32: bool = False,
+    row_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden @ weight.T + bias) * scale / temperature) at the targets; entropy.
 
@@ -71,27 +82,57 @@ def token_logp(
     float32: keep and multiply float32 even if hidden and weight are of less precision. On a GPU
         the products still take both as they are: each product of half-precision numbers is exact,
         and the sums are float32, 15 times as fast as from float32.
+    row_index: (N,) the rows of `hidden`, which then has any number of them. Gradients of a row that
+        is there several times are added in float32.
 
     The entropy is in nats, has no gradient, and is None unless asked for. A target outside the
     vocabulary makes its logp NaN.
     (N, h), (V, h), (N,), (V,) or None -> (N,), (N,) or None, both float32
     """
+    num_tokens = len(hidden if row_index is None else row_index)
     trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (hidden, weight, bias)
     )
     half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     narrow = hidden.dtype if half and not float32 else torch.float32
-    size = len(hidden) * len(weight) * narrow.itemsize
-    max_logits = tile_logits or (GPU_TILE_LOGITS if hidden.is_cuda else CPU_TILE_LOGITS)
+    # a product of half precision with a float32 result exists on CUDA only
+    compute_dtype = hidden.dtype if hidden.is_cuda and half else torch.float32
+    num_logits = num_tokens * len(weight)
+    max_logits = tile_logits or _device_tile_logits(hidden.device, compute_dtype)
     plan = TilePlan(
-        *tile_shape(len(hidden), len(weight), max_logits), scale / temperature,
-        # a product of half precision with a float32 result exists on CUDA only
-        compute_dtype=hidden.dtype if hidden.is_cuda and half else torch.float32,
-        saved_dtype=narrow if trained and 0 < size <= keep_bytes else None,
+        *tile_shape(num_tokens, len(weight), max_logits), scale / temperature, compute_dtype,
+        saved_dtype=narrow if trained and 0 < num_logits * narrow.itemsize <= keep_bytes else None,
         want_entropy=want_entropy,
+        compiled=hidden.is_cuda and worth_compiling(num_logits),
     )  # fmt: skip
-    logp, entropy = TokenLogp.apply(hidden, weight, bias, target, plan)
+    logp, entropy = TokenLogp.apply(hidden, weight, bias, target, row_index, plan)
     return logp, entropy
+
+
+def gpu_tile_logits(l2_bytes: int, itemsize: int) -> int:
+    """The logits of a tile that stays in a GPU's L2 cache of `l2_bytes`: a power of two.
+
+    `itemsize`: bytes of a number that the products multiply. A tile is there in float32 and in
+    that. An H100 (50 MB) in half precision gets 2^23. A cache that is unknown (0), or too small for
+    a good product, does not matter: then a tile is as large as `GPU_TILE_LOGITS`.
+    """
+    fitting = l2_bytes // (torch.float32.itemsize + itemsize)
+    if fitting < MIN_GPU_TILE_LOGITS:
+        return GPU_TILE_LOGITS
+    return min(2 ** (fitting.bit_length() - 1), GPU_TILE_LOGITS)
+
+
+def worth_compiling(num_logits: int) -> bool:
+    """Whether a GPU's pass over so many logits is worth the seconds that Inductor takes."""
+    return num_logits >= MIN_COMPILED_LOGITS
+
+
+def _device_tile_logits(device: torch.device, compute_dtype: torch.dtype) -> int:
+    """Logits of a tile on this device."""
+    if device.type != "cuda":
+        return CPU_TILE_LOGITS
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return gpu_tile_logits(l2_bytes, compute_dtype.itemsize)
 
 
 def tile_shape(num_tokens: int, vocab_size: int, max_logits: int) -> tuple[int, int]:
@@ -115,8 +156,12 @@ class TokenLogp(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
+        row_index: Tensor | None,
         plan: TilePlan,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.num_rows = len(hidden)
+        if row_index is not None:
+            hidden = hidden.index_select(0, row_index)
         sums = TileSums(hidden, weight, plan)
         ctx.kept = {} if plan.saved_dtype else None
         # in place, a tile of float32 logits becomes what is kept of it
@@ -126,7 +171,7 @@ class TokenLogp(torch.autograd.Function):
             for tokens, h in iter_blocks(hidden, plan.tile_tokens):
                 z = compute_tile_logits(h, w, bias, vocab, plan, buffer)
                 sums.pick_targets(tokens, z, target[tokens] - vocab.start)
-                reduce = compile_kernel(_reduce_tile) if z.is_cuda else _reduce_tile_in_place
+                reduce = compile_kernel(_reduce_tile) if plan.compiled else _reduce_tile_in_place
                 *tile_sums, exponentials = reduce(z, plan.want_entropy, plan.saved_dtype)
                 sums.add_tile(number, tokens, *tile_sums)
                 if ctx.kept is not None:
@@ -134,7 +179,7 @@ class TokenLogp(torch.autograd.Function):
         logp, entropy, lse, share = sums.combine_tiles()
         ctx.plan = plan
         saved_share = share if plan.saved_dtype else None
-        ctx.save_for_backward(hidden, weight, bias, target, logp, lse, saved_share)
+        ctx.save_for_backward(hidden, weight, bias, target, row_index, logp, lse, saved_share)
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -142,39 +187,41 @@ class TokenLogp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, logp, lse, share = ctx.saved_tensors
+        hidden, weight, bias, target, row_index, logp, lse, share = ctx.saved_tensors
         plan, (for_hidden, for_weight, for_bias) = ctx.plan, ctx.needs_input_grad[:3]
         # Kept tiles become gradients in place, so a second backward has to compute them again.
         kept, ctx.kept = ctx.kept, None
         g = g * -plan.logit_factor
         weighted = (hidden.float() * g[:, None]).to(plan.compute_dtype) if for_weight else None
-        dhidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-        dweight = torch.empty_like(weight) if for_weight else None
+        dhidden = torch.empty_like(hidden, dtype=torch.float32) if for_hidden else None
+        dweight = WeightGradient(weight, len(hidden), plan) if for_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
         buffer = plan.logits_buffer(hidden) if kept is None else None
         for number, (vocab, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
             w = w.to(plan.compute_dtype)
-            block = None if dweight is None else _float32_block(dweight[vocab])
             for tokens, h in iter_blocks(hidden, plan.tile_tokens):
                 if kept is None:
                     z = compute_tile_logits(h, w, bias, vocab, plan, buffer)
-                    softmax = compile_kernel(_softmax) if z.is_cuda else _softmax_in_place
+                    softmax = compile_kernel(_softmax) if plan.compiled else _softmax_in_place
                     p = softmax(z, lse[tokens, None], plan.compute_dtype)
                 else:
                     p = kept.pop((number, tokens.start)).to(plan.compute_dtype)
                     p = p.mul_(share[number, tokens, None])
                 _subtract_one_hot(p, target[tokens] - vocab.start, logp[tokens])
                 if dhidden is not None:
-                    add_product(dhidden[tokens], p, w)
-                if block is not None and weighted is not None:
-                    add_product(block, p.t(), weighted[tokens])
+                    add_product(dhidden[tokens], p, w, beta=float(number > 0))
+                if dweight is not None and weighted is not None:
+                    dweight.add_tile(vocab, tokens, p, weighted[tokens])
                 if dbias is not None:
                     dbias[vocab] += torch.mv(p.t().float(), g[tokens])
-            if dweight is not None and block is not None and block.dtype != dweight.dtype:
-                dweight[vocab] = block
         if dhidden is not None:
-            dhidden = dhidden.mul_(g[:, None]).to(hidden.dtype)
-        return dhidden, dweight, None if dbias is None else dbias.to(bias.dtype), None, None
+            dhidden = dhidden.mul_(g[:, None])
+            if row_index is None:
+                dhidden = dhidden.to(hidden.dtype)
+            else:
+                dhidden = add_row_gradients(dhidden, row_index, ctx.num_rows, hidden.dtype)
+        dbias = None if dbias is None else dbias.to(bias.dtype)
+        return dhidden, None if dweight is None else dweight.total, dbias, None, None, None
 
 
 class TileSums:
@@ -223,6 +270,33 @@ class TileSums:
         return logp, entropy, largest + total.log(), share / total
 
 
+class WeightGradient:
+    """The weight's gradient, a block of the vocabulary after another.
+
+    Each is summed over the blocks of tokens in float32 and rounded once, at the last of them.
+    """
+
+    def __init__(self, weight: Tensor, num_tokens: int, plan: TilePlan):
+        self.num_tokens = num_tokens
+        # without tokens no product writes it
+        self.total = torch.empty_like(weight) if num_tokens else torch.zeros_like(weight)  # (V, h)
+        self.sum: Tensor | None = None  # (v, h) float32, where `total` is not and tiles are added
+        if weight.dtype != torch.float32 and num_tokens > plan.tile_tokens:
+            self.sum = weight.new_empty((plan.tile_vocab, weight.shape[1]), dtype=torch.float32)
+
+    def add_tile(self, vocab: slice, tokens: slice, p: Tensor, weighted: Tensor) -> None:
+        """Add one tile's product, p.T @ weighted. (n, v), (n, h)"""
+        block, beta = self.total[vocab], float(tokens.start > 0)
+        if block.dtype == torch.float32:
+            add_product(block, p.t(), weighted, beta)
+        elif self.sum is None:
+            write_product(block, p.t(), weighted)
+        else:
+            add_product(self.sum[: len(block)], p.t(), weighted, beta)
+            if tokens.stop == self.num_tokens:
+                block.copy_(self.sum[: len(block)])
+
+
 def iter_blocks(tensor: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Split the tensor along its first dimension. -> the slice of each block, and the block"""
     for start in range(0, len(tensor), size):
@@ -255,11 +329,28 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: flo
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
 
 
-def _float32_block(gradient_block: Tensor) -> Tensor:
-    """A float32 block to sum a part of a gradient in: that part itself if it is float32."""
-    if gradient_block.dtype == torch.float32:
-        return gradient_block.zero_()
-    return torch.zeros_like(gradient_block, dtype=torch.float32)
+def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, summed in float32 and rounded once, in an `out` of less precision."""
+    if a.dtype != out.dtype:
+        out.copy_(a @ b)
+        return
+    with _float32_sums():
+        torch.mm(a, b, out=out)
+
+
+@contextmanager
+def _float32_sums() -> Iterator[None]:
+    """No product on a GPU adds parts of a sum in half precision, which cuBLAS may do otherwise."""
+    flags = torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = {name: getattr(flags, name) for name in names}
+    try:
+        for name in names:
+            setattr(flags, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(flags, name, value)
 
 
 def _targets_in_tile(local: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,37 +26,42 @@ class KeptLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, ids: Tensor
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds
     ) -> Tensor:
-        """(N, h), (V, h), (V,) or None, (M,), (M,) -> (M,) float32"""
+        """(N, h), (V, h), (V,) or None -> (M,) float32"""
+        token, ids = kept.token, kept.ids
         logits = hidden.new_empty(len(ids), dtype=torch.float32)
         for part in _iter_parts(len(ids), hidden.shape[-1]):
             rows, states = weight[ids[part]].float(), hidden[token[part]].float()
             logits[part] = torch.linalg.vecdot(rows, states)
-        ctx.save_for_backward(hidden, weight, bias, token, ids)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.kept = kept
         return logits if bias is None else logits + bias[ids].float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """(M,) -> the gradients of hidden, weight and bias, each summed in float32"""
-        hidden, weight, bias, token, ids = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
+        token, ids, used = ctx.kept.token, ctx.kept.ids, ctx.kept.used
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         dhidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-        used, place = ids.unique(return_inverse=True)  # the other rows have a gradient of 0
+        # rows of other ids have a gradient of 0
         drows = hidden.new_zeros((len(used) if for_weight else 0, hidden.shape[1])).float()
         for part in _iter_parts(len(ids), hidden.shape[-1]):
             if dhidden is not None:
                 dhidden.index_add_(0, token[part], weight[ids[part]].float() * g[part, None])
             if for_weight:
-                drows.index_add_(0, place[part], hidden[token[part]].float() * g[part, None])
+                drows.index_add_(
+                    0, ctx.kept.used_index[part], hidden[token[part]].float() * g[part, None]
+                )
         dweight = dbias = None
         if for_weight:
             dweight = torch.zeros_like(weight).index_copy_(0, used, drows.to(weight.dtype))
         if for_bias:
             dbias = torch.zeros_like(bias, dtype=torch.float32).index_add_(0, ids, g)
             dbias = dbias.to(bias.dtype)
-        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None, None
+        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None
 
 
 def kept_logprobs(logits: Tensor, kept: KeptIds) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from rloo_cli.policy import vision
 from rloo_cli.policy.divergence import blockwise_jsd
 from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.policy.kept_head import KeptLogits, kept_logprobs
+from rloo_cli.policy.row_selection import select_rows
 from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
@@ -133,7 +134,7 @@ class LogprobModule(nn.Module):
     ) -> tuple[list[Tensor], Tensor | None]:
         """log p at each temperature, entropy at the first, without whole logits. (N,) each"""
         states = self.model.base_model(**self._forward_inputs(micro_batch))[0]
-        states = states.reshape(-1, states.shape[-1]).index_select(0, micro_batch.logit_index)
+        states, rows = states.reshape(-1, states.shape[-1]), micro_batch.logit_index
         head, kept = cast(nn.Linear, self.head), micro_batch.kept
         bias = self._head_bias(head)
 
@@ -142,14 +143,15 @@ class LogprobModule(nn.Module):
                 token_logp(
                     hidden, head.weight, micro_batch.target, bias=bias, scale=self.logit_scale,
                     temperature=t, want_entropy=want_entropy and not i, float32=self.float32_head,
-                    keep_bytes=self.keep_logits_bytes // len(temperatures),
+                    keep_bytes=self.keep_logits_bytes // len(temperatures), row_index=rows,
                 )
                 for i, t in enumerate(temperatures)
             ]  # fmt: skip
 
         def kept_rows(hidden: Tensor) -> Tensor:
             assert kept is not None
-            chosen: Tensor = KeptLogits.apply(hidden, head.weight, head.bias, kept.token, kept.ids)
+            hidden = select_rows(hidden, rows, torch.float32)
+            chosen: Tensor = KeptLogits.apply(hidden, head.weight, head.bias, kept)
             return chosen * self.logit_scale
 
         with replaced_forward(head, tiles if kept is None else kept_rows):
@@ -239,7 +241,7 @@ def head_on_positions(head: nn.Module, positions: Tensor) -> Iterator[None]:
 
     def pick(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden = args[0]
-        return (hidden.reshape(-1, hidden.shape[-1])[positions][None], *args[1:])
+        return (select_rows(hidden.reshape(-1, hidden.shape[-1]), positions)[None], *args[1:])
 
     handle = head.register_forward_pre_hook(pick)
     try:

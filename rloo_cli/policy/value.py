@@ -31,6 +31,7 @@ from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.data.packing import GroupSlice, MicroBatch, whole_group_slices
 from rloo_cli.policy import layouts, load, shared_attention
 from rloo_cli.policy.model import forward_inputs, in_eval_mode, position_ids_support, weight_shape
+from rloo_cli.policy.row_selection import select_rows
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.fault_injection import poison_tensor
 
@@ -53,10 +54,12 @@ class ValueModule(nn.Module):
             states: Tensor = self.model.base_model(input_ids=micro_batch, use_cache=False)[0]
             return states
         states = self.model.base_model(**forward_inputs(micro_batch, self.takes_position_ids))[0]
-        hidden = states.reshape(-1, states.shape[-1]).index_select(0, micro_batch.logit_index)
+        dtype = states.dtype if hidden_only else torch.float32
+        rows = states.reshape(-1, states.shape[-1])
+        hidden = select_rows(rows, micro_batch.logit_index, dtype)
         if hidden_only:
             return hidden
-        values: Tensor = self.model.score(hidden.float())  # FSDP takes no view as an output
+        values: Tensor = self.model.score(hidden)  # FSDP takes no view as an output
         return values
 
 

@@ -163,6 +163,37 @@ def test_batches_stay_under_batch_tokens_and_siblings_together():
         assert [[len(row.prompt_ids) for row in batch] for batch in batches] == lengths
 
 
+def test_a_prompt_that_is_kept_once_counts_once():
+    def lengths(most, once):
+        made = [decode_batch.DecodeSequence(i // 4, [5] * 100, 0) for i in range(12)]
+        limit = config(max_completion_length=10)
+        return [len(b) for b in decode_batch.split_decode_batches(made, limit, most, once)]
+
+    assert lengths(3 * 140, True) == [12] and lengths(3 * 140 - 1, True) == [8, 4]
+    assert lengths(3 * 140, False) == [3, 3, 3, 3] and lengths(12 * 110, False) == [12]
+    # 512 rows of TL;DR: what two batches held fits into one
+    made = [decode_batch.DecodeSequence(i // 4, [5] * 512, 0) for i in range(512)]
+    most, limit = 300 * (512 + 53), config(max_completion_length=53)
+    for once, count in ((True, 1), (False, 2)):
+        assert len([*decode_batch.split_decode_batches(made, limit, most, once)]) == count
+
+
+@pytest.mark.parametrize(
+    ("shared", "sizes"), [("auto", [7, 2]), (False, [6, 3])], ids=["once", "once for each"]
+)
+def test_batches_hold_what_the_cache_that_is_used_holds(model, monkeypatch, shared, sizes):
+    source, held = generator(model, shared_prompt=shared, batch_tokens=108), []
+    decode = source._decode
+
+    def spy(prefix, batch, *rest):
+        held.append(len(batch))
+        return decode(prefix, batch, *rest)
+
+    monkeypatch.setattr(source, "_decode", spy)
+    whole = ids(sample(generator(model, shared_prompt=shared), PROMPTS, SEEDS))
+    assert ids(sample(source, PROMPTS, SEEDS)) == whole and held == sizes
+
+
 @both
 def test_equal_batches_and_seeds_give_exactly_equal_numbers(model, shared):
     first, second = (

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
-from rloo_cli.policy import layouts
+from rloo_cli.policy import fused_head, layouts
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.shared_attention import CascadeAttention
 
@@ -231,6 +231,12 @@ def test_the_fused_head_is_log_softmax_in_float64(dtype, keep, tile, n):
     limits = [1e-5] * 5 if dtype is torch.float32 else [1e-4, 1e-4, 1e-2, 1e-2, 1e-2]
     off = far(found, full(*given))
     assert all(a <= b for a, b in zip(off, limits, strict=True)), off
+
+
+@pytest.mark.parametrize("keep", [0, 2**30], ids=["again", "kept"])
+def test_the_fused_head_is_log_softmax_where_it_is_compiled_too(keep, monkeypatch):
+    monkeypatch.setattr(fused_head, "MIN_COMPILED_LOGITS", 0)
+    test_the_fused_head_is_log_softmax_in_float64(torch.bfloat16, keep, None, 700)
 
 
 def peak(layout):

@@ -1,9 +1,11 @@
 """The head in tiles: equal to log_softmax over all logits, in far less memory."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo_cli.policy import fused_head
@@ -266,6 +268,93 @@ def test_what_is_compiled_says_what_is_done_in_place():
             assert (a is None and b is None) or torch.equal(a, b)
     softmax = fused_head._softmax(z, lse, torch.bfloat16)
     assert torch.equal(softmax, fused_head._softmax_in_place(z.clone(), lse, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tile", [2**20, 1024], ids=["one block", "tiles"])
+def test_memory_that_holds_nan_does_not_reach_a_gradient(tile, dtype):
+    given = case(n=64, dtype=dtype)
+    expected = gradients(given, tile_logits=tile)
+    torch.use_deterministic_algorithms(True)  # then new memory is filled with NaN
+    try:
+        found = gradients(given, tile_logits=tile)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_with_one_block_of_tokens_the_weights_gradient_is_written_at_once():
+    given = case(n=64, dtype=torch.bfloat16, bias=False)
+    exact = full(*given)[3]
+    for tile, added in ((2**20, 0), (64 * 128, 0), (1024, 1)):
+        blocks = [
+            -(-a // b) for a, b in zip((64, V), fused_head.tile_shape(64, V, tile), strict=True)
+        ]
+        logp, _ = token_logp(given[0], given[1], given[3], tile_logits=tile)
+        given[1].grad = None
+        with Seen() as seen:
+            (logp * given[4]).sum().backward()
+        tiles = blocks[0] * blocks[1]
+        assert (blocks[0] > 1) == bool(added)
+        # of each tile: the logits again and the hidden states' gradient, and where tiles are added
+        # in float32 the weight's
+        assert seen.calls["addmm"] == (2 + added) * tiles
+        assert seen.calls["mm"] == (1 - added) * tiles
+        assert error(given[1].grad, exact) <= 2.5e-3  # one rounding
+
+
+@pytest.mark.parametrize("keep_bytes", [0, ROOM], ids=["again", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_or_not_the_numbers_are_the_same(dtype, keep_bytes, monkeypatch):
+    given, compiled = case(dtype=dtype), Counter()
+    words = {"tile_logits": 1500, "want_entropy": True, "keep_bytes": keep_bytes}
+    plain = gradients(given, **words)
+    apply = fused_head.TokenLogp.apply
+
+    def compiling(*args):
+        return apply(*args[:-1], args[-1]._replace(compiled=True))
+
+    def keep(function):
+        compiled[function.__name__] += 1
+        return function
+
+    monkeypatch.setattr(fused_head.TokenLogp, "apply", compiling)
+    monkeypatch.setattr(fused_head, "compile_kernel", keep)
+    found = gradients(given, **words)
+    assert compiled["_reduce_tile"] and bool(compiled["_softmax"]) == (not keep_bytes)
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one, other)
+
+
+H100_L2, A100_L2, T4_L2 = 50 * 2**20, 40 * 2**20, 4 * 2**20
+
+
+def test_on_a_gpu_only_a_large_pass_is_compiled_and_a_tile_fits_the_cache(monkeypatch):
+    seen = []
+    facts = SimpleNamespace(L2_cache_size=H100_L2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    monkeypatch.setattr(
+        fused_head.TokenLogp, "apply", lambda *args: seen.append(args[-1]) or (1, 2)
+    )
+    with FakeTensorMode():
+        for tokens, words in ((4096, 49152), (8192, 49152), (2**13, 2**15)):
+            hidden, weight = (
+                torch.empty(n, 8, device="cuda", dtype=torch.bfloat16) for n in (tokens, words)
+            )
+            token_logp(hidden, weight, torch.empty(tokens, device="cuda", dtype=torch.long))
+            token_logp(hidden, weight, torch.empty(0), row_index=torch.empty(7), tile_logits=2**22)
+    large, few = seen[::2], seen[1::2]
+    assert [plan.compiled for plan in large] == [False, True, True]
+    assert not any(plan.compiled for plan in few) and {plan.tile_tokens for plan in few} == {7}
+    assert all(2**22 < plan.tile_tokens * plan.tile_vocab <= 2**23 for plan in large)
+
+
+def test_a_tile_is_the_largest_power_of_two_that_stays_in_the_cache():
+    size = fused_head.gpu_tile_logits
+    assert size(H100_L2, 2) == 2**23 and size(H100_L2, 4) == size(A100_L2, 2) == 2**22
+    assert size(2**40, 2) == size(0, 2) == size(T4_L2, 2) == fused_head.GPU_TILE_LOGITS
+    assert fused_head._device_tile_logits(torch.device("cpu"), torch.float32) == 2**20
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed"])

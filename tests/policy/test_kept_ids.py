@@ -5,7 +5,9 @@ import pytest
 import torch
 from layout_cases import gradients, laid, made, worst
 from policy_cases import WORDS, fresh
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rloo_cli.data.packing import KeptIds
 from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.policy import kept_head
 from rloo_cli.policy.kept_head import KeptLogits
@@ -127,14 +129,37 @@ def test_logits_of_kept_ids_have_exact_gradients_in_blocks_of_any_size(monkeypat
     hidden, weight = torch.randn(5, 8, generator=draw), torch.randn(11, 8, generator=draw)
     bias, token = torch.randn(11, generator=draw), torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 4])
     ids, g = torch.tensor([3, 0, 10, 3, 5, 3, 9, 1, 2]), torch.randn(9, generator=draw)
+    target = torch.tensor([0, 3, 4, 6, 7])
     for block in (1, 24, 1000):
         monkeypatch.setattr(kept_head, "BLOCK_NUMBERS", block)
         ours = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-        KeptLogits.apply(*ours, token, ids).backward(g)
+        KeptLogits.apply(*ours, KeptIds(ids, token, target)).backward(g)
         theirs = [t.clone().double().requires_grad_() for t in (hidden, weight, bias)]
         ((theirs[0][token] * theirs[1][ids]).sum(-1) + theirs[2][ids]).backward(g.double())
         for one, other in zip(ours, theirs, strict=True):
             assert (one.grad - other.grad).abs().max() < 1e-5
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_pass_waits_to_know_how_many_ids_there_are():
+    hidden, weight = (torch.ones(n, 8).requires_grad_() for n in (3, 11))
+    kept = KeptIds(torch.tensor([3, 0, 3, 9]), torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 3]))
+    assert kept.used.tolist() == [0, 3, 9] and kept.used_index.tolist() == [1, 0, 1, 2]
+    with Operations() as seen:
+        KeptLogits.apply(hidden, weight, None, kept).sum().backward()
+    waiting = {"_unique2", "unique_dim", "unique_consecutive", "nonzero", "_local_scalar_dense"}
+    assert "index_add_" in seen.names and not seen.names & waiting
 
 
 def test_half_precision_weights_get_a_gradient_that_is_rounded_once():
@@ -142,7 +167,8 @@ def test_half_precision_weights_get_a_gradient_that_is_rounded_once():
     hidden = torch.randn(300, 8, generator=draw).bfloat16().requires_grad_()
     weight = torch.randn(3, 8, generator=draw).bfloat16().requires_grad_()
     token, ids = torch.arange(300), torch.zeros(300, dtype=torch.long)
-    KeptLogits.apply(hidden, weight, None, token, ids).backward(torch.full((300,), 0.37))
+    kept = KeptIds(ids, token, token)
+    KeptLogits.apply(hidden, weight, None, kept).backward(torch.full((300,), 0.37))
     exact = (hidden.detach().double() * 0.37).sum(0)
     assert (weight.grad[0].double() - exact).abs().max() <= exact.abs().max() * 2**-8
     assert not weight.grad[1:].any()

@@ -4,6 +4,7 @@ Sequences are padded on the left, so that all continue at the same position. Pad
 `num_padding`, a count, and never from an id.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,7 +139,8 @@ def group_starts(sequences: list[DecodeSequence]) -> list[int]:
 
 def max_decode_tokens(config: Config, model: PreTrainedModel, device: torch.device) -> int | None:
     """Tokens, padding included, that are decoded in one batch: `batch_tokens`, on a GPU else as
-    many as a quarter of its memory holds keys and values of; None = no limit.
+    many as a quarter of its memory holds keys and values of; None = no limit. A prompt that is kept
+    once for its completions counts once (`split_decode_batches`).
 
     The GPU's whole memory counts, not what is free: a resumed run must have the same batches.
     """
@@ -156,21 +158,30 @@ def max_decode_tokens(config: Config, model: PreTrainedModel, device: torch.devi
 
 
 def split_decode_batches(
-    sequences: list[DecodeSequence], config: Config, max_tokens: int | None
+    sequences: list[DecodeSequence],
+    config: Config,
+    max_tokens: int | None,
+    prompts_kept_once: bool = False,
 ) -> Iterator[list[DecodeSequence]]:
     """Batches of at most `max_tokens` tokens, padding included, siblings together where they fit.
 
-    Longest prompts come first, so that equal lengths share a batch and memory peaks at the start.
-    A sequence that is too long for any batch has one of its own.
+    `prompts_kept_once`: a group's prompt counts once, and each group as many completions as the
+    largest of the batch has, which is what a `SharedPrefixCache` holds. Longest prompts come first,
+    so that equal lengths share a batch and memory peaks at the start. A sequence that is too long
+    for any batch has one of its own.
     """
     batch: list[DecodeSequence] = []
+    sizes: Counter[int] = Counter()  # completions of each group; where prompts are K, each is one
     # The sort is stable: siblings stay together.
-    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.prompt_ids)):
+    ordered = sorted(sequences, key=lambda sequence: -len(sequence.prompt_ids))
+    for number, sequence in enumerate(ordered):
         width = len(batch[0].prompt_ids if batch else sequence.prompt_ids)
-        num_tokens = (len(batch) + 1) * (width + config.max_completion_length)
+        group = sequence.group_index if prompts_kept_once else number
+        sizes[group] += 1
+        num_tokens = len(sizes) * (width + max(sizes.values()) * config.max_completion_length)
         if batch and max_tokens is not None and num_tokens > max_tokens:
             yield batch
-            batch = []
+            batch, sizes = [], Counter([group])
         batch.append(sequence)
     if batch:
         yield batch

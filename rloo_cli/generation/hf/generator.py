@@ -188,7 +188,11 @@ class TransformersGenerator:
         with in_eval_mode(self.model), native_attention(self.model), torch.no_grad():
             device = next(self.model.parameters()).device
             limit = decode_batch.max_decode_tokens(self.config, self.model, device)
-            for batch in decode_batch.split_decode_batches(sequences, self.config, limit):
+            # What allows all of them to share prompts allows any part of them.
+            once = bool(limit and sequences) and isinstance(
+                self._choose_prefix(sequences), SharedPrefix
+            )
+            for batch in decode_batch.split_decode_batches(sequences, self.config, limit, once):
                 trigger_fault("gen.request")
                 prefix = self._choose_prefix(batch)
                 with prefix.decoding_attention():

@@ -3,7 +3,6 @@
 It imports neither torch nor vLLM: a server's launcher, its checks and a trainer use it alike.
 """
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
-from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm import lora_slot, model_runner, versions
 from rloo_cli.generation.vllm.config import EngineKeys
 from rloo_cli.generation.vllm.versions import (
     MIN_UNTESTED_VERSION,
@@ -37,6 +36,12 @@ SAME_NAME_KEYS = (
     "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",
     "enable_prefix_caching", "quantization", "model_impl",
 )  # fmt: skip
+
+# vLLM's own defaults on its smallest GPUs, and the most rows that it decodes at once on a large one
+DEFAULT_DECODED_ROWS, MAX_DECODED_ROWS = 256, 1024
+DEFAULT_CAPTURED_ROWS = 512  # the largest batch that vLLM captures a CUDA graph of by itself
+CAPTURE_STEP = 16  # from 256 rows on vLLM captures multiples of this
+CAPTURE_ARGUMENTS = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
 
 
 def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonObject:
@@ -62,6 +67,7 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         "weight_transfer_config": {"backend": f"rloo_{weight_transfer_backend(run, keys)}"},
         "disable_log_stats": True,
         **{name: getattr(keys, name) for name in SAME_NAME_KEYS},
+        **(decode_row_arguments(run, keys) if on_gpu else {}),
         **lora_slot.lora_engine_arguments(run),
         **versions.old_engine_arguments(installed_vllm_version()),
     }
@@ -69,8 +75,36 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         given["hf_overrides"] = {"head_dtype": "float32"}
     if keeps_masks(run.generation):
         given["return_sampling_mask"] = True
-    extra = {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
-    return {name: value for name, value in given.items() if value is not None} | extra
+    given = {name: value for name, value in given.items() if value is not None}
+    return given | _extra_arguments(keys)
+
+
+def decode_row_arguments(run: RunConfig, keys: EngineKeys) -> JsonObject:
+    """`max_num_seqs`, and CUDA graphs, for the P*K completions of a step; {} where vLLM's fit.
+
+    By itself vLLM decodes 256 at once on smaller GPUs, and has no graphs above 512 on most: a step
+    of 1,024 would run in turns, or launch each kernel from Python. What the user says wins.
+    """
+    in_flight = 2 if run.generation.overlap == "carry" else 1  # the last step's beside the next's
+    rows = min(max(in_flight * run.episodes_per_step, run.eval.batch_size), MAX_DECODED_ROWS)
+    rows = min(rows, keys.max_num_batched_tokens or rows)  # vLLM refuses more rows than tokens
+    given: JsonObject = {}
+    if keys.max_num_seqs is not None:
+        rows = min(rows, keys.max_num_seqs)
+    elif rows > DEFAULT_DECODED_ROWS:
+        given["max_num_seqs"] = rows
+    extra = _extra_arguments(keys)
+    compilation = extra.get("compilation_config", {})
+    chosen = {*extra, *(compilation if isinstance(compilation, dict) else CAPTURE_ARGUMENTS)}
+    free = chosen.isdisjoint(CAPTURE_ARGUMENTS)  # vLLM takes one of them, and in one place
+    if free and rows > DEFAULT_CAPTURED_ROWS and not keys.enforce_eager:
+        given[CAPTURE_ARGUMENTS[0]] = -(-rows // CAPTURE_STEP) * CAPTURE_STEP
+    return given
+
+
+def _extra_arguments(keys: EngineKeys) -> JsonObject:
+    """The further arguments of the engine, by the names that vLLM has for them in Python."""
+    return {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
 
 
 def engine_dtype(run: RunConfig, keys: EngineKeys) -> str:
@@ -138,8 +172,9 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         values["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, int(keys.kv_cache_gb or 1)))
     if keys.batch_invariant:
         values["VLLM_BATCH_INVARIANT"] = "1"
-    if keeps_masks(run.generation):
-        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one does not send masks
+    values |= model_runner.runner_environment(
+        run, keys, installed_vllm_version(), bool(visible_gpus())
+    )
     if (
         getattr(keys, "host", LOOPBACK_HOSTS[0]) in LOOPBACK_HOSTS
         and Path("/sys/class/net/lo").exists()
@@ -251,16 +286,9 @@ def mask_problems(run: RunConfig, engine_is_local: bool = False) -> Iterator[Pro
     what, fix = f"{MASK_KEY} = true needs vLLM's model runner V2", f"{MASK_KEY}=false"
     if versions.is_old_vllm(version):
         yield Problem(what, MASK_KEY, f"vLLM {version} sends no sampling masks: 0.32 does", fix)
-    elif not visible_gpus() and not has_cpu_triton():
+    elif not visible_gpus() and not model_runner.has_triton(on_gpu=False):
         why = "it is made of Triton kernels; without a GPU it needs triton-cpu, which is not here"
         yield Problem(what, MASK_KEY, why, f"{fix}, or generation=transformers")
-
-
-def has_cpu_triton() -> bool:
-    """Whether Triton is installed here with a backend for CPUs; Triton is not imported."""
-    spec = importlib.util.find_spec("triton")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any((Path(folder) / "backends" / "cpu").is_dir() for folder in folders or ())
 
 
 def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:

@@ -47,7 +47,9 @@ class EngineKeys(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "Weights' dtype in the engine; auto = the trainer's (model.dtype)"
     )
-    max_num_seqs: Positive | None = key("Most completions decoded at once")
+    max_num_seqs: Positive | None = key(
+        "Most completions decoded at once; null = vLLM's choice, on GPUs a step's if above 256"
+    )
     max_num_batched_tokens: Positive | None = key("Most tokens in one forward pass")
     enforce_eager: bool | None = key(
         "No CUDA graphs; null = true without a GPU, else vLLM's choice"

@@ -164,6 +164,45 @@ def test_extra_arguments_pass_through_and_come_last() -> None:
     assert given["max_logprobs"] == 3 and given["swap_space"] == 0
 
 
+MATH = ("train.prompts_per_step=128", "algorithm.num_generations=8")  # W10 of the benchmark
+
+
+def rows_of(*words: str) -> tuple[Any, Any]:
+    """max_num_seqs and max_cudagraph_capture_size of a colocated engine."""
+    given = engine(CHILD, *words)
+    return given.get("max_num_seqs"), given.get("max_cudagraph_capture_size")
+
+
+def test_an_engine_on_a_gpu_decodes_and_captures_a_whole_step(gpu: None) -> None:
+    assert rows_of(*MATH) == (1024, 1024)
+    assert rows_of("train.prompts_per_step=256", MATH[1]) == (1024, 1024)
+    assert rows_of("train.prompts_per_step=75", MATH[1]) == (600, 608)  # vLLM captures 16n
+    assert rows_of("train.prompts_per_step=64", MATH[1]) == (512, None)  # vLLM's graphs suffice
+    assert rows_of() == (None, None)
+    assert rows_of("eval.batch_size=900") == (900, 912)
+
+
+def test_without_a_gpu_vllm_chooses_how_much_it_decodes_at_once() -> None:
+    assert rows_of(*MATH) == (None, None)
+
+
+def test_what_the_user_says_of_rows_and_graphs_wins(gpu: None) -> None:
+    colocate, extra = "generation.colocate.", "+generation.colocate.extra."
+    assert rows_of(*MATH, colocate + "max_num_seqs=600") == (600, 608)
+    assert rows_of(*MATH, colocate + "max_num_batched_tokens=700") == (700, 704)
+    assert rows_of(*MATH, colocate + "enforce_eager=true") == (1024, None)
+    assert rows_of(*MATH, extra + "max_cudagraph_capture_size=256") == (1024, 256)
+    for own in (
+        "cudagraph_capture_sizes=[8,64]",
+        "cudagraph-capture-sizes=[8,64]",
+        "compilation_config={cudagraph_capture_sizes:[8]}",
+        "compilation_config={max_cudagraph_capture_size:64}",
+        "compilation-config='{}'",
+    ):
+        assert rows_of(*MATH, extra + own) == (1024, None), own
+    assert rows_of(*MATH, extra + "compilation_config={mode:0}") == (1024, 1024)
+
+
 def test_keys_that_are_vllm_s_own_are_passed_by_their_names() -> None:
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 99, "kv_cache_dtype": "fp8"}
     values |= {"quantization": "fp8", "model_impl": "transformers", "tensor_parallel_size": 2}

@@ -21,7 +21,7 @@ from vllm_cases import SEEDS
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.packing import whole_group_slices
-from rloo_cli.generation.vllm import arguments, http_engine, sampling_params
+from rloo_cli.generation.vllm import arguments, http_engine, model_runner, sampling_params
 from rloo_cli.generation.vllm.generator import VllmGenerator
 from rloo_cli.launch import preflight
 from rloo_cli.utils.errors import ConfigError, GenerationError
@@ -155,7 +155,7 @@ def test_a_machine_whose_vllm_cannot_send_masks_is_refused_with_exit_2(
     monkeypatch: pytest.MonkeyPatch, gpus: list[str], triton: bool, version: str, words: str
 ) -> None:
     monkeypatch.setattr(arguments, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(arguments, "has_cpu_triton", lambda: triton)
+    monkeypatch.setattr(model_runner, "has_triton", lambda on_gpu: triton)
     monkeypatch.setattr(arguments, "installed_vllm_version", lambda: version)
     own = vllm_cases.changed(vllm_cases.config(base_url=None), return_sampling_mask=True, top_k=9)
     found = [problem.why for problem in arguments.mask_problems(own)]
