@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.cli import json_answer, verb_help
 from rloo_cli.config import hf_cache
-from rloo_cli.utils import console, paths, redact
+from rloo_cli.utils import console, environment, paths, redact
 from rloo_cli.utils.errors import (
     ConfigError,
     Problem,
@@ -53,9 +53,12 @@ def main() -> None:
         print(f"warning: {warning}", file=sys.stderr)
     with redact.redacted_console():
         with _errors_to_exit_code() as status:
+            environment.check_process_limits()
             verb = find_verb(_strip_error_flags(sys.argv[1:]))
             status.code = verb()
         code = status.code or _lost_output_code()
+    if sys.flags.inspect:  # sys.exit would print a traceback and wait for input
+        console.end_process(code)
     if code == STOPPED_CODES[0]:  # a second signal while Python ends would make the code 143
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(code)

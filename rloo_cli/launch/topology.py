@@ -75,6 +75,8 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
     if run.distributed.engine == "single" and place.world_size > 1:
         raise ConfigError(_single_engine_problem(place))
     run, more = _with_numbers(run, place)
+    if env.get("RANK") and not env.get("WORLD_SIZE"):
+        more.append(f"RANK={env['RANK']} is not used, for WORLD_SIZE is not set; unset RANK")
     return place, run, [*notes, *more]
 
 

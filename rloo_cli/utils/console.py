@@ -132,7 +132,10 @@ def open_descriptors() -> None:
     os.close(null)
     for number in (1, 2):
         if number not in _spare_descriptors:
-            copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, MIN_SPARE_DESCRIPTOR)
+            try:
+                copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, MIN_SPARE_DESCRIPTOR)
+            except OSError:  # fewer files than that may be open: `check_process_limits` says so
+                copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
             _spare_descriptors[number] = copy
 
 

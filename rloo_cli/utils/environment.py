@@ -1,11 +1,14 @@
-"""Numbers that torchrun, Slurm and rloo put into a process's environment. Imports no torch."""
+"""What a process finds around it: numbers from torchrun, Slurm and rloo; limits. No torch."""
 
 import os
+import resource
+import sys
 from collections.abc import Mapping
 
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 Environment = Mapping[str, str]
+MIN_OPEN_FILES = 256  # that a run's processes need: libraries, pipes, sockets, shards
 SWEEP_SOCKET_VARIABLE = "RLOO_TURNS"  # for a trial of a sweep: the sweep's socket, and its number
 WAITING_TRIALS_VARIABLE = "RLOO_TURNS_BESIDE"  # how many other trials share its device
 OFFLOADED_TRIAL_BYTES = 0.5e9  # that a trial which waits keeps of a GPU: CUDA's context, cuBLAS
@@ -41,6 +44,36 @@ def check_environment_numbers(env: Environment) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
+    rank, size = env.get("RANK"), env.get("WORLD_SIZE")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if env.get(name) and environment_number(name, 1, env) == 0:
+            what, why = f"{name} = 0 is not a number of processes", "a launcher sets 1 or more"
+            problems.append(Problem(what, "the environment", why, f"unset {name}"))
+    if rank and size and 0 < int(size) <= int(rank):
+        what, why = f"RANK = {rank} is not below WORLD_SIZE = {size}", "ranks count from 0"
+        problems.append(Problem(what, "the environment", why, "unset RANK WORLD_SIZE"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_process_limits() -> None:
+    """Allow this process and its children enough open files, as far as the machine lets it.
+
+    Raises MachineError where too few are allowed, or where Python would wait for input at its end.
+    """
+    if sys.flags.inspect or os.environ.get("PYTHONINSPECT"):
+        what = "PYTHONINSPECT is set, or python -i: each process would wait for input at its end"
+        why = "runs start processes and wait for their ends"
+        raise MachineError(Problem(what, "the environment", why, "unset PYTHONINSPECT"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_OPEN_FILES, hard))
+        return
+    what = f"this process may have {hard} files open at a time"
+    why = f"a run needs {MIN_OPEN_FILES}"
+    raise MachineError(Problem(what, "ulimit -n", why, f"ulimit -n {MIN_OPEN_FILES}"))
 
 
 def offloaded_trials_bytes() -> float:
