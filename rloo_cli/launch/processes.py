@@ -24,7 +24,7 @@ from rloo_cli.utils.child_process import (
 from rloo_cli.utils.errors import GenerationError, Problem, print_error
 from rloo_cli.utils.heartbeat import HEARTBEAT_VARIABLE, HeartbeatReader
 from rloo_cli.utils.paths import cache_folder
-from rloo_cli.utils.signals import AGAIN_S, SIGNALS
+from rloo_cli.utils.signals import AGAIN_S, stop_signals
 
 # Threads that spin long while they wait for each other slow a shared machine down many times.
 DEFAULT_ENVIRONMENT = {
@@ -91,8 +91,8 @@ def run_processes(
 ) -> int:
     """Run `rloo_cli.<module>`.main with these arguments in each of these processes. -> exit code
 
-    TERM, INT, USR1 and USR2 reach each of them once; a second Ctrl-C within 5 s ends all at once
-    (130). They are killed STOP_TIMEOUT_S after the first signal unless `callbacks.is_saving()`. The
+    TERM, INT, USR1, USR2 and HUP reach each of them once; a second Ctrl-C within 5 s ends all at
+    once (130). They are killed STOP_TIMEOUT_S after the first signal unless `callbacks.is_saving()`. The
     code is that of the first that failed; one that a signal killed counts as 75 where an end was
     asked for, else as 6. So does one that ended without marking its end (utils/heartbeat.py): user
     code ended it, whatever its exit code. `package`: where the module is; tests have workers of
@@ -310,7 +310,7 @@ def _forward_signals(
             else:
                 _send(child, number)
 
-    before = {n: signal.signal(n, forward) for n in SIGNALS}
+    before = {n: signal.signal(n, forward) for n in stop_signals()}
     try:
         yield heard
     finally:

@@ -12,7 +12,7 @@ from types import FrameType
 from rloo_cli.utils import heartbeat
 from rloo_cli.utils.errors import Problem, Stopped
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
 STOPPED_FIX = "give the same command again; rloo train goes on with resume=auto"
 
@@ -21,10 +21,17 @@ _raise_at_once = [False]
 _forks_reset: list[bool] = []  # has an entry once `_reset_signals` is registered to run at forks
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to end. A closed terminal (SIGHUP) does, except under
+    nohup, which has it ignored."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or not ignores_hangup)
+
+
 def install_signal_handlers(at_once: bool = False) -> None:
     """Handle the signals that ask for an end. `at_once`: raise Stopped where they arrive."""
     _raise_at_once[0] = at_once
-    for number in SIGNALS:
+    for number in stop_signals():
         signal.signal(number, _on_signal)
     if not _forks_reset:
         _forks_reset.append(True)

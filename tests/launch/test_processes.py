@@ -73,7 +73,7 @@ def test_those_who_do_not_are_ended_at_the_limit(launchers: Launchers) -> None:
     assert gone(deaf["pid"], deaf["child"])
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_reaches_every_rank_once(name: str, launchers: Launchers) -> None:
     launched = launchers({0: "signals", 1: "signals"})
     for rank in (0, 1):
@@ -81,6 +81,17 @@ def test_a_signal_reaches_every_rank_once(name: str, launchers: Launchers) -> No
     launched.process.send_signal(signal.Signals[name])
     assert launched.code(15) == 75
     assert [launched.facts(i)["heard"] for i in (0, 1)] == [[signal.Signals[name]]] * 2
+
+
+def test_a_closed_terminal_stops_nothing_under_nohup(launchers: Launchers) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup's doing; children inherit it
+    try:
+        launched = launchers({0: "exit:0:1.5", 1: "exit:0:1.5"})
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launched.rank(0)
+    launched.process.send_signal(signal.SIGHUP)
+    assert launched.code(15) == 0
 
 
 def test_a_second_interrupt_ends_all_at_once(launchers: Launchers) -> None:

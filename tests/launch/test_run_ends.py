@@ -113,6 +113,7 @@ def start(rloo: Rloo, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
     [
         pytest.param("SIGINT", marks=pytest.mark.slow),
         "SIGTERM",
+        "SIGHUP",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGUSR1", "SIGUSR2")),
     ],
 )

@@ -21,7 +21,7 @@ NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "RLOO_STORE_FD", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def main() -> None:

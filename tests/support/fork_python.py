@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 WORKER = re.compile(
     r"from (rloo_cli\.(?:train|evaluation|train\.supervised)\.worker) import main; main\(\)$"
 )

@@ -20,7 +20,7 @@ from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState
 from rloo_cli.launch.sweep.table import SweepDisplay
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
 from rloo_cli.utils.files import JsonObject
-from rloo_cli.utils.signals import SIGNALS
+from rloo_cli.utils.signals import SIGNALS, stop_signals
 from rloo_cli.utils.sweep_time_slices import JsonLineSocket
 
 TICK_S = 0.05
@@ -132,7 +132,7 @@ class SweepScheduler(Sweep):
             for process in self.trial_processes:
                 process.send_signal(number)
 
-        before = {n: signal.signal(n, forward) for n in SIGNALS}
+        before = {n: signal.signal(n, forward) for n in stop_signals()}
         try:
             yield
         finally:
