@@ -153,6 +153,25 @@ def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> 
     return table.factor
 
 
+class UpdateResults:
+    """What an update's passes have computed, on the device until it is stored on the batch.
+
+    Storing it copies every token's log-probabilities and takes lists over all completions: the
+    optimizer step does not wait for that, unless it needs the factor of the normalisation.
+    """
+
+    def __init__(self, run: Run, batch: Batch, passes: Sequence[ForwardPass], are_sound: bool):
+        self.run, self.batch, self.passes = run, batch, passes
+        self.are_sound = are_sound  # the sampler's weights were checked on the device
+        self.factor: float | None = None  # None = not stored yet
+
+    def store(self) -> float:
+        """`finish_advantages`, once. -> its factor; all ranks must call this"""
+        if self.factor is None:
+            self.factor = finish_advantages(self.run, self.batch, self.passes)
+        return self.factor
+
+
 def _advantage_inputs(
     run: Run,
     batch: Batch,

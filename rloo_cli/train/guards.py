@@ -2,13 +2,22 @@
 refuses (`guards.NAME=fail`)."""
 
 import math
+from collections.abc import Sequence
 
+import torch
+
+from rloo_cli.config.rules_sampling import inexact_settings
 from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
-from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
+from rloo_cli.generation.common.weights_check import (
+    TokenLogprobs,
+    check_same_weights,
+    sum_squared_gaps,
+)
 from rloo_cli.reporting.advice import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
+from rloo_cli.train.advantages import ForwardPass
 from rloo_cli.utils.errors import GuardError, NumbersError, Problem
 from rloo_cli.utils.files import update_json
 
@@ -39,6 +48,31 @@ def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -
     why = f"loss {loss}, gradient norm {grad_norm}; the batch is in {folder}"
     fix = "a lower train.learning_rate, or model.dtype=float32"
     raise NumbersError(Problem(what, wrong[0], why, fix))
+
+
+@torch.no_grad()
+def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> bool:
+    """Whether the passes' log-probabilities are the sampler's, and every KL and score is finite.
+
+    It takes one copy of three numbers from the device, where `check_sampler_logprobs` and
+    `check_finite_update` need everything on the CPU; they say what is wrong if this is False. The
+    same on all ranks, which must all call it.
+    """
+    config = run.config
+    if config.generation.overlap not in SAME_WEIGHTS_OVERLAP:
+        return False  # tokens of older weights are left out, which takes their counts
+    numbers = torch.zeros(3, dtype=torch.float64, device=run.world.device)
+    told = [m for p in passes if (m := p.micro_batch).behaviour_logp is not None]
+    if told and not inexact_settings(config.generation):
+        ours, theirs = [m.old_logp for m in told], [m.behaviour_logp for m in told]
+        numbers[:2] = sum_squared_gaps(ours, theirs)  # type: ignore[arg-type]
+    if kls := [p.kl for p in passes if p.kl is not None]:
+        numbers[2] = (~torch.cat(kls).isfinite()).sum()
+    squares, count, not_finite = run.world.sum(numbers).tolist()
+    score = batch.shaped[batch.active][batch.scorable[batch.active]]
+    if not_finite or not bool(score.isfinite().all()):
+        return False
+    return not count or math.sqrt(squares / count) <= run.generator.tolerance
 
 
 def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> None:

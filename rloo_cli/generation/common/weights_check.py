@@ -29,6 +29,15 @@ class TokenLogprobs:
         return None if logp is None else logp[len(logp) - len(self.trainer_logp) :]
 
 
+def sum_squared_gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
+    """The sum of squared differences and the number of tokens that both know, on their device.
+
+    `theirs` is NaN where the sampler did not say. (N,) each, as many of both -> (2,) float64
+    """
+    gap = torch.cat([*ours]).double() - torch.cat([*theirs])
+    return torch.stack([gap.square().nan_to_num(0.0).sum(), (~gap.isnan()).sum()])
+
+
 def check_same_weights(
     step: int, completions: Sequence[TokenLogprobs], generation: GenerationConfig, tolerance: float
 ) -> None:
