@@ -196,40 +196,61 @@ def update_algorithm_state(run: Run, batch: Batch) -> None:
 
 def gather_passes(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> None:
     """Store the results of all ranks' micro-batches on the groups, on every rank."""
-    by_rank = run.world.gather(_pass_results(passes, batch))
-    for result in [result for rank_results in by_rank for result in rank_results]:
-        for name, column in result.columns.items():
-            store_column(column, result.group_slices, batch.groups, name)
-        if result.kl is not None:
-            batch.add_kl([i for i, _ in result.group_slices], result.kl)
+    for results in run.world.gather(_pass_results(passes, batch)):
+        for name, column in results.columns.items():
+            for group_slices, part in zip(results.group_slices, column.split(), strict=True):
+                store_column(part, group_slices, batch.groups, name)
+        if results.kl is not None:
+            for group_slices, table in zip(results.slices_with_kl, results.kl.split(), strict=True):
+                batch.add_kl([i for i, _ in group_slices], table)
 
 
 @dataclass
-class PassResult:
-    """The results of a micro-batch's forward passes, on the CPU, for every rank."""
+class JoinedColumn:
+    """A column of several micro-batches, and how many of its rows each of them has.
 
-    group_slices: list[GroupSlice]
-    columns: dict[str, Tensor]  # (N,) each
-    kl: Tensor | None  # (groups, K)
+    Ranks send it whole: pickle writes all that a tensor's storage holds for each part of it.
+    """
+
+    values: Tensor  # (rows, ...) on the CPU
+    sizes: list[int]
+
+    def split(self) -> Sequence[Tensor]:
+        """Each micro-batch's part."""
+        parts: Sequence[Tensor] = self.values.split(self.sizes)
+        return parts
 
 
-def _pass_results(passes: Sequence[ForwardPass], batch: Batch) -> list[PassResult]:
+@dataclass
+class PassResults:
+    """The results of a rank's forward passes, on the CPU, for every rank."""
+
+    group_slices: list[list[GroupSlice]]  # of each micro-batch
+    columns: dict[str, JoinedColumn]  # (N,) of all of them
+    slices_with_kl: list[list[GroupSlice]]
+    kl: JoinedColumn | None  # (groups, K) of those
+
+
+def _pass_results(passes: Sequence[ForwardPass], batch: Batch) -> PassResults:
     """The results of this rank's passes, with one transfer from the device for each column."""
-    results = [PassResult(list(p.micro_batch.group_slices), {}, None) for p in passes]
+    results = PassResults([list(p.micro_batch.group_slices) for p in passes], {}, [], None)
     for name in ("old_logp", "kl_logp", "ref_logp", "value"):
         columns = [c for p in passes if (c := getattr(p.micro_batch, name)) is not None]
         if columns:
-            parts = torch.cat(columns).cpu().split([len(c) for c in columns])
-            for result, column in zip(results, parts, strict=True):
-                result.columns[name] = column
-    with_kl = [(p, r) for p, r in zip(passes, results, strict=True) if p.kl is not None]
+            results.columns[name] = _join_columns(columns)
+    with_kl = [p for p in passes if p.kl is not None]
     if with_kl:
-        k, sizes = batch.shaped.shape[1], [len(r.group_slices) for _, r in with_kl]
-        tables = [_kl_table(p, (size, k)) for (p, _), size in zip(with_kl, sizes, strict=True)]
-        parts = torch.cat(tables).cpu().split(sizes)
-        for (_, result), table in zip(with_kl, parts, strict=True):
-            result.kl = table
+        results.slices_with_kl = [list(p.micro_batch.group_slices) for p in with_kl]
+        k = batch.shaped.shape[1]
+        results.kl = _join_columns(
+            [_kl_table(p, (len(p.micro_batch.group_slices), k)) for p in with_kl]
+        )
     return results
+
+
+def _join_columns(columns: Sequence[Tensor]) -> JoinedColumn:
+    """(rows, ...) each, on any device"""
+    return JoinedColumn(torch.cat([*columns]).cpu(), [len(column) for column in columns])
 
 
 def _kl_table(forward_pass: ForwardPass, shape: Sequence[int]) -> Tensor:
