@@ -6,7 +6,8 @@ depends on the scores alone, `micro_batch_advantages` a micro-batch's advantages
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,19 +17,12 @@ from rloo_cli.algorithms.common.advantage import AdvantageInputs
 from rloo_cli.algorithms.common.importance_weights import sampler_logprobs
 from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.packing import GroupSlice, MicroBatch, store_column
+from rloo_cli.data.packing import MicroBatch
+from rloo_cli.data.pass_results import ForwardPass, join_passes
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import token_advantages
 from rloo_cli.train.minibatches import cut_micro_batches, forwarded_completions
-
-
-@dataclass
-class ForwardPass:
-    """A micro-batch with its log-probabilities, and the KL of its completions."""
-
-    micro_batch: MicroBatch
-    kl: Tensor | None  # (S,) float64, on the device
 
 
 @torch.no_grad()
@@ -123,7 +117,7 @@ def micro_batch_advantages(
     group_indices, index = micro_batch.group_indices, micro_batch.completion_index
     if batch.advantage is None:
         inputs = _advantage_inputs(run, batch, group_indices, device, normalize=False)
-        kl = None if forward_pass.kl is None else _kl_table(forward_pass, inputs.score.shape)
+        kl = None if forward_pass.kl is None else forward_pass.kl_table(*inputs.score.shape)
         table = run.algorithm.advantages(replace(inputs, kl=kl))
         advantage, usable = table.advantage, table.usable
     else:
@@ -154,16 +148,14 @@ def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> 
 
 
 class UpdateResults:
-    """What an update's passes have computed, on the device until it is stored on the batch.
+    """What an update's passes computed, on the device until it is stored on the batch.
 
-    Storing it copies every token's log-probabilities and takes lists over all completions: the
-    optimizer step does not wait for that, unless it needs the factor of the normalisation.
+    Storing takes copies and lists of every token: the optimizer step should not wait for it.
     """
 
     def __init__(self, run: Run, batch: Batch, passes: Sequence[ForwardPass], are_sound: bool):
         self.run, self.batch, self.passes = run, batch, passes
-        self.are_sound = are_sound  # the sampler's weights were checked on the device
-        self.factor: float | None = None  # None = not stored yet
+        self.are_sound, self.factor = are_sound, cast(float | None, None)
 
     def store(self) -> float:
         """`finish_advantages`, once. -> its factor; all ranks must call this"""
@@ -196,66 +188,5 @@ def update_algorithm_state(run: Run, batch: Batch) -> None:
 
 def gather_passes(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> None:
     """Store the results of all ranks' micro-batches on the groups, on every rank."""
-    for results in run.world.gather(_pass_results(passes, batch)):
-        for name, column in results.columns.items():
-            for group_slices, part in zip(results.group_slices, column.split(), strict=True):
-                store_column(part, group_slices, batch.groups, name)
-        if results.kl is not None:
-            for group_slices, table in zip(results.slices_with_kl, results.kl.split(), strict=True):
-                batch.add_kl([i for i, _ in group_slices], table)
-
-
-@dataclass
-class JoinedColumn:
-    """A column of several micro-batches, and how many of its rows each of them has.
-
-    Ranks send it whole: pickle writes all that a tensor's storage holds for each part of it.
-    """
-
-    values: Tensor  # (rows, ...) on the CPU
-    sizes: list[int]
-
-    def split(self) -> Sequence[Tensor]:
-        """Each micro-batch's part."""
-        parts: Sequence[Tensor] = self.values.split(self.sizes)
-        return parts
-
-
-@dataclass
-class PassResults:
-    """The results of a rank's forward passes, on the CPU, for every rank."""
-
-    group_slices: list[list[GroupSlice]]  # of each micro-batch
-    columns: dict[str, JoinedColumn]  # (N,) of all of them
-    slices_with_kl: list[list[GroupSlice]]
-    kl: JoinedColumn | None  # (groups, K) of those
-
-
-def _pass_results(passes: Sequence[ForwardPass], batch: Batch) -> PassResults:
-    """The results of this rank's passes, with one transfer from the device for each column."""
-    results = PassResults([list(p.micro_batch.group_slices) for p in passes], {}, [], None)
-    for name in ("old_logp", "kl_logp", "ref_logp", "value"):
-        columns = [c for p in passes if (c := getattr(p.micro_batch, name)) is not None]
-        if columns:
-            results.columns[name] = _join_columns(columns)
-    with_kl = [p for p in passes if p.kl is not None]
-    if with_kl:
-        results.slices_with_kl = [list(p.micro_batch.group_slices) for p in with_kl]
-        k = batch.shaped.shape[1]
-        results.kl = _join_columns(
-            [_kl_table(p, (len(p.micro_batch.group_slices), k)) for p in with_kl]
-        )
-    return results
-
-
-def _join_columns(columns: Sequence[Tensor]) -> JoinedColumn:
-    """(rows, ...) each, on any device"""
-    return JoinedColumn(torch.cat([*columns]).cpu(), [len(column) for column in columns])
-
-
-def _kl_table(forward_pass: ForwardPass, shape: Sequence[int]) -> Tensor:
-    """KL of a micro-batch's groups, 0 for completions that were not forwarded. -> (groups, K)"""
-    assert forward_pass.kl is not None
-    flat = forward_pass.kl.new_zeros(shape[0] * shape[1])
-    index = forward_pass.micro_batch.completion_index
-    return flat.index_copy(0, index, forward_pass.kl).view(*shape)
+    for results in run.world.gather(join_passes(passes, batch)):
+        results.store(batch)

@@ -4,11 +4,10 @@ refuses (`guards.NAME=fail`)."""
 import math
 from collections.abc import Sequence
 
-import torch
-
 from rloo_cli.config.rules_sampling import inexact_settings
 from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.weights_check import (
     TokenLogprobs,
     check_same_weights,
@@ -17,7 +16,6 @@ from rloo_cli.generation.common.weights_check import (
 from rloo_cli.reporting.advice import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
-from rloo_cli.train.advantages import ForwardPass
 from rloo_cli.utils.errors import GuardError, NumbersError, Problem
 from rloo_cli.utils.files import update_json
 
@@ -50,29 +48,22 @@ def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -
     raise NumbersError(Problem(what, wrong[0], why, fix))
 
 
-@torch.no_grad()
 def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> bool:
     """Whether the passes' log-probabilities are the sampler's, and every KL and score is finite.
 
-    It takes one copy of three numbers from the device, where `check_sampler_logprobs` and
-    `check_finite_update` need everything on the CPU; they say what is wrong if this is False. The
-    same on all ranks, which must all call it.
+    One copy of three numbers tells. If it is False, `check_sampler_logprobs` and
+    `check_finite_update` say why. All ranks must call it.
     """
-    config = run.config
-    if config.generation.overlap not in SAME_WEIGHTS_OVERLAP:
+    generation = run.config.generation
+    if generation.overlap not in SAME_WEIGHTS_OVERLAP:
         return False  # tokens of older weights are left out, which takes their counts
-    numbers = torch.zeros(3, dtype=torch.float64, device=run.world.device)
-    told = [m for p in passes if (m := p.micro_batch).behaviour_logp is not None]
-    if told and not inexact_settings(config.generation):
-        ours, theirs = [m.old_logp for m in told], [m.behaviour_logp for m in told]
-        numbers[:2] = sum_squared_gaps(ours, theirs)  # type: ignore[arg-type]
-    if kls := [p.kl for p in passes if p.kl is not None]:
-        numbers[2] = (~torch.cat(kls).isfinite()).sum()
-    squares, count, not_finite = run.world.sum(numbers).tolist()
-    score = batch.shaped[batch.active][batch.scorable[batch.active]]
-    if not_finite or not bool(score.isfinite().all()):
+    sums = sum_squared_gaps(passes, run.world.device)
+    squares, count, not_finite = run.world.sum(sums).tolist()
+    score = batch.shaped[batch.active]
+    if not_finite or not score[batch.scorable[batch.active]].isfinite().all():
         return False
-    return not count or math.sqrt(squares / count) <= run.generator.tolerance
+    rms = math.sqrt(squares / count) if count else 0.0
+    return bool(inexact_settings(generation)) or rms <= run.generator.tolerance
 
 
 def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> None:

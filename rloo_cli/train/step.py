@@ -16,11 +16,12 @@ from rloo_cli.algorithms.common.kl import charge_tokens
 from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
+from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.stream import StreamCut
 from rloo_cli.policy.model import LogProbs
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import advantages, guards, token_advantages
-from rloo_cli.train.advantages import ForwardPass, UpdateResults
+from rloo_cli.train.advantages import UpdateResults
 from rloo_cli.train.minibatches import UpdatePlan, keeps_groups_whole, plan_updates
 from rloo_cli.utils.fault_injection import poison_tensor, trigger_fault
 from rloo_cli.utils.files import JsonObject
@@ -164,8 +165,7 @@ def take_optimizer_step(
 ) -> None:
     """Check the numbers, then take one optimizer step; with nothing to learn from, take none.
 
-    `factor` multiplies the gradient, as normalising multiplies the advantages. `results`: of the
-    passes of an update that computed old_logp itself.
+    `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
     factor = factor / plan.denominator if plan.summed else factor
     if run.ahead is not None:  # what it drew is checked against the weights that change here

@@ -36,6 +36,11 @@ class DeviceClock:
         return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(marks)]
 
 
+def choose_phase_clock(device: torch.device) -> DeviceClock | None:
+    """The clock of a GPU; None = the host's."""
+    return DeviceClock() if device.type == "cuda" else None
+
+
 def is_device_done(limit_s: float) -> bool:
     """Whether everything that was queued on the current GPU is done within so many seconds."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

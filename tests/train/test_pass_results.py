@@ -11,10 +11,10 @@ from loop_cases import ENDS, sampled, updated
 from loop_cases import alone as make
 
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.pass_results import ForwardPass, join_passes
 from rloo_cli.distributed.world import World
 from rloo_cli.run import Run
 from rloo_cli.train import advantages
-from rloo_cli.train.advantages import ForwardPass
 
 
 def passes_of(run: Run, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[ForwardPass]:
@@ -33,7 +33,7 @@ def passes_of(run: Run, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[F
 
 def sent_bytes(passes: list[ForwardPass], batch: Batch) -> int:
     """The bytes of the message that a rank sends."""
-    return len(pickle.dumps(advantages._pass_results(passes, batch)))
+    return len(pickle.dumps(join_passes(passes, batch)))
 
 
 def test_a_rank_sends_every_number_once_however_many_micro_batches_there_are(
@@ -44,7 +44,7 @@ def test_a_rank_sends_every_number_once_however_many_micro_batches_there_are(
     passes = passes_of(run, batch, monkeypatch)
     assert len(passes) >= 3
     before = sent_bytes(passes, batch)
-    columns = advantages._pass_results(passes, batch).columns
+    columns = join_passes(passes, batch).columns
     assert set(columns) >= {"old_logp", "ref_logp"}
     # a hundred times as many tokens a micro-batch: four bytes for each of them, and no more
     for forward_pass in passes:
