@@ -66,17 +66,23 @@ class StepTimer:
             self._running.pop()
             self._mark()
 
-    def lap(self) -> dict[str, float]:
-        """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took.
-
-        This is the one place that waits for the device.
-        """
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase since the last lap. Waits for the device."""
         self._mark()
         gaps = self.clock.seconds_between([mark for mark, _ in self._marks])
         seconds: dict[str, float] = defaultdict(float)
         for (_, name), spent in zip(self._marks[:-1], gaps, strict=True):
             if name:
                 seconds[name] += spent
+        return seconds
+
+    def lap(self) -> dict[str, float]:
+        """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took.
+
+        A step waits for the device here and nowhere else in this class.
+        """
+        seconds = self.seconds
         self._marks = self._marks[-1:]
         now = time.perf_counter()
         total, self.step_started_at = now - self.step_started_at, now
