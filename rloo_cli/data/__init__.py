@@ -13,6 +13,7 @@ mapping         data.map: a user's function that changes each example
 media           the images of a prompt, as a forward pass needs them
 mixture         several sources as one split: data.mixture
 order           the order in which prompts are sampled
+pass_results    what forward passes computed, for every rank's groups
 packing         lay groups out for a forward pass, and store what comes back
 prompts         renders and tokenises the prompts of a split
 rollout_files   the files of recorded rollouts: where they are, what their heads say

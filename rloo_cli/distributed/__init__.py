@@ -6,6 +6,7 @@ word about ranks where it is computed: `world` has the few calls in which they m
 gradients and optimizer are spread is an `engine`; the loop does not know which one it has.
 
     device_count    how many GPUs and processes, without torch
+    device_peaks    FLOP/s and bytes/s of GPUs by their data sheets
     engine          the engine protocol; one process, and ddp
     fsdp            FSDP2
     gather          whole weights of sharded models, unit by unit

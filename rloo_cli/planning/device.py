@@ -1,8 +1,9 @@
 """The devices of a run: memory, speed, and the network between them.
 
 Speeds are what programs reach, not what data sheets say: 788 TFLOP/s and 4.3 TB/s were measured on
-one H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets. A CPU's
-are measured with torch's own product: libraries differ by a half on the same CPU.
+one H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets
+(`distributed/device_peaks.py`). A CPU's are measured with torch's own product: libraries differ by
+a half on the same CPU.
 """
 
 import functools
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rloo_cli.distributed import device_count
+from rloo_cli.distributed.device_peaks import DEVICE_PEAKS, DevicePeaks, find_device_kind
 from rloo_cli.utils.errors import ConfigError, Problem
 
 GIB = 2**30
@@ -57,18 +59,27 @@ class Device:
         return self.memory_bytes - self.reserved_bytes
 
 
-def _gpu(name: str, gib: float, tflops: float, tb_per_s: float, inside: float = 450e9) -> Device:
-    return Device(name, gib * GIB, tflops * 1e12, tb_per_s * 1e12, inside)
+FLOPS_SHARE, BANDWIDTH_SHARE = 0.8, 0.9  # of a data sheet's, that programs reach
+H200_REACHED = DevicePeaks(788e12, 4.3e12)
+
+
+def _gpu(name: str, kind: str, gib: float, inside: float = 450e9, **peaks: float) -> Device:
+    """A GPU of the table of peaks; `peaks`: where this one has others than its kind."""
+    sheet = replace(DEVICE_PEAKS[kind], **peaks)
+    reached = DevicePeaks(FLOPS_SHARE * sheet.flops_per_s, BANDWIDTH_SHARE * sheet.bytes_per_s)
+    reached = H200_REACHED if kind == "H200" else reached
+    return Device(name, gib * GIB, reached.flops_per_s, reached.bytes_per_s, inside)
 
 
 PCIE = 25e9
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("B200", 178, 1800, 7.2), _gpu("H200", 139, 788, 4.3), _gpu("H100-80GB", 80, 788, 3.0),
-        _gpu("A100-80GB", 80, 250, 1.8, 300e9), _gpu("A100-40GB", 40, 250, 1.4, 300e9),
-        _gpu("L40S-48GB", 48, 290, 0.78, PCIE), _gpu("RTX4090-24GB", 24, 132, 0.9, PCIE),
-        _gpu("A10-24GB", 24, 100, 0.54, PCIE), _gpu("L4-24GB", 24, 97, 0.27, PCIE),
+        _gpu("B200", "B200", 178), _gpu("H200", "H200", 139), _gpu("H100-80GB", "H100", 80),
+        _gpu("A100-80GB", "A100", 80, 300e9),
+        _gpu("A100-40GB", "A100", 40, 300e9, bytes_per_s=1.555e12),
+        _gpu("L40S-48GB", "L40S", 48, PCIE), _gpu("RTX4090-24GB", "RTX 4090", 24, PCIE),
+        _gpu("A10-24GB", "A10", 24, PCIE), _gpu("L4-24GB", "L4", 24, PCIE),
     )
 }  # fmt: skip
 ASSUMED_GPU = GPUS["H100-80GB"]
@@ -155,8 +166,8 @@ def _gpu_by_name(name: str) -> Device | None:
 
 def _gpu_of_its_kind(name: str) -> Device | None:
     """The GPU of the list whose kind is in a maker's own name of it."""
-    plain = name.replace(" ", "")
-    return next((g for n, g in GPUS.items() if n.partition("-")[0] in plain), None)
+    kind = (find_device_kind(name) or "").replace(" ", "")
+    return next((g for n, g in GPUS.items() if kind and kind.startswith(n.partition("-")[0])), None)
 
 
 def _local_gpu() -> Device | None:

@@ -1,14 +1,14 @@
 """The memory of one rank that comes and goes: activations, logits, keys and values, gradients.
 
 Each phase of a step has its own peak, and the largest of them decides. What a micro-batch may hold
-follows the rule by which a run cuts its batches (`policy/memory.py`), with these figures instead of
-measured ones.
+follows the rule by which a run cuts its batches (`policy/token_budget.py`), with these figures
+instead of measured ones.
 """
 
 from dataclasses import dataclass, field
 
 from rloo_cli.config.rules import SHARDED_ENGINES
-from rloo_cli.planning.plan_inputs import MAX_FORWARD_TOKENS, MAX_LOGITS_TILE, PlanInputs
+from rloo_cli.planning.plan_inputs import MAX_LOGITS_TILE, PlanInputs
 from rloo_cli.planning.static_memory import (
     GRADIENT,
     StaticMemory,
@@ -18,10 +18,14 @@ from rloo_cli.planning.static_memory import (
     trained_params,
     value_model_params,
 )
+from rloo_cli.policy.token_budget import (
+    MAX_USEFUL_TOKENS,
+    ActivationMemory,
+    choose_token_budget,
+    gpu_bytes_left,
+    samples_beside_training,
+)
 
-# The share of the memory left by weights and optimizer that activations may take, as in
-# `policy.memory`.
-ACTIVATION_SHARE = 0.5
 FIRST_KV_POSITIONS = 64  # completion positions that decoding's first cache has
 SAMPLING_BYTES_PER_LOGIT = 16  # the model's own, in float32, processed, and its probability
 # Measured on a CPU (docs/plan.md): what libraries take that are loaded later, and the share of
@@ -93,16 +97,17 @@ def estimate_peak_memory(inputs: PlanInputs) -> PeakMemory:
 
 
 def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemory:
-    """How micro-batches are cut, as `policy/memory.py` does it."""
+    """How micro-batches are cut, by the rule of `policy/token_budget.py`."""
     run, group_tokens = inputs.run, inputs.group_tokens
-    free = inputs.device.memory_bytes - static.resting_bytes - static.gradients
-    headroom = ACTIVATION_SHARE * max(free, 0.0)
+    room = _activation_memory(inputs, static)
     wanted = run.model.gradient_checkpointing
-    recompute = bool(wanted) if inputs.recompute is None else inputs.recompute
-    if wanted == "auto" and inputs.recompute is None:
-        recompute = headroom / kept_bytes_per_forward_token(inputs, False) < group_tokens
-    fit = headroom / kept_bytes_per_forward_token(inputs, recompute)
-    budget = inputs.token_budget or run.train.micro_batch_tokens or _token_budget(inputs, fit)
+    recompute = wanted is True if inputs.recompute is None else inputs.recompute
+    fitting = room.tokens_that_fit(_bytes_per_forward_token(inputs, recompute))
+    if wanted == "auto" and inputs.recompute is None and fitting < _tokens_in_one_pass(inputs):
+        recompute = True
+        fitting = room.tokens_that_fit(_bytes_per_forward_token(inputs, recompute))
+    budget = inputs.token_budget or run.train.micro_batch_tokens
+    budget = budget or choose_token_budget(MAX_USEFUL_TOKENS[room.kind], group_tokens, fitting)
     tokens, micro_batches = _micro_batch_sizes(inputs, budget)
     k, c = run.algorithm.num_generations, inputs.max_sampled_tokens  # those that have logits
     shared = inputs.resolved_layout == "shared"
@@ -113,20 +118,37 @@ def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemo
     per_layer = kept_bytes_per_layer(inputs)
     kept = model.sizes.layers * tokens * (size * model.sizes.hidden if recompute else per_layer)
     one_layer = tokens * model.transient_bytes(size) + (tokens * per_layer if recompute else 0.0)
-    logit_size = 4 if run.model.lm_head_fp32 else size
-    logits = float(completion_tokens * model.sizes.vocab_size * logit_size)
-    kept_logits = logits if logits <= min(_logits_kept(inputs), headroom / 4) else 0.0
+    logits = completion_tokens * room.logits_bytes_per_token
+    kept_logits = logits if logits <= room.most_kept_logits else 0.0
     head = _head(inputs, tokens, completion_tokens)
     return ForwardMemory(
         tokens, completion_tokens, micro_batches, recompute, kept, one_layer, kept_logits, head
     )
 
 
-def _logits_kept(inputs: PlanInputs) -> float:
-    """Bytes of logits that the head may keep, as in `policy/memory.py`."""
-    if (gigabytes := inputs.run.train.keep_logits_gb) is not None:
-        return gigabytes * 1e9
-    return 0.1 * inputs.device.memory_bytes if inputs.device.kind == "cuda" else 2e9
+def _tokens_in_one_pass(inputs: PlanInputs) -> int:
+    """Tokens that have to fit a forward, as in `train/build.py`: a group with a KL is not cut."""
+    settings = inputs.run.algorithm
+    if settings.needs_reference or settings.teacher_server is not None:
+        return inputs.group_tokens
+    return inputs.max_prompt_tokens + inputs.max_completion_tokens
+
+
+def _activation_memory(inputs: PlanInputs, static: StaticMemory) -> ActivationMemory:
+    """The memory that a training forward has, as a run counts it when it starts."""
+    run, device = inputs.run, inputs.device
+    left = device.memory_bytes
+    if device.kind == "cuda":
+        left = gpu_bytes_left(left, run.generation)
+    logit_size = 4 if run.model.lm_head_fp32 else inputs.bytes_per_weight
+    return ActivationMemory(
+        device.kind,
+        device.memory_bytes,
+        max(left - static.resting_bytes - static.gradients, 0.0),
+        float(inputs.model.sizes.vocab_size * logit_size),
+        run.train.keep_logits_gb,
+        samples_beside_training(run.generation),
+    )
 
 
 def kept_bytes_per_layer(inputs: PlanInputs) -> float:
@@ -138,16 +160,12 @@ def kept_bytes_per_layer(inputs: PlanInputs) -> float:
     return kept + (sum(4.0 * adapter_rank(lora) for _ in adapter_targets(inputs)) if lora else 0.0)
 
 
-def kept_bytes_per_forward_token(inputs: PlanInputs, recompute: bool) -> float:
-    """Bytes per token that a training forward keeps, the head's included."""
+def _bytes_per_forward_token(inputs: PlanInputs, recompute: bool) -> float:
+    """Bytes per token of a training forward, the head's included; of one layer if recomputed."""
     s, size = inputs.model.sizes, inputs.bytes_per_weight
-    each = size * s.hidden if recompute else kept_bytes_per_layer(inputs)
-    return s.layers * each + 3 * size * s.hidden
-
-
-def _token_budget(inputs: PlanInputs, fit: float) -> int:
-    wanted = max(MAX_FORWARD_TOKENS[inputs.device.kind], inputs.group_tokens)
-    return wanted if wanted <= fit else max(64, 1 << (int(max(fit, 1)).bit_length() - 1))
+    per_layer = kept_bytes_per_layer(inputs)
+    layers = s.layers * size * s.hidden + per_layer if recompute else s.layers * per_layer
+    return layers + 3 * size * s.hidden
 
 
 def _micro_batch_sizes(inputs: PlanInputs, budget: int) -> tuple[int, int]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rloo_cli.rewards.model import Config as RewardModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MAX_FORWARD_TOKENS = {"cpu": 1024, "cuda": 32768}  # tokens of a forward, as in `policy.memory`
 MAX_LOGITS_TILE = {"cpu": 2**20, "cuda": 2**25}  # logits at once, as in `policy.fused_head`
 
 

@@ -19,6 +19,7 @@ reward_load         load a reward model
 reward_scores       scores of a sequence classifier, packed
 row_selection       pick rows of hidden states, with gradients added in float32
 shared_attention    attention over a prompt that its completions share
+token_budget        how many tokens a training forward may have: one rule for run and plan
 value               PPO's value model
 vision              images in a forward pass: the tower once for each prompt
 """

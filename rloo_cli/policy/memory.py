@@ -20,15 +20,19 @@ from rloo_cli.data.packing import MicroBatch, whole_group_slices
 from rloo_cli.policy.layouts import probe_groups
 from rloo_cli.policy.load import enable_gradient_checkpointing
 from rloo_cli.policy.model import Policy, weight_shape
+from rloo_cli.policy.token_budget import (
+    CUDA_CONTEXT_SHARE,
+    MAX_USEFUL_TOKENS,
+    ActivationMemory,
+    choose_token_budget,
+    gpu_bytes_left,
+    samples_beside_training,
+)
 from rloo_cli.policy.value import ValueModel
 from rloo_cli.utils import environment
 from rloo_cli.utils.errors import OutOfMemory, Problem
 
-# Of the memory that weights and optimizer leave; the rest is for the sampler, and for error.
-FORWARD_MEMORY_SHARE = 0.5
-MAX_USEFUL_TOKENS = {"cpu": 1024, "cuda": 32768}  # tokens beyond which nothing gets faster
 MAX_MASKED_TOKENS = 4096  # with a mask of tokens by tokens, which has 16 million entries then
-CUDA_CONTEXT_SHARE = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
 NO_GRAD_TOKEN_FACTOR = 4  # times as many tokens where nothing is kept for a backward pass
 CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 
@@ -72,20 +76,17 @@ def measure_forward_limits(
     """
     train, shape = config.train, model_forward_cost(policy.model)
     free = _free_bytes(policy, config, has_reference_model, held_share, value_model)
-    budget = FORWARD_MEMORY_SHARE * max(free - other_bytes, 0.0)
-    each = _bytes_per_policy_token(policy, value_model)
+    room = _activation_memory(policy, config, max(free - other_bytes, 0.0))
+    fitting = room.tokens_that_fit(_bytes_per_policy_token(policy, value_model))
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
-    if auto and budget / each < (max_group_tokens if required_tokens is None else required_tokens):
+    if auto and fitting < (max_group_tokens if required_tokens is None else required_tokens):
         enable_gradient_checkpointing(policy.model)
         if value_model is not None:
             enable_gradient_checkpointing(value_model.model)
-        each = _bytes_per_policy_token(policy, value_model)
-    most = MAX_USEFUL_TOKENS.get(policy.device.type, MAX_USEFUL_TOKENS["cuda"])
-    most = MAX_MASKED_TOKENS if has_attention_mask(policy) else most
-    tokens = train.micro_batch_tokens
-    tokens = tokens or _forward_token_budget(most, max_group_tokens, budget / each)
-    logits_bytes = min(_keep_logits_bytes(policy, train.keep_logits_gb), budget / 4)
-    policy.logprob_module.keep_logits_bytes = int(logits_bytes)
+        fitting = room.tokens_that_fit(_bytes_per_policy_token(policy, value_model))
+    most = MAX_MASKED_TOKENS if has_attention_mask(policy) else MAX_USEFUL_TOKENS[room.kind]
+    tokens = train.micro_batch_tokens or choose_token_budget(most, max_group_tokens, fitting)
+    policy.logprob_module.keep_logits_bytes = int(room.most_kept_logits)
     size = train.micro_batch_size
     no_grad_size = train.no_grad_batch_size or (None if size is None else 2 * size)
     return ForwardLimits(shape, tokens, NO_GRAD_TOKEN_FACTOR * tokens, size, no_grad_size)
@@ -101,11 +102,18 @@ def has_attention_mask(policy: Policy) -> bool:
     return policy.device.type == "cuda" and policy.layout == "packed" and "flash" not in name
 
 
-def _keep_logits_bytes(policy: Policy, keep_logits_gb: float | None) -> float:
-    """Bytes of logits that the head may keep: as the key says, else a tenth of a GPU."""
-    if keep_logits_gb is not None:
-        return keep_logits_gb * 1e9
-    return 0.1 * _device_memory_bytes(policy.device) if policy.device.type == "cuda" else 2e9
+def _activation_memory(policy: Policy, config: RunConfig, free_bytes: float) -> ActivationMemory:
+    """The memory that a training forward of the policy has."""
+    kind = "cpu" if policy.device.type == "cpu" else "cuda"
+    itemsize = 4 if policy.logprob_module.float32_head else policy.dtype.itemsize
+    return ActivationMemory(
+        kind,
+        _device_memory_bytes(policy.device),
+        free_bytes,
+        weight_shape(policy.model.get_output_embeddings().weight)[0] * itemsize,
+        config.train.keep_logits_gb,
+        samples_beside_training(config.generation),
+    )
 
 
 def allocated_bytes(device: torch.device) -> float:
@@ -119,12 +127,29 @@ def can_recompute(model: PreTrainedModel) -> bool:
 
 
 def _bytes_per_policy_token(policy: Policy, value_model: ValueModel | None) -> float:
-    """Bytes per token of the policy that the policy or the value model keeps, whichever is more."""
-    policy_bytes = activation_bytes_per_token(policy)
+    """Bytes per token of the policy that the policy or the value model takes, whichever is more."""
+    policy_bytes = _working_bytes_per_token(policy)
     if value_model is None:
         return policy_bytes
-    value_bytes = value_model.tokens_per_policy_token * activation_bytes_per_token(value_model)
+    value_bytes = value_model.tokens_per_policy_token * _working_bytes_per_token(value_model)
     return max(policy_bytes, value_bytes)
+
+
+def _working_bytes_per_token(policy: Policy | ValueModel) -> float:
+    """Bytes per token that a training forward keeps, and a layer's where that is computed again.
+
+    With gradient checkpointing the backward pass has one layer's activations at a time, which are
+    more than all that the forward keeps.
+    """
+    kept = activation_bytes_per_token(policy)
+    if not policy.model.is_gradient_checkpointing:
+        return kept
+    policy.model.gradient_checkpointing_disable()
+    try:
+        whole = activation_bytes_per_token(policy)
+    finally:
+        enable_gradient_checkpointing(policy.model)
+    return kept + whole / policy.model.config.get_text_config().num_hidden_layers
 
 
 def activation_bytes_per_token(policy: Policy | ValueModel) -> float:
@@ -191,10 +216,9 @@ def _free_bytes(
     else:
         if generation.backend == "vllm_colocate":
             _check_engine_fits(generation, held, total)
-            engine = generation.colocate  # type: ignore[attr-defined]
-            total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
         contexts = 2 if generation.backend == "vllm_colocate" else 1  # of a trial that waits
-        total = total * (1 - CUDA_CONTEXT_SHARE) - contexts * environment.offloaded_trials_bytes()
+        total = gpu_bytes_left(total, generation)
+        total -= contexts * environment.offloaded_trials_bytes()
     return max(total - held, 0.0)
 
 
@@ -221,14 +245,3 @@ def _device_memory_bytes(device: torch.device) -> float:
     whole_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_MEMORY_FILE.read_text().strip() if CGROUP_MEMORY_FILE.is_file() else "max"
     return float(min(whole_machine, int(limit) if limit.isdigit() else whole_machine))
-
-
-def _forward_token_budget(max_tokens: int, max_group_tokens: int, tokens_that_fit: float) -> int:
-    """`max_tokens`, or `max_group_tokens` if more: splitting a group can cost another pass.
-
-    If so many do not fit, it is a power of two that does: a little more memory changes nothing.
-    """
-    wanted = max(max_tokens, max_group_tokens)
-    if wanted <= tokens_that_fit:
-        return wanted
-    return max(64, 1 << (int(max(tokens_that_fit, 1)).bit_length() - 1))

@@ -35,8 +35,8 @@ from rloo_cli.policy.classifier_forward import (
     SINGLE_BY_CLASS,
     ClassifierForward,
 )
-from rloo_cli.policy.memory import MAX_USEFUL_TOKENS
 from rloo_cli.policy.model import forward_inputs, position_ids_support
+from rloo_cli.policy.token_budget import MAX_USEFUL_TOKENS
 
 SCORE_HEAD_NAMES = ("score", "classifier", "classification_head", "v_head")
 

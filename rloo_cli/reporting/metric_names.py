@@ -160,8 +160,8 @@ SPEED_METRICS: list[MetricMeaning] = [
     ("perf/rows", "tokens", "token positions of the training forwards, padding included"),
     ("perf/padding_frac", "share", "of these, padding"),
     ("perf/forwarded_frac", "share", "completions that were forwarded; others have no gradient"),
-    ("perf/mfu", "share", "model FLOP/s of the train phase over the device's peak, without padding"
-     " and recomputation (GPU)"),
+    ("perf/mfu", "share", "model FLOP/s of the train phase over the dense bfloat16 peak of the data"
+     " sheet (H100: 989 TFLOP/s), without padding and recomputation (GPU)"),
     ("memory/peak_gb", "GB", "largest memory allocated on the GPU"),
     ("memory/reserved_gb", "GB", "memory reserved on the GPU"),
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import LAYOUTS
+from rloo_cli.distributed.device_peaks import find_peak_flops
 from rloo_cli.reporting.episode_metrics import episode_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics, fetch_scalars
 
@@ -131,11 +132,6 @@ def mean_counts(batch: Batch, updates: UpdateMetrics) -> MetricValues:
     return fetch_scalars(counts) | fetch_scalars(updates.sums)
 
 
-# Dense bfloat16 FLOP/s by the makers' data sheets; another device has no perf/mfu.
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12,
-    "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12,
-}  # fmt: skip
 TRAINING_PHASES = ("update", "reference", "old_logp", "value")  # those of `count_forward`
 
 
@@ -150,8 +146,8 @@ def speed_metrics(
     """The metrics perf/* and memory/* of a step; `metrics` has the seconds of its phases.
 
     `layout` is that of the policy's forward pass. perf/mfu: the FLOP of tokens that were really
-    computed, without padding and recomputation, over what the device could have done in the
-    seconds of the training phases.
+    computed, without padding and recomputation, over what the device could have done by its data
+    sheet in the seconds of the training phases.
     """
     seconds = metrics["step_time"]
     rollouts = [(g, r) for g in batch.groups for r in g.rollouts]
@@ -173,11 +169,6 @@ def speed_metrics(
         speed["memory/peak_gb"] = torch.cuda.max_memory_allocated(world.device) / 1e9
         speed["memory/reserved_gb"] = torch.cuda.memory_reserved(world.device) / 1e9
         busy = sum(metrics.get(f"time/{phase}", 0.0) for phase in TRAINING_PHASES)
-        if (most := peak_flops(torch.cuda.get_device_name(world.device))) and busy:
+        if (most := find_peak_flops(torch.cuda.get_device_name(world.device))) and busy:
             speed["perf/mfu"] = work.get("flop", 0.0) / busy / most / world.size
     return speed
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device by its name; None for one that is not in the table."""
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in device_name), None)

@@ -6,7 +6,8 @@ depends on the scores alone, `micro_batch_advantages` a micro-batch's advantages
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,19 +17,12 @@ from rloo_cli.algorithms.common.advantage import AdvantageInputs
 from rloo_cli.algorithms.common.importance_weights import sampler_logprobs
 from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.packing import GroupSlice, MicroBatch, store_column
+from rloo_cli.data.packing import MicroBatch
+from rloo_cli.data.pass_results import ForwardPass, join_passes
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import token_advantages
 from rloo_cli.train.minibatches import cut_micro_batches, forwarded_completions
-
-
-@dataclass
-class ForwardPass:
-    """A micro-batch with its log-probabilities, and the KL of its completions."""
-
-    micro_batch: MicroBatch
-    kl: Tensor | None  # (S,) float64, on the device
 
 
 @torch.no_grad()
@@ -123,7 +117,7 @@ def micro_batch_advantages(
     group_indices, index = micro_batch.group_indices, micro_batch.completion_index
     if batch.advantage is None:
         inputs = _advantage_inputs(run, batch, group_indices, device, normalize=False)
-        kl = None if forward_pass.kl is None else _kl_table(forward_pass, inputs.score.shape)
+        kl = None if forward_pass.kl is None else forward_pass.kl_table(*inputs.score.shape)
         table = run.algorithm.advantages(replace(inputs, kl=kl))
         advantage, usable = table.advantage, table.usable
     else:
@@ -153,6 +147,23 @@ def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> 
     return table.factor
 
 
+class UpdateResults:
+    """What an update's passes computed, on the device until it is stored on the batch.
+
+    Storing takes copies and lists of every token: the optimizer step should not wait for it.
+    """
+
+    def __init__(self, run: Run, batch: Batch, passes: Sequence[ForwardPass], are_sound: bool):
+        self.run, self.batch, self.passes = run, batch, passes
+        self.are_sound, self.factor = are_sound, cast(float | None, None)
+
+    def store(self) -> float:
+        """`finish_advantages`, once. -> its factor; all ranks must call this"""
+        if self.factor is None:
+            self.factor = finish_advantages(self.run, self.batch, self.passes)
+        return self.factor
+
+
 def _advantage_inputs(
     run: Run,
     batch: Batch,
@@ -177,45 +188,5 @@ def update_algorithm_state(run: Run, batch: Batch) -> None:
 
 def gather_passes(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> None:
     """Store the results of all ranks' micro-batches on the groups, on every rank."""
-    by_rank = run.world.gather(_pass_results(passes, batch))
-    for result in [result for rank_results in by_rank for result in rank_results]:
-        for name, column in result.columns.items():
-            store_column(column, result.group_slices, batch.groups, name)
-        if result.kl is not None:
-            batch.add_kl([i for i, _ in result.group_slices], result.kl)
-
-
-@dataclass
-class PassResult:
-    """The results of a micro-batch's forward passes, on the CPU, for every rank."""
-
-    group_slices: list[GroupSlice]
-    columns: dict[str, Tensor]  # (N,) each
-    kl: Tensor | None  # (groups, K)
-
-
-def _pass_results(passes: Sequence[ForwardPass], batch: Batch) -> list[PassResult]:
-    """The results of this rank's passes, with one transfer from the device for each column."""
-    results = [PassResult(list(p.micro_batch.group_slices), {}, None) for p in passes]
-    for name in ("old_logp", "kl_logp", "ref_logp", "value"):
-        columns = [c for p in passes if (c := getattr(p.micro_batch, name)) is not None]
-        if columns:
-            parts = torch.cat(columns).cpu().split([len(c) for c in columns])
-            for result, column in zip(results, parts, strict=True):
-                result.columns[name] = column
-    with_kl = [(p, r) for p, r in zip(passes, results, strict=True) if p.kl is not None]
-    if with_kl:
-        k, sizes = batch.shaped.shape[1], [len(r.group_slices) for _, r in with_kl]
-        tables = [_kl_table(p, (size, k)) for (p, _), size in zip(with_kl, sizes, strict=True)]
-        parts = torch.cat(tables).cpu().split(sizes)
-        for (_, result), table in zip(with_kl, parts, strict=True):
-            result.kl = table
-    return results
-
-
-def _kl_table(forward_pass: ForwardPass, shape: Sequence[int]) -> Tensor:
-    """KL of a micro-batch's groups, 0 for completions that were not forwarded. -> (groups, K)"""
-    assert forward_pass.kl is not None
-    flat = forward_pass.kl.new_zeros(shape[0] * shape[1])
-    index = forward_pass.micro_batch.completion_index
-    return flat.index_copy(0, index, forward_pass.kl).view(*shape)
+    for results in run.world.gather(join_passes(passes, batch)):
+        results.store(batch)

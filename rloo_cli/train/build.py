@@ -77,7 +77,7 @@ from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import Run
 from rloo_cli.train.streaming import StreamedPlan
 from rloo_cli.utils import paths
-from rloo_cli.utils.device_waits import wait_for_device
+from rloo_cli.utils.device_waits import choose_phase_clock
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject, read_json
@@ -410,7 +410,7 @@ class RunBuilder:
     def assemble_run(self) -> Run:
         """Put the parts into a `Run`."""
         config, prompts = self.config, self.prompts
-        clock = StepTimer(self.log.phase, wait_for_device)
+        clock = StepTimer(self.log.phase, choose_phase_clock(self.world.device))
         run = Run(
             config=config,
             folder=self.resume_plan.folder,

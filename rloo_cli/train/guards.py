@@ -2,10 +2,17 @@
 refuses (`guards.NAME=fail`)."""
 
 import math
+from collections.abc import Sequence
 
+from rloo_cli.config.rules_sampling import inexact_settings
 from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
-from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
+from rloo_cli.data.pass_results import ForwardPass
+from rloo_cli.generation.common.weights_check import (
+    TokenLogprobs,
+    check_same_weights,
+    sum_squared_gaps,
+)
 from rloo_cli.reporting.advice import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
@@ -39,6 +46,24 @@ def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -
     why = f"loss {loss}, gradient norm {grad_norm}; the batch is in {folder}"
     fix = "a lower train.learning_rate, or model.dtype=float32"
     raise NumbersError(Problem(what, wrong[0], why, fix))
+
+
+def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> bool:
+    """Whether the passes' log-probabilities are the sampler's, and every KL and score is finite.
+
+    One copy of three numbers tells. If it is False, `check_sampler_logprobs` and
+    `check_finite_update` say why. All ranks must call it.
+    """
+    generation = run.config.generation
+    if generation.overlap not in SAME_WEIGHTS_OVERLAP:
+        return False  # tokens of older weights are left out, which takes their counts
+    sums = sum_squared_gaps(passes, run.world.device)
+    squares, count, not_finite = run.world.sum(sums).tolist()
+    score = batch.shaped[batch.active]
+    if not_finite or not score[batch.scorable[batch.active]].isfinite().all():
+        return False
+    rms = math.sqrt(squares / count) if count else 0.0
+    return bool(inexact_settings(generation)) or rms <= run.generator.tolerance
 
 
 def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> None:

@@ -6,6 +6,7 @@ batch (`update_with_old_logprobs`). An update's loss is divided by what the algo
 the whole update, never averaged over micro-batches.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -15,11 +16,12 @@ from rloo_cli.algorithms.common.kl import charge_tokens
 from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
+from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.stream import StreamCut
 from rloo_cli.policy.model import LogProbs
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import advantages, guards, token_advantages
-from rloo_cli.train.advantages import ForwardPass
+from rloo_cli.train.advantages import UpdateResults
 from rloo_cli.train.minibatches import UpdatePlan, keeps_groups_whole, plan_updates
 from rloo_cli.utils.fault_injection import poison_tensor, trigger_fault
 from rloo_cli.utils.files import JsonObject
@@ -74,9 +76,14 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
             forward_pass = ForwardPass(micro_batch, kl)
             loss += backward_micro_batch(run, step_progress, plan, forward_pass, logprobs, is_last)
         passes.append(forward_pass)
-    loss = run.world.sum(loss)
-    factor = advantages.finish_advantages(run, batch, passes)
-    take_optimizer_step(run, batch, plan, loss, step_progress, 1.0 if by_scores else factor)
+    loss, factor = run.world.sum(loss), 1.0
+    results = UpdateResults(run, batch, passes, guards.are_passes_sound(run, batch, passes))
+    if not results.are_sound:
+        results.store()
+    if run.algorithm.config.normalize_advantages and not by_scores:
+        factor = results.store()
+    take_optimizer_step(run, batch, plan, loss, step_progress, factor, results)
+    results.store()
     step_progress.prepared = True  # from here on the policy is not the sampler
     step_progress.done += 1
     step_progress.mark_position()
@@ -154,6 +161,7 @@ def take_optimizer_step(
     loss: Tensor,
     step_progress: StepProgress,
     factor: float = 1.0,
+    results: UpdateResults | None = None,
 ) -> None:
     """Check the numbers, then take one optimizer step; with nothing to learn from, take none.
 
@@ -168,12 +176,15 @@ def take_optimizer_step(
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return
-    guards.check_sampler_logprobs(run, batch, plan.groups)
+    if results is None or not results.are_sound:
+        guards.check_sampler_logprobs(run, batch, plan.groups)
     with run.clock.phase("optimizer"):
         trigger_fault("step")
         step_progress.updates.scale_losses(factor)
         norm = run.optimizer.grad_norm(factor)
         scaled_loss = float(loss) * factor
+        if results is not None and not math.isfinite(scaled_loss + float(norm)):
+            results.store()  # they are written beside the error
         if guards.check_finite_update(run, batch, scaled_loss, float(norm)):
             step_progress.updates.add_update(run.optimizer, scaled_loss, float(norm))
             run.optimizer.step(norm)

@@ -1,50 +1,93 @@
-"""Measures the seconds of a step's phases."""
+"""Measures the seconds of a step's phases.
+
+A GPU's work is only queued by the call that starts it. To wait for it at the end of each phase
+would keep the CPU from preparing the next micro-batch meanwhile; so a phase's begin and end are
+marks in the device's own queue, which are read once, when the step ends.
+"""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Protocol
+
+
+class PhaseClock(Protocol):
+    """Marks moments, and knows the seconds between them later."""
+
+    def mark(self) -> Any:
+        """This moment; on a GPU, that in which it has done what is queued so far."""
+
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        """Wait for the last mark. -> the seconds from each mark to the next"""
+
+
+class HostClock:
+    """The CPU's clock, for work that is done when its call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, marks: Sequence[float]) -> list[float]:
+        return [end - begin for begin, end in pairwise(marks)]
 
 
 class StepTimer:
     """Seconds per phase of a step. `on_phase` is called with each phase's name as it begins.
 
-    `wait` returns once the device has done its queued work: a GPU's work is only queued by the call
-    that starts it, and would otherwise be counted to whichever phase waits for it first.
+    `clock`: that of the device which does the work; None = the CPU's. The phases of one timer
+    begin and end in one thread.
     """
 
     def __init__(
         self,
         on_phase: Callable[[str], None] = lambda name: None,
-        wait: Callable[[], None] = lambda: None,
+        clock: PhaseClock | None = None,
     ):
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.on_phase, self.wait = on_phase, wait
+        self.on_phase, self.clock = on_phase, clock or HostClock()
         self.failed_phase = ""  # the innermost that an exception left in this step
         self.started_at = self.step_started_at = time.perf_counter()
+        self._running: list[str] = []  # phases that have begun, the innermost last
+        self._marks: list[tuple[Any, str]] = []  # and the phase from there on, "" = none
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase. An inner phase's seconds are its own, not the outer one's."""
         self.on_phase(name)
-        start, inside = time.perf_counter(), sum(self.seconds.values())
+        self._running.append(name)
+        self._mark()
         try:
             yield
         except BaseException:
             self.failed_phase = self.failed_phase or name
             raise
         finally:
-            self.wait()
-            spent = time.perf_counter() - start
-            self.seconds[name] += spent - (sum(self.seconds.values()) - inside)
+            self._running.pop()
+            self._mark()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase since the last lap. Waits for the device."""
+        self._mark()
+        gaps = self.clock.seconds_between([mark for mark, _ in self._marks])
+        seconds: dict[str, float] = defaultdict(float)
+        for (_, name), spent in zip(self._marks[:-1], gaps, strict=True):
+            if name:
+                seconds[name] += spent
+        return seconds
 
     def lap(self) -> dict[str, float]:
-        """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took."""
+        """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took.
+
+        A step waits for the device here and nowhere else in this class.
+        """
+        seconds = self.seconds
+        self._marks = self._marks[-1:]
         now = time.perf_counter()
         total, self.step_started_at = now - self.step_started_at, now
-        times = {f"time/{name}": spent for name, spent in self.seconds.items()}
-        times["time/idle"] = max(0.0, total - sum(self.seconds.values()))
-        self.seconds.clear()
+        times = {f"time/{name}": spent for name, spent in seconds.items()}
+        times["time/idle"] = max(0.0, total - sum(seconds.values()))
         self.failed_phase = ""
         return {"step_time": total, **times}
 
@@ -56,3 +99,6 @@ class StepTimer:
     def elapsed(self) -> float:
         """Seconds since the timer was made, but for those left out."""
         return time.perf_counter() - self.started_at
+
+    def _mark(self) -> None:
+        self._marks.append((self.clock.mark(), self._running[-1] if self._running else ""))

@@ -6,10 +6,13 @@ CUDA is a stand-in here that records what it is asked for.
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loop_cases import alone, step
 from torch import nn
 
 from rloo_cli.generation.vllm import deadlines, transfer_send
@@ -19,7 +22,7 @@ from rloo_cli.generation.vllm.weight_sync import CountedWeightSource
 from rloo_cli.generation.vllm.weights import GatheredWeightSource, ModelWeightSource
 from rloo_cli.utils import device_waits
 from rloo_cli.utils.errors import MachineError
-from rloo_cli.utils.timers import StepTimer
+from rloo_cli.utils.timers import HostClock, StepTimer
 
 
 class Gpu:
@@ -98,13 +101,97 @@ def test_weights_are_waited_for_that_were_taken_apart_on_another_stream(gpu: Gpu
     assert gpu.log == ["stream", "packed", "packed"]
 
 
-def test_a_phase_ends_when_the_device_has_done_what_it_was_asked_for() -> None:
-    log: list[str] = []
-    clock = StepTimer(wait=lambda: log.append("waited"))
+class Event:
+    """Stands in for torch.cuda.Event on a GPU that needs `busy` seconds for what it is given.
+
+    The host needs no time at all: it has queued everything before the GPU has done the first part.
+    """
+
+    busy = 0.0
+    synchronized = 0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.busy
+
+    def synchronize(self) -> None:
+        Event.synchronized += 1
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture
+def event(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
+    """A stand-in for CUDA's events, on a GPU that has done nothing yet."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.busy, Event.synchronized = 0.0, 0
+    return Event
+
+
+@pytest.mark.parametrize("micro_batches", [1, 7, 40])
+def test_a_step_waits_for_the_device_once_and_each_phase_has_what_the_device_did_in_it(
+    gpu: Gpu, event: type[Event], micro_batches: int
+) -> None:
+    clock = StepTimer(clock=device_waits.DeviceClock())
+    clock.step_started_at -= 1000.0  # what the host waits at the lap
+    for _ in range(micro_batches):
+        with clock.phase("update"):
+            event.busy += 1.0
+            with clock.phase("reference"):
+                event.busy += 2.0
+            event.busy += 4.0
+        event.busy += 0.5  # of no phase
+    with clock.phase("optimizer"):
+        event.busy += 8.0
+    assert event.synchronized == 0 and gpu.log == []
+    times = clock.lap()
+    assert event.synchronized == 1 and gpu.log == []
+    assert times["time/update"] == pytest.approx(5.0 * micro_batches)
+    assert times["time/reference"] == pytest.approx(2.0 * micro_batches)
+    assert times["time/optimizer"] == pytest.approx(8.0)
+    assert times["step_time"] == pytest.approx(1000.0, abs=5.0)
+    assert "time/update" not in clock.lap() and event.synchronized == 2
+
+
+def test_a_phase_that_fails_has_what_the_device_did_in_it(gpu: Gpu, event: type[Event]) -> None:
+    clock = StepTimer(clock=device_waits.DeviceClock())
     with contextlib.suppress(ValueError), clock.phase("update"):
-        log.append("queued")
+        event.busy += 3.0
         raise ValueError
-    assert log == ["queued", "waited"]
+    event.busy += 1.0
+    assert clock.failed_phase == "update" and clock.seconds == {"update": 3.0}
+    assert clock.lap()["time/update"] == pytest.approx(3.0) and clock.seconds == {}
+
+
+class CountedClock(HostClock):
+    """Counts its marks, and how often they are read."""
+
+    def __init__(self) -> None:
+        self.marks = self.reads = 0
+
+    def mark(self) -> float:
+        self.marks += 1
+        return super().mark()
+
+    def seconds_between(self, marks: Sequence[float]) -> list[float]:
+        self.reads += 1
+        return super().seconds_between(marks)
+
+
+@pytest.mark.parametrize("tokens", [10_000, 30])
+def test_the_clock_of_a_step_is_read_once_however_many_micro_batches_there_are(
+    tmp_path: Path, tokens: int
+) -> None:
+    run = alone(tmp_path, f"train.micro_batch_tokens={tokens}", "train.forward_all=true")
+    run.clock.clock = counted = CountedClock()
+    step(run)
+    assert counted.reads == 1
+    updates = run.clock.lap()
+    assert counted.reads == 2 and "time/update" not in updates
+    assert counted.marks < 30 if tokens == 10_000 else counted.marks > 30
 
 
 def test_a_thread_that_sends_weights_has_the_gpu_of_its_rank(gpu: Gpu) -> None:
@@ -159,11 +246,7 @@ def test_a_lost_send_that_never_ends_stops_the_run_and_no_later_wait_hangs(
     lost, began = Lost(monkeypatch, aborts=False), time.monotonic()
     with pytest.raises(MachineError, match="still busy with a send whose other side is gone"):
         transfer_send.close_lost_sender(lost)
-    with (
-        contextlib.suppress(ValueError),
-        StepTimer(wait=device_waits.wait_for_device).phase("sync"),
-    ):
-        raise ValueError
+    device_waits.wait_for_device()
     assert not device_waits.is_device_done(5) and lost.waited == 1
     assert time.monotonic() - began < 5
     lost.over.set()

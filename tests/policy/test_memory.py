@@ -1,17 +1,24 @@
 """How many rows a forward may have: from what autograd keeps and from the machine's memory."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from loop_cases import alone
+from plan_cases import checked
 from policy_cases import fresh
 
 from rloo_cli.data import packing
 from rloo_cli.data.bin_packing import forward_tokens
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
+from rloo_cli.planning import peak_memory, static_memory
+from rloo_cli.planning.device import cpu_device
+from rloo_cli.planning.model_spec import parse_model_spec
+from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.policy import layouts, memory
 from rloo_cli.policy.model import Policy
+from rloo_cli.policy.token_budget import CROWDED_ACTIVATION_SHARE, choose_token_budget
 
 
 def policy(name="qwen3", **changes):
@@ -29,7 +36,7 @@ def config(checkpointing="auto", tokens=None, size=None, no_grad=None, backend="
             no_grad_batch_size=no_grad,
             keep_logits_gb=2.0,
         ),
-        generation=SimpleNamespace(backend=backend),
+        generation=SimpleNamespace(backend=backend, overlap="none"),
     )
 
 
@@ -67,7 +74,7 @@ def test_a_budget_is_what_the_config_says_or_what_the_memory_holds(monkeypatch):
     )  # a group is not cut in vain
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 8e6)
     small = memory.measure_forward_limits(found, config(False), 100, False).tokens
-    assert 64 <= small < memory.MAX_USEFUL_TOKENS["cpu"] and small & (small - 1) == 0
+    assert 64 <= small < memory.MAX_USEFUL_TOKENS["cpu"] and small % 256 == 0
     assert (
         memory.measure_forward_limits(found, config(False), 100, True).tokens <= small
     )  # a reference is there too
@@ -91,13 +98,39 @@ def test_activations_are_recomputed_only_where_the_longest_group_would_not_fit(
     monkeypatch, wanted, fits, on
 ):
     found = policy()
-    room = 100 * memory.activation_bytes_per_token(found) / memory.FORWARD_MEMORY_SHARE
+    logits = CROWDED_ACTIVATION_SHARE * 4 * 40  # of a vocabulary of 40, in float32
+    room = 100 * (memory.activation_bytes_per_token(found) + logits) / CROWDED_ACTIVATION_SHARE
     monkeypatch.setattr(memory, "_free_bytes", lambda *given: room)
     memory.measure_forward_limits(found, config(wanted), 99 if fits else 101, False)
     assert found.model.is_gradient_checkpointing is on
 
 
-def test_logits_are_kept_up_to_a_size_and_a_quarter_of_the_room(monkeypatch):
+def test_a_layer_that_is_recomputed_is_counted_and_recomputing_stays_on():
+    plain, recomputed = policy(), policy()
+    recomputed.model.gradient_checkpointing_enable({"use_reentrant": False})
+    kept = memory.activation_bytes_per_token(recomputed)
+    layer = memory.activation_bytes_per_token(plain) / 2  # of two
+    assert memory._working_bytes_per_token(recomputed) == pytest.approx(kept + layer)
+    assert memory._working_bytes_per_token(plain) == pytest.approx(2 * layer)
+    assert recomputed.model.is_gradient_checkpointing and not plain.model.is_gradient_checkpointing
+
+
+def test_a_plan_chooses_the_tokens_that_the_run_chooses(monkeypatch):
+    found = policy(hidden_size=64, num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    spec = parse_model_spec(found.model.config.to_dict(), "tiny", "the test")
+    cpu = replace(cpu_device(), memory_bytes=20e6)
+    monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: cpu.memory_bytes)
+    run = checked("model.gradient_checkpointing=false", "algorithm.beta=0")
+    limits = memory.measure_forward_limits(found, run, 100, False)
+    inputs = PlanInputs(run, spec, cpu, 1, max_prompt_tokens=20)
+    static = static_memory.estimate_static_memory(inputs)
+    room = peak_memory._activation_memory(inputs, static)
+    fitting = room.tokens_that_fit(peak_memory._bytes_per_forward_token(inputs, False))
+    assert choose_token_budget(1024, 100, fitting) == limits.tokens < 1024
+    assert int(room.most_kept_logits) == found.logprob_module.keep_logits_bytes
+
+
+def test_logits_are_kept_up_to_a_size_and_an_eighth_of_the_free_memory(monkeypatch):
     found = policy()
     memory.measure_forward_limits(found, config(), 100, False)
     assert found.logprob_module.keep_logits_bytes == 2e9

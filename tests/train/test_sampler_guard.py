@@ -63,8 +63,9 @@ def test_later_iterations_over_a_batch_are_compared_with_its_own_weights(tmp_pat
     ],
     ids=lambda words: words[0],
 )  # fmt: skip
-def test_with_what_bends_the_distribution_they_are_not_compared(tmp_path, words):
-    run = make(tmp_path, ENDS, *words)
+@pytest.mark.parametrize("old_logp", ["auto", "separate"])  # compared on the device, or not
+def test_with_what_bends_the_distribution_they_are_not_compared(tmp_path, words, old_logp):
+    run = make(tmp_path, ENDS, *words, f"train.old_logp={old_logp}")
     updated(run, shifted(sampled(run), 1.0))
     assert run.state.updates == 1
 

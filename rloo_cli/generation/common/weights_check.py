@@ -10,6 +10,7 @@ from torch import Tensor
 from rloo_cli.config.rules_sampling import inexact_settings
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.batch import Rollout
+from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.utils.errors import GenerationError, Problem
 
 
@@ -27,6 +28,23 @@ class TokenLogprobs:
         """The sampler's log-probabilities of the same tokens."""
         logp = self.rollout.sampled_logp
         return None if logp is None else logp[len(logp) - len(self.trainer_logp) :]
+
+
+@torch.no_grad()
+def sum_squared_gaps(passes: Sequence[ForwardPass], device: torch.device) -> Tensor:
+    """How far the passes' log-probabilities are from the sampler's: sums that stay on the device.
+
+    -> (3,) float64: squared differences, tokens that both know, completions without a finite KL
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    known = [m for p in passes if (m := p.micro_batch).behaviour_logp is not None]
+    ours, theirs = [m.old_logp for m in known], [m.behaviour_logp for m in known]
+    if known:
+        gap = torch.cat(ours).double() - torch.cat(theirs)  # type: ignore[arg-type]
+        sums[0], sums[1] = gap.square().nan_to_num(0.0).sum(), (~gap.isnan()).sum()
+    if kls := [p.kl for p in passes if p.kl is not None]:
+        sums[2] = (~torch.cat(kls).isfinite()).sum()
+    return sums
 
 
 def check_same_weights(
