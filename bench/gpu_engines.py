@@ -18,11 +18,13 @@ from unittest import mock
 import side_rloo
 import torch
 from gpu_models import (
+    RUNNER,
     SEED,
     WHOLE_STEPS,
     Facts,
     draw_prompts,
     keep_file,
+    model_runner,
     model_shape,
     random_model,
     scratch_folder,
@@ -46,12 +48,10 @@ from rloo_cli.generation.vllm.generator import (
     build_colocate_generator,
     build_server_generator,
 )
-from rloo_cli.generation.vllm.versions import installed_vllm_version, is_old_vllm
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy
 
 PART = 0.25  # of what a run's own guard lets pass, in rms nats per token
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 Prompts = list[list[int]]
 
 
@@ -142,17 +142,6 @@ def seeded_groups(prompts: Prompts, number: int, k: int) -> tuple[list[Group], l
     return groups, [[number * 10**6 + i * k + j for j in range(k)] for i in range(len(groups))]
 
 
-def model_runner(run: RunConfig, model: Any) -> str:
-    """Which of vLLM's model runners an engine of this run uses: ours to say, or vLLM's rule."""
-    keys: Any = getattr(run.generation, arguments.VLLM_SECTIONS[run.generation.backend])
-    asked = arguments.engine_environment(run, keys).get(RUNNER, os.environ.get(RUNNER))
-    if asked is not None:
-        return "V2" if asked == "1" else "V1"
-    if is_old_vllm(installed_vllm_version()):  # 0.22: by the architecture
-        return "V2" if model.config.model_type == "qwen3" else "V1"
-    return "V2" if visible_gpus() else "V1"  # 0.32: V2 needs Triton
-
-
 @contextmanager
 def engine_beside(device: str, dtype: str, sizes: Facts, words: Sequence[str]) -> Iterator[Any]:
     """A model on the device and an engine beside the trainer, with these keys of the config."""
@@ -192,7 +181,7 @@ def time_weight_sync(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
         yield {
             "verdict": verdict_of(rms <= PART * pair.generator.tolerance),
             "gb": moved / 1e9, "s_first": seconds[0], "s_sync": middle,
-            "gb_per_s": moved / middle / 1e9, "rms_nats": rms,
+            "gb_per_s": moved / middle / 1e9, "rms_nats": rms, "runner": model_runner(pair.run, pair.model),
         }  # fmt: skip
 
 

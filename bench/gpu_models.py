@@ -26,8 +26,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, logging
 
-from rloo_cli.config.schema import LoraConfig
+from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.distributed.device_count import visible_gpus
+from rloo_cli.generation.vllm import arguments
+from rloo_cli.generation.vllm.versions import installed_vllm_version, is_old_vllm
 from rloo_cli.policy import lora
 from rloo_cli.reporting.step_metrics import peak_flops
 from rloo_cli.utils import paths
@@ -35,6 +38,7 @@ from rloo_cli.utils.device_waits import wait_for_device
 
 Facts = dict[str, Any]
 SEED, FIRST_ID = 1, 2
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 KEEP_VARIABLE = "RLOO_GPU_KEEP"  # the folder of a row's files, from gpu.py
 SMALL = {"architecture": "qwen3", "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2,
          "head_dim": 32, "mlp": 128, "vocabulary": 512, "tied": True}  # fmt: skip
@@ -62,10 +66,6 @@ WHOLE_STEPS = {
     "W8": (replace(_TLDR, name="W8", prompts=128), BETA),
     "W10": (replace(SHAPES["W7"], name="W10", prompts=128, completion=(1000, 1000)), 0.0),
 }
-
-
-class CannotRun(Exception):
-    """A row cannot be measured on this machine; the text says why. That is not a failure."""
 
 
 def verdict_of(good: bool) -> str:
@@ -274,3 +274,14 @@ def scratch_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def model_runner(run: RunConfig, model: Any) -> str:
+    """Which of vLLM's model runners an engine of this run uses: ours to say, or vLLM's rule."""
+    keys: Any = getattr(run.generation, arguments.VLLM_SECTIONS[run.generation.backend])
+    asked = arguments.engine_environment(run, keys).get(RUNNER, os.environ.get(RUNNER))
+    if asked is not None:
+        return "V2" if asked == "1" else "V1"
+    if is_old_vllm(installed_vllm_version()):  # 0.22: by the architecture
+        return "V2" if model.config.model_type == "qwen3" else "V1"
+    return "V2" if visible_gpus() else "V1"  # 0.32: V2 needs Triton

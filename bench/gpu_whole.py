@@ -28,7 +28,6 @@ import torch
 from gpu_models import (
     SEED,
     WHOLE_STEPS,
-    CannotRun,
     Facts,
     copy_bandwidth,
     data_sheet_flops,
@@ -36,6 +35,7 @@ from gpu_models import (
     draw_prompts,
     keep_file,
     model_keys,
+    model_runner,
     product_flops,
     random_model,
     release_memory,
@@ -44,6 +44,7 @@ from gpu_models import (
     write_model,
 )
 from gpu_phase import phase_flops
+from gpu_table import CannotRun
 from shapes import Shape
 
 from rloo_cli.data.bin_packing import ForwardCost
@@ -93,6 +94,8 @@ def run_rloo_turn(spec: Facts, shape: Shape, folder: Path) -> Iterator[Facts]:
     known = {"cost": asdict(run.forward_limits.cost), "settings": str(run.layout_choice),
              "product": product_flops(device, 128 if small else 8192),
              "bandwidth": copy_bandwidth(device, 8 if small else 4096)}  # fmt: skip
+    if spec["sampler"] == "vllm":
+        known["runner"] = model_runner(run.config, run.policy.model)
     release_memory()
     try:
         while True:
@@ -286,7 +289,7 @@ def step_facts(
         "roofline_s": floor, "s_step_trl": middle.get("trl"),
         "ratio_trl": middle["trl"] / middle["rloo"] if "trl" in middle else None,
         "ratio_trl_best": middle["trl_best"] / middle["rloo"] if "trl_best" in middle else None,
-        "tflops_of_the_product": ours[0]["product"] / 1e12,
+        "tflops_of_the_product": ours[0]["product"] / 1e12, "runner": ours[0].get("runner"),
         **{f"without_{tool}": why for tool, why in missing.items()}, "table": table,
     }  # fmt: skip
 
