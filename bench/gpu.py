@@ -56,7 +56,7 @@ NO_GPU = (
 )
 MARK = "RLOO_GPU_MARK"  # in the environment of all processes that a row starts
 MINUTES = 40.0
-SHARE = 0.5  # a row does not begin with less than this share of its limit left
+LEAST_S = 1.0  # with less time left no row begins; a row that is cut keeps its rounds
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ def read_results(path: Path) -> list[Result]:
 
 def append_result(path: Path, result: Result) -> None:
     """One line, on the disk before this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_bytes()[-1:] if path.exists() else b""
     with path.open("a", encoding="utf-8") as file:
         if text and text != b"\n":  # the line before was cut off
@@ -273,7 +274,7 @@ class Runner:
             print(f"{row.name}: cannot run: {why}", flush=True)
         elif not self.again and is_known(read_results(self.raw), key):
             print(f"{row.name}: is known already", flush=True)
-        elif left < SHARE * row.seconds:
+        elif left < LEAST_S:
             self.no_time.append(row.name)
         else:
             self.measure(row, key | {"commit": self.commit}, left)

@@ -54,9 +54,9 @@ try:
 except ImportError:  # then `logp_in_chunks` is what it does, without its kernels
     add_fused_lm_head = None
 try:
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as add_liger
+    from liger_kernel.transformers import monkey_patch as liger
 except ImportError:
-    add_liger = None
+    liger = None
 
 CLIP, CHUNK = 0.2, 4096  # CHUNK: rows of logits at once
 NOISE = 0.5  # between policy and reference, times the weights' mean size
@@ -146,12 +146,15 @@ class TrlPhase(Phase):
             attach_random_adapter(model, shape)
         self.layers = lora.adapter_layers(model) if shape.lora else []
         self.prepare(model, self.frozen)
-        for each in (model, self.frozen):
-            if each is not None and variant.liger and add_liger is not None and gpu:
-                add_liger(model=each)
-                self.level = "padded, liger-kernel"
-            if each is not None and add_fused_lm_head is not None:
-                add_fused_lm_head(each, temperature=1.0, outputs=("log_probs",))
+        if variant.liger and gpu and has_liger_kernel(model):
+            self.level = "padded, liger-kernel"
+            for each in (model, self.frozen):
+                if each is not None:
+                    liger._apply_liger_kernel_to_instance(each, fused_linear_cross_entropy=False)
+        if add_fused_lm_head is not None:
+            add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+            if self.frozen is not None:
+                add_fused_lm_head(self.frozen, temperature=1.0)
 
     def reference_logp(self, rows: slice) -> Tensor:
         """By the frozen model, or by the policy without its adapter. -> (b, c)"""
@@ -261,6 +264,11 @@ class RlooPhase(Phase):
         return torch.cat(found)
 
 
+def has_liger_kernel(model: Any) -> bool:
+    """Whether liger-kernel is installed and knows the model's architecture."""
+    return liger is not None and model.config.model_type in liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
 @contextmanager
 def compact_head() -> Iterator[None]:
     """TRL's head on the completions' rows alone, as on a GPU: on a CPU it would compute all."""
@@ -329,39 +337,49 @@ class PhaseBench:
         return False
 
     def compare_gradients(self, groups: int) -> None:
-        """The gradient of the first groups by every variant, in one pass over the variants."""
+        """The gradient of the first groups by every variant: float32 and TRL's come first."""
         batch, known = self.batch.first_groups(groups), {}
         for name in sorted(self.found, key=lambda name: (name != TRUTH, name != BASE)):
-            found, phase = self.found[name], self.build(self.found[name])
-            if not self.run_phase(phase, found, batch):
-                continue
-            found.level, found.cost = phase.level, model_forward_cost(phase.model)
-            gradient = {n: w.grad for n, w in phase.model.named_parameters() if w.grad is not None}
-            off = {base: gradient_distance(gradient, exact) for base, exact in known.items()}
-            found.off_trl, found.off_float32 = off.get(BASE), off.get(TRUTH)
-            if name in (BASE, TRUTH):
-                known[name] = {n: g.float().cpu() for n, g in gradient.items()}
+            gradient = self.compare_gradient(self.found[name], batch, known)
+            if name in (BASE, TRUTH) and gradient:
+                known[name] = gradient
+
+    def compare_gradient(
+        self, found: Measured, batch: SampledBatch, known: dict[str, dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Note how far a variant's gradient is from those known. -> it, on the CPU in float32"""
+        phase = self.build(found)
+        if not self.run_phase(phase, found, batch):
+            return {}
+        found.level, found.cost = phase.level, model_forward_cost(phase.model)
+        gradient = {n: w.grad for n, w in phase.model.named_parameters() if w.grad is not None}
+        off = {base: gradient_distance(gradient, exact) for base, exact in known.items()}
+        found.off_trl, found.off_float32 = off.get(BASE), off.get(TRUTH)
+        keeps = found.variant.name in (BASE, TRUTH)
+        return {n: g.float().cpu() for n, g in gradient.items()} if keeps else {}
 
     def time_round(self) -> None:
         """One turn of every variant but the float32 one."""
         for name, found in self.found.items():
-            if not found.tokens or name == TRUTH:
-                continue
-            phase = self.build(found)
-            if not self.run_phase(phase, found, self.batch):
-                continue
-            drop_gradients(phase.model)
-            gpu = self.device.type == "cuda"
-            if gpu:
-                torch.cuda.reset_peak_memory_stats()
-            wait_for_device()
-            began, tokens = time.perf_counter(), found.tokens
-            self.run_phase(phase, found, self.batch)
-            wait_for_device()
-            if found.tokens == tokens:
-                found.seconds.append(time.perf_counter() - began)
-            if gpu:
-                found.peak_bytes = max(found.peak_bytes, torch.cuda.max_memory_allocated())
+            if found.tokens and name != TRUTH:
+                self.time_variant(found)
+
+    def time_variant(self, found: Measured) -> None:
+        """One phase that does not count and one that does. Its models are gone at the end."""
+        phase, gpu = self.build(found), self.device.type == "cuda"
+        if not self.run_phase(phase, found, self.batch):
+            return
+        drop_gradients(phase.model)
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        wait_for_device()
+        began, tokens = time.perf_counter(), found.tokens
+        self.run_phase(phase, found, self.batch)
+        wait_for_device()
+        if found.tokens == tokens:
+            found.seconds.append(time.perf_counter() - began)
+        if gpu:
+            found.peak_bytes = max(found.peak_bytes, torch.cuda.max_memory_allocated())
 
     def gradients_match(self, dtype: str) -> bool:
         """Whether each of our variants that fits has the gradient of TRL's order of work, and is
@@ -473,5 +491,5 @@ def phase_facts(bench: PhaseBench, product: float) -> Facts:
     return {
         "ms": 1000 * ours if ours else None, "ratio_trl": ratios.get(BASE),
         "ratio_trl_best": ratios.get("trl_best"), "rounds": len(bench.found["shared"].seconds),
-        "liger_kernel": add_liger is not None, "table": table,
+        "table": table,
     }  # fmt: skip

@@ -122,7 +122,9 @@ def real_run(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
             run = command.finish_well()
             same = filecmp.cmp(one / WEIGHTS, run / WEIGHTS, shallow=False)
             bits = "equal bits" if same else "other bits"
-            table.append(run_facts(f"seed {first}, {name}", run) | {f"weights of seed {first}": bits})
+            table.append(
+                run_facts(f"seed {first}, {name}", run) | {f"weights of seed {first}": bits}
+            )
             facts[name.replace(" ", "_")] = bits
         really = code in KILLED
         facts |= {"verdict": verdict_of(really), "exit_code_of_the_killed_run": code}

@@ -154,7 +154,9 @@ def run_trl_turn(spec: Facts, shape: Shape, folder: Path, write: Any) -> None:
             shape, folder, SEED, not best, spec["micro"], spec["beta"],
             SHARE if with_vllm else None, dtype, more,
         )  # fmt: skip
-        orders: Any = SomeSteps(spec["steps"] + 1, lambda step: write(step | {"settings": settings}))
+        orders: Any = SomeSteps(
+            spec["steps"] + 1, lambda step: write(step | {"settings": settings})
+        )
         trainer.add_callback(side_trl.Side(trainer, orders))
         with contextlib.suppress(side_trl.Done):
             trainer.train()
@@ -168,7 +170,9 @@ def main() -> int:
     shape = Shape(**given | {n: tuple(given[n]) for n in ("prompt", "completion")})
 
     def write(step: Facts) -> None:
-        step["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+        step["peak_gb"] = (
+            torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+        )
         with (path.parent / "steps.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(step) + "\n")
 
