@@ -265,27 +265,34 @@ class Runner:
         self.done = 0
         self.bad: list[str] = []
         self.no_time: list[str] = []
+        self.rehearsed: dict[str, str] = {}  # a row's work on a CPU -> its name
 
     def run(self, row: GpuRow) -> None:
         """Measure a row, unless it cannot run, is known, or there is no time."""
         key, why = self.machine.result_key(row, self.given), self.machine.missing(row)
         left = self.ends - time.monotonic()
+        work = json.dumps([row.work, key["sizes"], self.dtype_of(row)])
         if why:
             print(f"{row.name}: cannot run: {why}", flush=True)
+        elif self.machine.rehearse and work in self.rehearsed:
+            print(f"{row.name}: on a CPU it is {self.rehearsed[work]}", flush=True)
         elif not self.again and is_known(read_results(self.raw), key):
             print(f"{row.name}: is known already", flush=True)
         elif left < LEAST_S:
             self.no_time.append(row.name)
         else:
+            self.rehearsed[work] = row.name
             self.measure(row, key | {"commit": self.commit}, left)
+
+    def dtype_of(self, row: GpuRow) -> str:
+        """A row's dtype; vLLM and several processes are float32 on a CPU."""
+        return "float32" if self.machine.rehearse and (row.vllm or row.gpus > 1) else row.dtype
 
     def measure(self, row: GpuRow, key: Result, left: float) -> None:
         """Run a row to its end or its limit; its last result is whole in every case."""
         cpu = self.machine.rehearse
-        plain = cpu and (bool(row.vllm) or row.gpus > 1)
-        spec = {"key": key, "raw": str(self.raw), "work": row.work,
-                "device": "cpu" if cpu else "cuda",
-                "dtype": "float32" if plain else row.dtype}  # fmt: skip
+        spec = {"key": key, "raw": str(self.raw), "work": row.work, "dtype": self.dtype_of(row),
+                "device": "cpu" if cpu else "cuda"}  # fmt: skip
         before, limit = len(read_results(self.raw)), min(row.seconds, left)
         name = re.sub(r"[^\w.]+", "-", row.name)
         process = RowProcess(spec, self.keep / f"{name}.txt", cpu)

@@ -121,11 +121,12 @@ class TrainerAndEngine:
                 })  # fmt: skip
             worst = max(row["rms nats"] for row in table)
             syncs = [row["s sync"] for row in table if row["s sync"] is not None]
+            middle = statistics.median(syncs[1:] or syncs)
+            moved = self.generator.metrics.get("vllm/synced_bytes", 0.0)
             yield {
                 "verdict": verdict_of(worst <= allowed), "rms_nats": worst, "allowed": allowed,
                 "most_nats": max(row["most nats"] for row in table), "s_first_sync": syncs[0],
-                "s_sync": statistics.median(syncs[1:] or syncs),
-                "synced_mb": self.generator.metrics.get("vllm/synced_bytes", 0.0) / 2**20,
+                "s_sync": middle, "synced_mb": moved / 2**20, "gb_per_s": moved / middle / 1e9,
                 "runner": model_runner(self.run, self.model), "table": list(table),
             }  # fmt: skip
 
@@ -168,23 +169,6 @@ def compare_colocated(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
         yield from pair.compare_rounds(sizes["updates"])
 
 
-def time_weight_sync(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
-    """Seconds of an update's weights, and bytes per second, at one size."""
-    words = ["generation.colocate.gpu_memory_utilization=0.45"]
-    with engine_beside(device, dtype, sizes | {"length": 4, "rows": 2}, words) as pair:
-        seconds = []
-        for _ in range(sizes["times"]):
-            pair.move_weights()
-            seconds.append(pair.send_weights())
-        moved, middle = pair.generator.metrics["vllm/synced_bytes"], statistics.median(seconds[1:])
-        rms, _ = pair.logp_gap(pair.sample(1)[0])
-        yield {
-            "verdict": verdict_of(rms <= PART * pair.generator.tolerance),
-            "gb": moved / 1e9, "s_first": seconds[0], "s_sync": middle,
-            "gb_per_s": moved / middle / 1e9, "rms_nats": rms, "runner": model_runner(pair.run, pair.model),
-        }  # fmt: skip
-
-
 def time_rollouts(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
     """Completion tokens per second of a step's sampling, by each of vLLM's model runners."""
     shape, beta = WHOLE_STEPS[sizes["workload"]]
@@ -214,9 +198,11 @@ def time_rollouts(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
         table.append({"runner": runner, "s": middle, "tokens/s": tokens / middle,
                       "s start": start,
                       "ratio": table[0]["s"] / middle if table else None})  # fmt: skip
-        yield {"verdict": "measured", "rows": shape.batch, "length": shape.completion[1],
-               "tokens_per_s": max(row["tokens/s"] for row in table),
-               "runner": ", ".join(row["runner"] for row in table), "table": list(table)}  # fmt: skip
+        yield {
+            "verdict": "measured", "rows": shape.batch, "length": shape.completion[1],
+            "tokens_per_s": max(row["tokens/s"] for row in table),
+            "runner": ", ".join(row["runner"] for row in table), "table": list(table),
+        }  # fmt: skip
 
 
 @contextmanager

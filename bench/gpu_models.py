@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import toys
 import torch
+import toys
 import yaml
 from shapes import MATH, PYTHIA_1B, SHAPES, Shape
 from sides import BETA

@@ -171,15 +171,15 @@ QWEN3 = "V2 (Qwen3)"  # by vLLM 0.22's own rule; other architectures get V1
 
 def colocated_row(name: str, does: str, *words: str, **more: Any) -> GpuRow:
     """A row of an engine beside the trainer; `words`: of its config."""
-    gpu_only = ("sleep", "tensor_parallel", "top_k", "sampling_mask")
+    gpu_only = ("sleep", "tensor_parallel", "transfer", "utilization", "top_k", "sampling_mask")
     calm = [w for w in words if not any(name in w for name in gpu_only)]
-    model = more.pop("model", "0.1B")
+    sizes = {"model": "0.1B", "words": list(words), "updates": 3, "rows": 64, "length": 64}
+    sizes = {size: more.pop(size, value) for size, value in sizes.items()}
+    small = "moe tiny" if sizes["model"] == "moe" else "tiny"
     given = {"seconds": 300, "vllm": LEAST_VLLM, "runner": QWEN3, "rehearsal": IPC} | more
     return GpuRow(
-        name, does, "gpu_engines:compare_colocated",
-        {"model": model, "words": list(words), "updates": 3, "rows": 64, "length": 64},
-        {"model": "moe tiny" if model == "moe" else "tiny", "words": calm, "updates": 2, "rows": 2,
-         "length": 4}, ENGINE, **given,
+        name, does, "gpu_engines:compare_colocated", sizes,
+        {"model": small, "words": calm, "updates": 2, "rows": 2, "length": 4}, ENGINE, **given,
     )  # fmt: skip
 
 
@@ -231,12 +231,13 @@ def engine_rows() -> Iterator[GpuRow]:
         refusal="was never tried with vLLM on a GPU", runner="V2",
         rehearsal="without top_k and masks: vLLM's model runner V2 needs Triton",
     )  # fmt: skip
+    share = "generation.colocate.gpu_memory_utilization=0.45"
     for model in ("0.1B", "1B", "1.5B", "7B"):
-        yield GpuRow(f"weight sync {model}", "Seconds and bytes per second of an update's weights",
-                     "gpu_engines:time_weight_sync", {"model": model, "times": 5},
-                     {"model": "tiny", "times": 2}, ("generation/vllm",), vllm=LEAST_VLLM,
-                     seconds=300, runner=QWEN3 if model == "0.1B" else "V1 (GPT-NeoX, Qwen2)",
-                     rehearsal=IPC)  # fmt: skip
+        yield colocated_row(
+            f"weight sync {model}", "Seconds and bytes per second of an update's weights", share,
+            model=model, rows=2, length=4, updates=4,
+            runner=QWEN3 if model == "0.1B" else "V1 (GPT-NeoX, Qwen2)",
+        )  # fmt: skip
     # Our own sampler would use the compiled layers: `train.compile` is for engines.
     yield switch_row("compile", "train.compile=true", "generation=vllm_colocate",
                      vllm=LEAST_VLLM, seconds=590, rehearsal=IPC)  # fmt: skip

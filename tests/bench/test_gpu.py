@@ -81,6 +81,7 @@ def test_a_row_that_crashes_or_hangs_costs_no_other_row_anything(fakes):
     assert "5 failed or were refuted: raises, crashes, hangs, refuted, untried" in ended.stdout
     assert "another package: cannot run: needs no-such-package" in ended.stdout
     assert re.search(r"^a later vLLM: cannot run: needs vLLM 99.0 or later", ended.stdout, re.M)
+    assert "like first: on a CPU it is first" in ended.stdout
     assert re.search(r"^first: measured in .* s \(without what a CPU lacks\)$", ended.stdout, re.M)
 
 

@@ -62,6 +62,7 @@ ROWS = [
     fake_row("a later vLLM", "measures", vllm="99.0"),
     fake_row("another package", "measures", packages=("no-such-package",)),
     fake_row("refuted", "refutes"),
-    fake_row("untried", "raises", refusal="was never tried"),
+    fake_row("untried", "raises", {"other": 1}, refusal="was never tried"),
+    fake_row("like first", "measures", {"number": 1}),
     fake_row("last", "measures", {"number": 2}),
 ]
