@@ -173,7 +173,7 @@ def time_rollouts(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
     """Completion tokens per second of a step's sampling, by each of vLLM's model runners."""
     shape, beta = WHOLE_STEPS[sizes["workload"]]
     shape, table = sized_shape(shape, sizes), []
-    spec = {"beta": beta, "tokens": None, "sampler": "vllm"}
+    spec = {"beta": beta, "tokens": None, "sampler": "vllm", "share": sizes["share"]}
     prompts = draw_prompts(shape, shape.prompts)
     tokens = shape.batch * shape.completion[1]
     for runner in sizes["runners"]:

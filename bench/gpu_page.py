@@ -1,7 +1,9 @@
 """docs/gpu.md from what `gpu.py` measured: machine, versions, every row, losses included."""
 
 import re
+import textwrap
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 from gpu_table import GpuRow
@@ -77,7 +79,7 @@ def summary(results: Sequence[Result]) -> str:
     names = {found["row"] for found in done}
     claims: dict[bool, list[str]] = {True: [], False: []}
     for says, patterns in CLAIMS:
-        claims[any(matches(name, patterns) for name in names)].append(says)
+        claims[any(fnmatch(name, p) for name in names for p in patterns)].append(says)
     machines = " and ".join(dict.fromkeys(found["machine"] for found in done))
     seen = sorted({found["versions"]["vllm"] for found in done if "vllm" in found["versions"]})
     vllm = f"vLLM {' and '.join(seen)}" if seen else "no vLLM"
@@ -87,24 +89,7 @@ def summary(results: Sequence[Result]) -> str:
     if not any(version.startswith("0.32") for version in seen):
         lines.append("vLLM 0.32, the version that `pip install 'rloo-cli[vllm]'` installs, has"
                      " never run on a GPU here.")  # fmt: skip
-    return wrap(" ".join(lines))
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is one of these, * standing for anything."""
-    return any(re.fullmatch(re.escape(p).replace(r"\*", ".*"), name) for p in patterns)
-
-
-def wrap(text: str) -> str:
-    """Lines of at most 100 characters."""
-    lines, line = [], ""
-    for word in text.split(" "):
-        if line and len(line) + len(word) >= 100:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}".strip()
-    return "\n".join([*lines, line])
+    return textwrap.fill(" ".join(lines), 100, break_long_words=False, break_on_hyphens=False)
 
 
 def latest_results(results: Sequence[Result]) -> list[Result]:
@@ -198,10 +183,9 @@ def outcome_cell(row: GpuRow | None, found: Result) -> str:
 
 def facts_line(facts: Result) -> str:
     """The plain facts of a row; tables come later."""
-    hidden = ("runner",)
     kept = {n: v for n, v in facts.items() if not isinstance(v, list | dict) and v is not None}
-    return ", ".join(f"{n} {number_text(v)}{loss_mark(n, v)}"
-                     for n, v in kept.items() if n not in hidden)  # fmt: skip
+    kept.pop("runner", None)  # it has a column
+    return ", ".join(f"{n} {number_text(v)}{loss_mark(n, v)}" for n, v in kept.items())
 
 
 def loss_mark(name: str, value: Any) -> str:

@@ -48,6 +48,7 @@ class GpuRow:
         return {name: value for name, value in given.items() if name in self.sizes}
 
 
+SHARES = {"W5": None, "W8": 0.3, "W10": 0.45}  # of the GPU's memory for vLLM, in both tools
 IPC = "by gloo: a CPU has no CUDA IPC"
 LARGE = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 16,
@@ -152,7 +153,7 @@ def whole_row(name: str, sampler: str, steps: int, tools: list[str], **more: Any
         f"whole step {name}" + ("" if with_vllm else ", no vLLM"),
         f"A step of `rloo` and of TRL's RLOOTrainer, sampled by {by}", "gpu_whole:whole_step",
         {"workload": name, "tiny": False, "turns": 2, "steps": steps, "prompts": None,
-         "tokens": 16384, "sampler": sampler, "tools": tools},
+         "tokens": 16384, "sampler": sampler, "tools": tools, "share": SHARES[name]},
         {"tiny": True, "turns": 1, "steps": 1, "tokens": 256},
         WHOLE, packages=("trl",), optional=("liger-kernel",), seconds=590,
         vllm=LEAST_VLLM if with_vllm else "", **more,
@@ -209,7 +210,7 @@ def engine_rows() -> Iterator[GpuRow]:
             f"rollout {name}", "Completion tokens per second by each of vLLM's model runners",
             "gpu_engines:time_rollouts",
             {"workload": name, "tiny": False, "rounds": rounds, "prompts": None,
-             "runners": ["V2", "V1"]},
+             "runners": ["V2", "V1"], "share": SHARES[name]},
             {"tiny": True, "rounds": 1, "runners": ["V1"]}, ("generation",), vllm=LEAST_VLLM,
             seconds=500, rehearsal="V1 alone: V2 needs Triton",
         )  # fmt: skip
@@ -275,7 +276,8 @@ def several_gpu_rows() -> Iterator[GpuRow]:
                         size, gpus=2, refusal="cannot be sent weights by ipc",
                         rehearsal=one)  # fmt: skip
     yield colocated_row("colocate, TP 2, MoE", "One engine over two GPUs, a mixture of experts",
-                        size, gloo, gpus=2, model="moe", rehearsal=one, runner="V1 (MoE)",
+                        size, gloo, "generation.allow_moe=true", gpus=2, model="moe",
+                        rehearsal=one, runner="V1 (MoE)",
                         refusal="was never tried with a mixture of experts")  # fmt: skip
     yield server_row("server, NCCL", "Weights to a server on another GPU", "nccl", gpus=2,
                      rehearsal="by gloo: a CPU has no NCCL")  # fmt: skip

@@ -51,7 +51,6 @@ from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.generation.vllm.versions import installed_vllm_version, version_numbers
 
 HERE = Path(__file__).resolve().parent
-SHARE = 0.3  # of the GPU's memory for vLLM, in both tools
 TRL_TAKES = ((0, 22), (0, 31))  # versions of vLLM, by TRL 1.16's own check
 FULL = 9  # exit code of a turn that ran out of memory
 
@@ -78,7 +77,7 @@ def rloo_keys(spec: Facts, shape: Shape, folder: Path) -> list[str]:
     settings = json.dumps(engine_settings(shape)).replace('"', "").replace(": ", ":")
     return [
         *keys, "generation=vllm_colocate", "generation.allow_untested=true",
-        f"generation.colocate.gpu_memory_utilization={SHARE}",
+        f"generation.colocate.gpu_memory_utilization={spec['share']}",
         f"+generation.colocate.extra.compilation_config={settings}",
     ]  # fmt: skip
 
@@ -152,7 +151,7 @@ def run_trl_turn(spec: Facts, shape: Shape, folder: Path, write: Any) -> None:
             stack.enter_context(mock.patch("trl.generation.vllm_generation.LLM", engine))
         trainer = side_trl.build(
             shape, folder, SEED, not best, spec["micro"], spec["beta"],
-            SHARE if with_vllm else None, dtype, more,
+            spec["share"] if with_vllm else None, dtype, more,
         )  # fmt: skip
         orders: Any = SomeSteps(
             spec["steps"] + 1, lambda step: write(step | {"settings": settings})

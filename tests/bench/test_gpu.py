@@ -458,7 +458,8 @@ def test_both_tools_give_the_engine_settings_that_capture_the_rows_of_a_step():
     assert whole.engine_settings(w8)["cudagraph_capture_sizes"] == [8, 32, 128, 256, 512]
     assert whole.engine_settings(w10)["cudagraph_capture_sizes"][-1] == w10.batch == 1024
     assert whole.engine_settings(w8)["mode"] == 0
-    keys = whole.rloo_keys({"beta": 0.0, "tokens": 64, "sampler": "vllm"}, w8, Path("x"))
+    spec = {"beta": 0.0, "tokens": 64, "sampler": "vllm", "share": 0.3}
+    keys = whole.rloo_keys(spec, w8, Path("x"))
     settings = yaml.safe_load(keys[-1].partition("=")[2].replace(":", ": "))
     assert settings == whole.engine_settings(w8)
 
