@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu-proof \
+.PHONY: quickstart test test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu \
 	pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
@@ -122,9 +122,9 @@ audit: $(VENV)/installed
 		|| { rm -rf $(VENV)/audit; echo "nothing was audited: pip-audit cannot be had"; exit 3; }
 	$(BIN)/python tests/house/audit.py $(VENV)/audit/bin/pip-audit
 
-# What a GPU has to show, into docs/gpu.md: stopped in time, and gone on with when it is asked again.
-gpu-proof: $(VENV)/installed-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python bench/gpu_proof.py --minutes 40
+# Measures every row of docs/gpu.md on a GPU; it stops in time and continues when started again.
+gpu: $(VENV)/installed-test
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python bench/gpu.py --minutes 40
 
 # The pictures of the README, from a run made now.
 pictures: $(VENV)/installed

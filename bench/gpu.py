@@ -1,248 +1,429 @@
-"""The train phase of W5, W6 and W7 on one GPU: TRL's order of work against `rloo`'s; W8 to W10.
+"""What `rloo` does on a GPU, in one command; docs/gpu.md is made from what it measured.
 
-    python bench/gpu.py                              W5, W7, W6 in 80 GB: 8 layers, and LoRA
-    python bench/gpu.py --workloads W6               all of it, in float32 83 GB of weights alone
-    python bench/gpu.py --workloads W5 --truth       also against a gradient in float32
-    python bench/gpu.py --workloads W8               whole steps of `rloo` with vLLM (gpu_step.py)
-    python bench/gpu.py --tiny                       the same program on a CPU, its shapes made tiny
+    python bench/gpu.py                        every row that is not known yet, for 40 minutes
+    python bench/gpu.py --rows machine 'head*' these rows, in this order
+    python bench/gpu.py --set prompts=16       other sizes, where a row has them; values are JSON
+    python bench/gpu.py --rehearse             every row on the CPU with tiny sizes; keeps nothing
+    python bench/gpu.py --show                 lists the rows, and why some cannot run here
+    python bench/gpu.py --make-page            only writes docs/gpu.md; --check compares it
 
-    trl_gc         TRL's defaults: the batch padded once, K copies of a prompt, passes for old and
-                   reference log-probabilities, float32 weights under bfloat16 autocast, gradient
-                   checkpointing; its own fused head where TRL is installed
-    trl_nogc       the same without checkpointing, which it does better with
-    packed         `rloo`, prompts repeated, the model's own attention over documents; no old pass
-    shared_gc      `rloo`, each prompt once, checkpointing, the head's logits made again
-    shared         `rloo`, each prompt once, no checkpointing, up to 2 GB of logits kept
-    shared_again, packed_varlen    on demand: no logits kept; our attention, prompts repeated
+The rows are data, in gpu_table.py. Each runs in a process of its own that appends its facts to
+bench/gpu.jsonl (or --raw FILE) after every round, and is killed at its limit: a row that hangs or
+crashes keeps its finished rounds and costs the other rows nothing. What it prints goes to a file of
+the folder --keep. A row is known if a result is there for the same sizes, machine, versions of the
+packages it needs, and digest of the files it measures; --again measures it anew.
 
-Random weights from configs, nothing is downloaded. The variants take turns, A B C D E A B .., each
-with nothing else on the device; a turn is a phase that does not count and one that does, between
-synchronisations. Micro-batches are of eight groups, or of the half as often as memory asks for it,
-in each variant for itself. Peaks hold weights, masters, gradients and the reference, and no
-optimizer: that is the same in both. Before the rounds every variant's log-probabilities and whole
-gradient are compared with `trl_nogc`'s: without a match there is no ratio, and the exit code is 1.
-In bfloat16 that says little alone: `--truth` sets all of them beside float32.
-
-MFU is of work that was done: removed rows count nowhere, recomputing (checkpointing, logits) only
-in the figure beside it. The ceiling is a bfloat16 matrix product, measured in the same run. Rows go
-to bench/results.jsonl, but not those of --tiny.
+Exit codes: 0 every row that ran did what it should; 1 one failed or was refuted; 2 wrong arguments;
+3 there is no GPU.
 """
 
 import argparse
-import gc
+import contextlib
+import fnmatch
+import hashlib
+import importlib
 import json
 import os
+import platform
+import re
+import secrets
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+import gpu_page
+from gpu_table import CannotRun, GpuRow
 
-import gpu_parts
-import gpu_rows
-import gpu_step
-import results
-import torch
-from gpu_parts import DEFAULT, VARIANTS, Phase, Variant
-from shapes import SHAPES, Shape
-from torch import Tensor
+from rloo_cli.distributed.device_count import visible_gpus
+from rloo_cli.generation.vllm.versions import installed_vllm_version, version_numbers
 
-PHASES, SEED, GROUPS = ("W5", "W7", "W6-8L", "W6-lora", "W6"), 1, 8
-BASE, TRUTH = "trl_nogc", "fp32"
-NEEDS = "bench/gpu.py needs a CUDA GPU, and torch sees none here; --tiny tries it on the CPU"
-
-
-@dataclass
-class Found:
-    """What is known of one variant of a workload."""
-
-    variant: Variant
-    size: int = 0  # groups per micro-batch; 0 = not even one fits
-    level: str = ""
-    attention: str = ""
-    seconds: list[float] = field(default_factory=list)
-    peak: int = 0  # bytes, of a phase
-    base: int = 0  # bytes, before it
-    logp: Tensor | None = None  # (B,)
-    gradient: dict[str, float] = field(default_factory=dict)  # distance to each base
-    shape: Any = None  # schedule.Shape
-    adapters: bool = False  # nothing else is trained
+Result = dict[str, Any]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RAW, PAGE = HERE / "gpu.jsonl", ROOT / "docs" / "gpu.md"
+NO_GPU = (
+    "bench/gpu.py needs a GPU, and this machine has none; --rehearse tries every row on the CPU"
+)
+MARK = "RLOO_GPU_MARK"  # in the environment of all processes that a row starts
+MINUTES = 40.0
+LEAST_S = 1.0  # with less time left no row begins; a row that is cut keeps its rounds
 
 
-class Bench:
-    """One workload: its batch, its variants, what they took."""
+@dataclass(frozen=True)
+class Machine:
+    """Where the rows run."""
 
-    def __init__(self, shape: Shape, names: Sequence[str], device: torch.device):
-        self.shape, self.device = shape, device
-        self.case = gpu_parts.case(shape, SEED)
-        self.found = {name: Found(VARIANTS[name], adapters=shape.lora > 0) for name in names}
-        self.bases: dict[str, dict[str, Tensor]] = {}  # gradients, on the CPU in float32
+    name: str
+    gpus: int
+    versions: dict[str, str]  # of packages that are installed
+    rehearse: bool
 
-    def run(self, rounds: int) -> dict[str, Found]:
-        """Compare, then time in turns."""
-        first = [name for name in (TRUTH, BASE) if name in self.found]
-        for name in first + [name for name in self.found if name not in first]:
-            self.compare(self.found[name])
-        self.bases.clear()
-        for _ in range(rounds):
-            for name, found in self.found.items():
-                if found.size and name != TRUTH:
-                    self.turn(found)
-        return self.found
+    def missing(self, row: GpuRow) -> str:
+        """Why a row cannot run here; "" = it can."""
+        if not self.rehearse and self.gpus < row.gpus:
+            return f"needs {row.gpus} GPUs"
+        for name in row.packages:
+            if name not in self.versions:
+                return f"needs {name}, which is not installed"
+        found = self.versions.get("vllm", "")
+        if row.vllm and version_numbers(found or "0") < version_numbers(row.vllm):
+            return f"needs vLLM {row.vllm} or later, this is {found or 'without vLLM'}"
+        return ""
 
-    def turn(self, found: Found) -> None:
-        """Time a phase. Where what fitted once does not now: half of it, and anew."""
+    def result_key(self, row: GpuRow, given: Result) -> Result:
+        """What a result must agree with for the row to be known. `given`: sizes by --set."""
+        names = ["torch", "transformers", *row.packages, *row.optional, *["vllm"] * bool(row.vllm)]
+        sizes = row.sizes | (row.tiny if self.rehearse else {}) | row.changed_sizes(given)
+        return {
+            "row": row.name, "sizes": sizes, "machine": self.name, "rehearsed": self.rehearse,
+            "versions": {n: self.versions[n] for n in names if n in self.versions},
+            "code": code_digest(row.code),
+        }  # fmt: skip
+
+
+def code_digest(parts: Sequence[str]) -> str:
+    """A digest of these files and folders of rloo_cli; "" for none."""
+    paths = [ROOT / "rloo_cli" / part for part in parts]
+    files = {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12] if files else ""
+
+
+def find_machine(rehearse: bool) -> Machine:
+    """This machine; no GPU of it is touched."""
+    versions = {}
+    for name in ("torch", "transformers", "trl", "liger-kernel", "peft", "deepspeed"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    if found := installed_vllm_version():
+        versions["vllm"] = found
+    there = [] if rehearse else visible_gpus()
+    name = f"{len(there)} x {gpu_name()}" if there else f"{platform.machine()}, CPU"
+    return Machine(name, len(there), versions, rehearse)
+
+
+def gpu_name() -> str:
+    """The GPU's name by nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
+    return said.stdout.splitlines()[0].strip() if said and said.stdout else "GPU"
+
+
+def git_commit() -> str | None:
+    """The revision, marked where the package was changed since; None without git."""
+    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+        return said.stdout.strip() or None
+    return None
+
+
+def read_results(path: Path) -> list[Result]:
+    """All results of a file; a line that was cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def append_result(path: Path, result: Result) -> None:
+    """One line, on the disk before this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_bytes()[-1:] if path.exists() else b""
+    with path.open("a", encoding="utf-8") as file:
+        if text and text != b"\n":  # the line before was cut off
+            file.write("\n")
+        file.write(json.dumps(result, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_known(results: Sequence[Result], key: Result) -> bool:
+    """Whether a whole result with this key is there."""
+    return any(
+        found["status"] == "done" and all(found.get(n) == v for n, v in key.items())
+        for found in results
+    )
+
+
+class RowProcess:
+    """A row in a process of its own, and the end of all that it started."""
+
+    def __init__(self, spec: Result, output: Path, rehearse: bool):
+        self.mark, self.output, self.began = secrets.token_hex(8), output, time.monotonic()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | row_environment(rehearse)
+        environment |= {MARK: self.mark, "RLOO_GPU_KEEP": str(output.resolve().with_suffix(""))}
+        words = [sys.executable, str(HERE / "gpu.py"), "--child", json.dumps(spec)]
+        with output.open("a") as out:
+            self.process = subprocess.Popen(
+                words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, limit: float) -> str:
+        """Wait for its end. -> how it ended: "" = with exit code 0"""
         try:
-            return self.time(found)
-        except torch.OutOfMemoryError:
-            found.size, found.peak = found.size // 2, 0
-            found.seconds.clear()
-        if found.size:
-            self.turn(found)
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return "hung"
+        return "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
-    def build(self, found: Found) -> Phase:
-        """A variant's models, alone on the device."""
-        clear()
-        return gpu_parts.phase(found.variant, self.shape, self.case, self.device, SEED)
+    def end(self) -> None:
+        """End it with all that it started, also what has left its session."""
+        end_marked(self.mark)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
-    def compare(self, found: Found) -> None:
-        """Find how many groups fit; log-probabilities, and how far off the gradient is."""
-        phase = self.build(found)
-        found.size = min(GROUPS, self.shape.prompts)
-        while found.size:
-            try:
-                found.logp = phase.run(found.size).float().cpu()
-                break
-            except torch.OutOfMemoryError:
-                found.size //= 2
-            zero(phase.model)  # outside: the error holds on to what did not fit
-            clear()
-        if not found.size:
-            return
-        found.level, found.shape = phase.level, gpu_rows.model_forward_cost(phase.model)
-        found.attention = phase.model.config._attn_implementation
-        gradient = {n: w.grad for n, w in phase.model.named_parameters() if w.grad is not None}
-        for base, known in self.bases.items():
-            found.gradient[base] = distance(gradient, known)
-        if found.variant.name in (BASE, TRUTH):
-            self.bases[found.variant.name] = {n: g.float().cpu() for n, g in gradient.items()}
-
-    def time(self, found: Found) -> None:
-        """One phase that does not count and one that does."""
-        phase = self.build(found)
-        phase.run(found.size)
-        zero(phase.model)
-        gpu = self.device.type == "cuda"
-        if gpu:
-            torch.cuda.synchronize()
-            found.base = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        phase.run(found.size)
-        if gpu:
-            torch.cuda.synchronize()
-        found.seconds.append(time.perf_counter() - began)
-        found.peak = max(found.peak, torch.cuda.max_memory_allocated() if gpu else 0)
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return self.output.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
-def clear() -> None:
-    """Give the device's memory back."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
+def end_marked(mark: str) -> None:
+    """Kill every other process that has the mark in its environment."""
+    wanted = f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
-def zero(model: Any) -> None:
-    """Forget the gradients."""
-    for weight in model.parameters():
-        weight.grad = None
+def end_with_runner() -> None:
+    """End this process and all that it started once its runner is gone."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1):
+            pass
+    end_marked(os.environ[MARK])
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def distance(gradient: dict[str, Tensor], base: dict[str, Tensor]) -> float:
-    """Relative L2 distance of whole gradients."""
-    if gradient.keys() != base.keys():
-        raise RuntimeError(f"gradients of other weights: {sorted(gradient.keys() ^ base.keys())}")
-    apart, size = 0.0, 0.0
-    for name, known in base.items():
-        known = known.to(gradient[name].device)
-        apart += float((gradient[name].float() - known).double().square().sum())
-        size += float(known.double().square().sum())
-    return (apart / size) ** 0.5
+def row_environment(rehearse: bool) -> dict[str, str]:
+    """The environment of a row: no network, and no GPU where it rehearses."""
+    found = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "1"}
+    # TRL sets it to ERROR where it is not set: the log of an engine that failed would be empty.
+    found["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+    path = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    found["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+    found["PYTHONUNBUFFERED"] = "1"
+    if rehearse:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return found
 
 
-def ceiling(device: torch.device, size: int) -> float:
-    """FLOP/s of a matrix product, the best of some: bfloat16 on a GPU, float32 on a CPU."""
-    gpu = device.type == "cuda"
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
-    best = float("inf")
-    for _ in range(10):
-        a @ a
-        if gpu:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(5):
-            a @ a
-        if gpu:
-            torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - began) / 5)
-    return 2.0 * size**3 / best
+def measure_row(spec: Result) -> None:
+    """The child: call the row's function, and append its facts to the raw file as they come."""
+    threading.Thread(target=end_with_runner, daemon=True).start()
+    result, raw, began = dict(spec["key"]), Path(spec["raw"]), time.monotonic()
+
+    def write(**more: Any) -> None:
+        seconds = round(time.monotonic() - began, 2)
+        result.update(more, seconds=seconds, date=time.strftime("%Y-%m-%dT%H:%M:%S"))
+        append_result(raw, result)
+
+    module, _, function = spec["work"].partition(":")
+    try:
+        work = getattr(importlib.import_module(module), function)
+        for number, facts in enumerate(work(spec["device"], spec["dtype"], result["sizes"]), 1):
+            kept = {name: value for name, value in facts.items() if name != "verdict"}
+            write(status="part", rounds=number, verdict=facts["verdict"], facts=kept)
+        write(status="done")
+    except CannotRun as why:
+        write(status="cannot", why=str(why))
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        said = str(error).strip().partition("\n")[0][:400]
+        write(status="failed", why=f"{type(error).__name__}: {said}")
 
 
-def tiny(shape: Shape) -> Shape:
-    """The workload with its model's and its batch's kinds, in a size for a CPU."""
-    c = (3, 6) if shape.completion[1] < 100 else (4, 16)
-    return replace(
-        shape, hidden=64, layers=2, heads=4, kv_heads=2 if shape.kv_heads < shape.heads else 4,
-        head_dim=16, mlp=128, vocabulary=512, prompt=(6, 12), completion=c, prompts=GROUPS + 2,
-    )  # fmt: skip
+class Runner:
+    """One start of the command."""
+
+    def __init__(self, machine: Machine, args: argparse.Namespace, scratch: Path):
+        self.machine, self.given, self.table = machine, dict(args.set), args.table
+        self.again, self.page, self.commit = args.again, args.page, git_commit()
+        self.raw = args.raw or (scratch / "raw.jsonl" if machine.rehearse else RAW)
+        self.keep = args.keep or scratch / "output"
+        usual = float("inf") if machine.rehearse else MINUTES
+        self.ends = time.monotonic() + 60 * (usual if args.minutes is None else args.minutes)
+        self.done = 0
+        self.bad: list[str] = []
+        self.no_time: list[str] = []
+        self.rehearsed: dict[str, str] = {}  # a row's work on a CPU -> its name
+
+    def run(self, row: GpuRow) -> None:
+        """Measure a row, unless it cannot run, is known, or there is no time."""
+        key, why = self.machine.result_key(row, self.given), self.machine.missing(row)
+        left = self.ends - time.monotonic()
+        work = json.dumps([row.work, key["sizes"], self.dtype_of(row)])
+        if why:
+            print(f"{row.name}: cannot run: {why}", flush=True)
+        elif self.machine.rehearse and work in self.rehearsed:
+            print(f"{row.name}: on a CPU it is {self.rehearsed[work]}", flush=True)
+        elif not self.again and is_known(read_results(self.raw), key):
+            print(f"{row.name}: is known already", flush=True)
+        elif left < LEAST_S:
+            self.no_time.append(row.name)
+        else:
+            self.rehearsed[work] = row.name
+            self.measure(row, key | {"commit": self.commit}, left)
+
+    def dtype_of(self, row: GpuRow) -> str:
+        """A row's dtype; vLLM and several processes are float32 on a CPU."""
+        return "float32" if self.machine.rehearse and (row.vllm or row.gpus > 1) else row.dtype
+
+    def measure(self, row: GpuRow, key: Result, left: float) -> None:
+        """Run a row to its end or its limit; its last result is whole in every case."""
+        cpu = self.machine.rehearse
+        spec = {"key": key, "raw": str(self.raw), "work": row.work, "dtype": self.dtype_of(row),
+                "device": "cpu" if cpu else "cuda"}  # fmt: skip
+        before, limit = len(read_results(self.raw)), min(row.seconds, left)
+        name = re.sub(r"[^\w.]+", "-", row.name)
+        process = RowProcess(spec, self.keep / f"{name}.txt", cpu)
+        try:
+            ended = process.wait(limit)
+        finally:
+            process.end()
+        mine = [found for found in read_results(self.raw)[before:] if found["row"] == row.name]
+        result = mine[-1] if mine else key
+        if result.get("status") in (None, "part"):
+            result = result | self.unfinished(ended, limit, limit < row.seconds, process.began)
+            append_result(self.raw, result)
+        self.report(row, result, process)
+
+    def unfinished(self, ended: str, limit: float, cut: bool, began: float) -> Result:
+        """The status of a row that did not end by itself."""
+        seconds = round(time.monotonic() - began, 2)
+        found = {"seconds": seconds, "date": time.strftime("%Y-%m-%dT%H:%M:%S")}
+        if ended != "hung":
+            return found | {"status": "crashed", "why": ended or "no result"}
+        status = "cut" if cut else "hung"
+        why = "the minutes were over" if cut else f"had not ended after {limit:.0f} s"
+        return found | {"status": status, "why": why}
+
+    def report(self, row: GpuRow, result: Result, process: RowProcess) -> None:
+        """Say how a row ended, and count it."""
+        status, verdict = result["status"], result.get("verdict")
+        failed = status in ("failed", "hung", "crashed") or verdict == "refuted"
+        self.done += status == "done"
+        if status == "cut":
+            self.no_time.append(row.name)
+        if failed and (self.machine.rehearse or not row.refusal):
+            self.bad.append(row.name)
+        told = verdict if status == "done" else status
+        why = f": {result['why']}" if result.get("why") else ""
+        rounds = f", {result['rounds']} rounds" if result.get("rounds", 1) > 1 else ""
+        half = self.machine.rehearse and status == "done" and row.rehearsal
+        print(f"{row.name}: {told}{why} in {result['seconds']} s{rounds}"
+              f"{f' ({half})' if half else ''}", flush=True)  # fmt: skip
+        if failed:
+            print(process.tail(), flush=True)
+        self.write_page()
+
+    def write_page(self) -> None:
+        """Write the page anew; a rehearsal does only where it was told a file."""
+        if self.page or not self.machine.rehearse:
+            listed = importlib.import_module(self.table).ROWS
+            text = gpu_page.render_page(listed, read_results(self.raw))
+            (self.page or PAGE).write_text(text, encoding="utf-8")
+
+    def sum_up(self) -> int:
+        """Say what was done. -> exit code"""
+        if self.no_time:
+            print(f"no time for {len(self.no_time)} rows: {', '.join(self.no_time)}; start again")
+        names = f": {', '.join(self.bad)}" if self.bad else ""
+        print(f"{self.done} rows ran, {len(self.bad)} failed or were refuted{names}")
+        return int(bool(self.bad))
 
 
-def measure(name: str, args: argparse.Namespace, device: torch.device) -> int:
-    """One workload's train phase: table, rows, last line. -> 1 where gradients differ"""
-    shape = tiny(SHAPES[name]) if args.tiny else SHAPES[name]
-    names = list(args.variants) + [TRUTH] * args.truth
-    peak = ceiling(device, 256 if args.tiny else 8192)
-    found = Bench(shape, names, device).run(args.rounds)
-    rows = gpu_rows.rows_of(shape, gpu_parts.case(shape, SEED), found, device, peak)
-    gpu_rows.show(shape, rows)
-    if not args.tiny:
-        results.append(rows)
-    said = gpu_rows.brief(name, rows)
-    print(json.dumps(said), flush=True)
-    return int(not gpu_rows.equal(rows))
+def parse_setting(word: str) -> tuple[str, Any]:
+    """KEY=VALUE of the command line; the value is JSON."""
+    name, _, value = word.partition("=")
+    return name, json.loads(value)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--workloads", nargs="+", default=list(PHASES[:-1]), choices=[*PHASES, *gpu_step.STEPS]
-    )
-    parser.add_argument("--variants", nargs="+", default=DEFAULT, choices=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--truth", action="store_true", help="also a gradient in float32")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, on a CPU too")
-    return parser.parse_args(argv)
+    parser.add_argument("--rows", nargs="+", default=["*"], help="names, or patterns of them")
+    parser.add_argument("--set", type=parse_setting, nargs="+", default=[], metavar="KEY=VALUE",
+                        help="sizes, where a row has them, e.g. rounds=1")  # fmt: skip
+    parser.add_argument("--minutes", type=float, help="stop after them; 40, without end on a CPU")
+    parser.add_argument("--again", action="store_true", help="measure known rows anew")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--show", action="store_true", help="list the rows")
+    parser.add_argument("--make-page", action="store_true", help="only write the page")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the page differs")
+    parser.add_argument("--raw", type=Path, help="file of the results; bench/gpu.jsonl")
+    parser.add_argument("--page", type=Path, help="file of the page; docs/gpu.md")
+    parser.add_argument("--keep", type=Path, help="folder for what the rows print and leave")
+    parser.add_argument("--table", default="gpu_table", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.listed = importlib.import_module(args.table).ROWS
+    args.chosen = []
+    for pattern in args.rows:
+        matching = [row for row in args.listed if fnmatch.fnmatch(row.name, pattern)]
+        args.chosen += [row for row in matching if row not in args.chosen]
+        if not matching:
+            parser.error(f"--rows: not a row: {pattern!r}; --show lists them")
+    for name, _ in args.set:
+        if not any(name in row.sizes for row in args.chosen):
+            parser.error(f"--set: none of these rows has the size {name!r}")
+    return args
+
+
+def handle_page(args: argparse.Namespace) -> int:
+    """Write the page, or compare it with what the results make. -> exit code"""
+    path = args.page or PAGE
+    made = gpu_page.render_page(args.listed, read_results(args.raw or RAW))
+    if not args.check:
+        path.write_text(made, encoding="utf-8")
+    elif not path.exists() or path.read_text(encoding="utf-8") != made:
+        print(f"{path} is not what its results make: python bench/gpu.py --make-page")
+        return 1
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, append. -> exit code"""
-    args = parse(argv)
-    gpu = torch.cuda.is_available()
-    if not gpu and not args.tiny:
-        print(NEEDS, file=sys.stderr)
-        return 2
-    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-    worst = 0
-    for name in args.workloads:
-        if name in PHASES:
-            worst = max(worst, measure(name, args, device))
-        else:
-            clear()
-            gpu_step.measure(name, args.rounds, args.tiny, SEED)
-    return worst
+    """The command. -> exit code"""
+    args = parse_arguments(argv)
+    if args.child is not None:
+        measure_row(args.child)
+        return 0
+    if args.make_page or args.check:
+        return handle_page(args)
+    machine = find_machine(args.rehearse)
+    if args.show:
+        for row in args.chosen:
+            print(f"{row.name:<30} {row.seconds:>4} s  {machine.missing(row) or row.does}")
+        return 0
+    if not machine.gpus and not args.rehearse:
+        print(NO_GPU, file=sys.stderr)
+        return 3
+    # What a time limit or Ctrl-C ends here ends with all that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="rloo-gpu-") as scratch:
+        runner = Runner(machine, args, Path(scratch))
+        for row in args.chosen:
+            runner.run(row)
+        return runner.sum_up()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The workloads of the benchmark, as data: what is measured, here or on a GPU one day.
 
-Names and numbers are those of the design's table. Only the ones without `device="cuda"` run with
-`versus_trl.py` yet; the page lists the others as not yet run, so that nobody takes a figure from a
-CPU for one of theirs.
+Those without `device="cuda"` run with `versus_trl.py`, the others with `gpu.py`.
 """
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,6 @@
 """`rloo` as a side of the benchmark: what `rloo train` does in a step, with nothing left out."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +47,8 @@ OURS = (
 )
 
 
-def build(shape: Shape, folder: Path, seed: int) -> Run:
-    """The run, in `folder`/rloo."""
+def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Run:
+    """The run, in `folder`/rloo. `more`: keys that come on top of all others."""
     place = folder / "rloo"
     place.mkdir(exist_ok=True)
     words = [
@@ -61,6 +62,8 @@ def build(shape: Shape, folder: Path, seed: int) -> Run:
         f"train.prompts_per_step={shape.prompts}",
         f"generation.max_completion_length={shape.completion[1]}",
     ]
+    words = [w for w in words if not any(w.split("=")[0] == m.split("=")[0] for m in more)]
+    words += more
     run = build_run(check.check_config(compose_config(words)), place, {"digits": digits})
     run.log.display = None
     disturb(run.policy.model)
@@ -71,8 +74,8 @@ def build(shape: Shape, folder: Path, seed: int) -> Run:
 class Side:
     """A run that takes one step at a time."""
 
-    def __init__(self, shape: Shape, folder: Path, seed: int):
-        self.run = build(shape, folder, seed)
+    def __init__(self, run: Run):
+        self.run = run
         self.watch, self.rows = Watch(), Rows(self.run.policy.model)
         self.recorded: list[list[Rollout]] = []
 
@@ -140,8 +143,8 @@ class Side:
 
 def serve(shape: Shape, folder: Path, seed: int, orders: Orders) -> None:
     """Obey until there are no more orders."""
-    side = Side(shape, folder, seed)
-    run = side.run
+    run = build(shape, folder, seed)
+    side = Side(run)
     orders.answer(
         base=memory("VmRSS"),
         body=body(run.policy.model),

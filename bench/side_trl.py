@@ -92,23 +92,26 @@ def build(
     micro: int,
     beta: float = BETA,
     share: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    more: dict[str, Any] | None = None,
 ) -> RLOOTrainer:
     """The trainer: its defaults, but for what must be as in `rloo` and what a CPU cannot do.
 
     `share`: of a GPU's memory for vLLM beside the trainer; None = transformers samples.
+    `dtype`: of the weights. `more`: arguments of RLOOConfig on top of all others.
     """
     both, tokens = folder / "with_tokenizer", folder / "tokenizer"
     path = str(both if both.exists() else folder / "model")
     lines = (folder / "prompts.jsonl").read_text().splitlines()
     trainer = RLOOTrainer(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype),
         reward_funcs=digits,
-        args=settings(shape, folder, seed, checkpointing, micro, beta, share),
+        args=settings(shape, folder, seed, checkpointing, micro, beta, share, more or {}),
         train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
         processing_class=AutoTokenizer.from_pretrained(tokens if tokens.exists() else path),
     )
-    assert trainer.model.dtype == torch.float32
-    assert trainer.ref_model is None or trainer.ref_model.dtype == torch.float32
+    assert trainer.model.dtype == dtype
+    assert trainer.ref_model is None or trainer.ref_model.dtype == dtype
     trainer.remove_callback(PrinterCallback)
     disturb(trainer.model)
     return trainer
@@ -122,31 +125,33 @@ def settings(
     micro: int,
     beta: float,
     share: float | None,
+    more: dict[str, Any],
 ) -> RLOOConfig:
     """The trainer's arguments; see `build`."""
     parts, cuda = shape.batch // micro, torch.cuda.is_available()
     length = shape.completion[1]
-    return RLOOConfig(
-        output_dir=str(folder / "trl"),
-        seed=seed,
-        num_generations=shape.k,
-        max_completion_length=shape.completion[1],
+    given = {
+        "output_dir": str(folder / "trl"),
+        "seed": seed,
+        "num_generations": shape.k,
+        "max_completion_length": length,
         **sampler(length, shape.prompt[1] + length, share),
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=parts,
-        steps_per_generation=parts,
-        gradient_checkpointing=checkpointing,
-        max_steps=LONG,
-        beta=beta,
-        learning_rate=RATE,
-        max_grad_norm=CLIP,
-        shuffle_dataset=False,
-        use_cpu=not cuda,
-        bf16=cuda,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": parts,
+        "steps_per_generation": parts,
+        "gradient_checkpointing": checkpointing,
+        "max_steps": LONG,
+        "beta": beta,
+        "learning_rate": RATE,
+        "max_grad_norm": CLIP,
+        "shuffle_dataset": False,
+        "use_cpu": not cuda,
+        "bf16": cuda,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return RLOOConfig(**given | more)
 
 
 def sampler(length: int, longest: int, share: float | None) -> dict[str, Any]:

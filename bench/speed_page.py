@@ -4,7 +4,7 @@
     python bench/speed_page.py --check    exits with 1 where the page is not what would be written
 
 Of each workload on each device the latest run is shown, all of its rows: also those where `rloo`
-loses, marked. What has never run on a GPU is listed as not yet run. No torch is imported.
+loses, marked. Workloads for a GPU are on docs/gpu.md. No torch is imported.
 """
 
 import argparse
@@ -67,10 +67,11 @@ def page(rows: Sequence[Row]) -> str:
     for shape in SHAPES.values():
         parts.append(f"## {shape.name}: {shape.title}\n\n{shape}.\n")
         found = latest(shape, rows)
-        if not found:
-            where = "on a GPU " if shape.device == "cuda" else ""
-            parts.append(f"Not yet run {where}.\n".replace(" .", "."))
-        parts += [phases(run) if "variant" in run[0] else section(run) for run in found]
+        if shape.device == "cuda":
+            parts.append("On a GPU: [docs/gpu.md](gpu.md).\n")
+        elif not found:
+            parts.append("Not yet run.\n")
+        parts += [section(run) for run in found]
     parts.append(heads([row for row in rows if row["workload"] == "W3-head"]))
     parts.append(sampling([row for row in rows if row["workload"] == "rollout"]))
     return "\n".join(parts)
@@ -96,42 +97,6 @@ def section(run: list[Row]) -> str:
     )
     lines = [title, *(line(row, ours, clock) for row in theirs), line(ours, ours, clock)]
     return "\n".join(lines) + "\n\n" + "\n".join(facts(run, ours)) + "\n"
-
-
-def phases(run: list[Row]) -> str:
-    """One run of `bench/gpu.py`: its train phases, in its order."""
-    title = (
-        "| | ms | ratio | peak GB | MFU | with recompute | rows | groups per micro-batch | gradient"
-        " off |\n|---|---|---|---|---|---|---|---|---|"
-    )
-    mine = [row for row in run if row["variant"] in ("shared", "shared_gc")] or run
-    ours = min(mine, key=lambda row: row["s_train"])
-    lines = [title]
-    for row in run:
-        each = [1000 * row[name] for name in ("s_train", "s_train_least", "s_train_most")]
-        faster = row["tool"] == "trl" and row["s_train"] < ours["s_train"]
-        ratio_ = "" if row is ours else f"{row['s_train'] / ours['s_train']:.2f}x"
-        off = row["gradient_rel_diff"]
-        cells = [
-            f"`{row['variant']}`",
-            f"{each[0]:.0f} ({each[1]:.0f} - {each[2]:.0f})",
-            ratio_ + (f" {LOSES}" if faster else ""),
-            "" if row["peak_mb"] is None else f"{row['peak_mb'] / 1024:.1f}",
-            f"{row['mfu']:.1%}",
-            f"{row['mfu_with_recompute']:.1%}",
-            str(row["tokens"]["computed"]),
-            str(row["micro_groups"]),
-            "" if off is None else f"{off:.1e}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    facts_ = (
-        f"\n- Train phases alone, by `python bench/gpu.py`, which says what each line is."
-        f" {ours['date'][:10]}, {ours['device']}, {ours['dtype']}; {ours['rounds']} rounds;"
-        f" MFU of {ours['roofline'] / 1000:.0f} TFLOP/s in a matrix product, recomputing apart;"
-        f" rloo {ours['version']} at {ours['commit']}, TRL {ours['peer_version']}, transformers"
-        f" {ours['transformers']}, torch {ours['torch']}."
-    )
-    return "\n".join(lines) + "\n" + facts_ + "\n"
 
 
 def line(row: Row, ours: Row, clock: str) -> str:

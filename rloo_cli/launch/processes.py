@@ -92,11 +92,11 @@ def run_processes(
     """Run `rloo_cli.<module>`.main with these arguments in each of these processes. -> exit code
 
     TERM, INT, USR1, USR2 and HUP reach each of them once; a second Ctrl-C within 5 s ends all at
-    once (130). They are killed STOP_TIMEOUT_S after the first signal unless `callbacks.is_saving()`.
-    The code is that of the first that failed; one that a signal killed counts as 75 where an end was
-    asked for, else as 6. So does one that ended without marking its end (utils/heartbeat.py): user
-    code ended it, whatever its exit code. `package`: where the module is; tests have workers of
-    their own.
+    once (130). They are killed STOP_TIMEOUT_S after the first signal, unless a checkpoint is being
+    saved. The code is that of the first that failed; one that a signal killed counts as 75 where
+    an end was asked for, else as 6. So does one that ended without marking its end
+    (utils/heartbeat.py): user code ended it, whatever its exit code. `package`: where the module
+    is; tests have workers of their own.
     """
     boot = WORKER_BOOT.format(module=module, package=package)
     children: list[subprocess.Popen[bytes]] = []

@@ -72,8 +72,8 @@ def test_a_page_that_says_something_else_is_found(monkeypatch, tmp_path, page):
 
 
 @pytest.mark.parametrize("name", ["W5", "W6", "W7"])
-def test_what_never_ran_on_a_gpu_is_said_to_be_not_yet_run(page, name):
-    assert "Not yet run on a GPU." in section(page(both([2.0], [1.0])), name)
+def test_a_workload_for_a_gpu_refers_to_the_page_of_the_gpu(page, name):
+    assert "On a GPU: [docs/gpu.md](gpu.md)." in section(page(both([2.0], [1.0])), name)
 
 
 def test_a_workload_without_rows_is_said_to_be_not_yet_run(page):

@@ -226,7 +226,7 @@ def engine_problems(
 
 
 def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[Problem]:
-    """What was written for GPUs and has not run on one. `make gpu-proof` has a row for each."""
+    """What was written for GPUs and has not run on one. `make gpu` has a row for each."""
     section = f"generation.{VLLM_SECTIONS[run.generation.backend]}"
     why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
     untested = ", or generation.allow_untested=true to be the first"
