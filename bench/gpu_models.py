@@ -29,10 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.device_count import visible_gpus
+from rloo_cli.distributed.device_peaks import find_peak_flops
 from rloo_cli.generation.vllm import arguments
 from rloo_cli.generation.vllm.versions import installed_vllm_version, is_old_vllm
 from rloo_cli.policy import lora
-from rloo_cli.reporting.step_metrics import peak_flops
 from rloo_cli.utils import paths
 from rloo_cli.utils.device_waits import wait_for_device
 
@@ -101,7 +101,7 @@ def copy_bandwidth(device: torch.device, megabytes: int) -> float:
 
 def data_sheet_flops(device: torch.device) -> float | None:
     """The FLOP/s that the metric perf/mfu divides by; None on a CPU."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return find_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def release_memory() -> None:

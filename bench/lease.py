@@ -313,8 +313,8 @@ def dry_run(out: Path | None = None) -> int:
             for queue in queues:
                 queue.kill()
                 queue.wait()
-        failed = (lease / "out" / "queue.txt").read_text().count("FAILED")
-        print(f"lease: {brought / 'results.tgz'}; {failed} rows failed")
+        failed = (lease / "out" / "queue.txt").read_text().count("lease: FAILED")
+        print(f"lease: {brought / 'results.tgz'}; {failed} calls of bench/gpu.py failed")
         return int(bool(code or failed))
 
 

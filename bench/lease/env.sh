@@ -10,5 +10,6 @@ gpu() {
   [ -n "${LEASE_REHEARSE:-}" ] && sizes=
   $PYTHON "${LEASE_GPU:-$LEASE/code/bench/gpu.py}" ${LEASE_REHEARSE:+--rehearse} --minutes 7 \
     --raw "$LEASE/out/gpu.jsonl" --page "$LEASE/out/gpu.md" --keep "$LEASE/out/rows" \
-    --rows "$@" ${sizes:+--set $sizes} >>"$LEASE/out/queue.txt" 2>&1
+    --rows "$@" ${sizes:+--set $sizes} >>"$LEASE/out/queue.txt" 2>&1 ||
+    echo "lease: FAILED with $?: $*" >>"$LEASE/out/queue.txt"
 }

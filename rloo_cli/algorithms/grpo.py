@@ -15,12 +15,14 @@ from typing import Literal
 
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.rloo import RLOO
-from rloo_cli.config.schema import key
+from rloo_cli.config.schema import MAX_GENERATIONS, key
 
 
 class Config(Switches):
     name: Literal["grpo"] = key("Group-relative policy optimisation")
-    num_generations: int = key("Completions per prompt, at least 2 to compare", ge=2)
+    num_generations: int = key(
+        "Completions per prompt, at least 2 to compare", ge=2, le=MAX_GENERATIONS
+    )
 
 
 class GRPO(RLOO[Config]):

@@ -20,12 +20,14 @@ from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
 from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.kl import charges_kl_to_go, in_reward
-from rloo_cli.config.schema import key
+from rloo_cli.config.schema import MAX_GENERATIONS, key
 
 
 class Config(Switches):
     name: Literal["rloo"] = key("REINFORCE leave-one-out")
-    num_generations: int = key("Completions per prompt, at least 2 for a leave-one-out", ge=2)
+    num_generations: int = key(
+        "Completions per prompt, at least 2 for a leave-one-out", ge=2, le=MAX_GENERATIONS
+    )
 
 
 C = TypeVar("C", bound=Switches, covariant=True)

@@ -40,6 +40,7 @@ def key(
     return Field(description=meaning, json_schema_extra=extra or None, **limits)
 
 
+MAX_GENERATIONS = 65_536  # completions of one prompt: more are a mistake, and would take hours
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
 NotEmpty = Annotated[str, Field(min_length=1)]

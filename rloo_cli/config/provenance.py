@@ -4,6 +4,7 @@ Hydra forgets this (and ConfigStore never knew), so we keep our own map of YAML 
 """
 
 import functools
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,12 +176,14 @@ def _bytes(path: Path) -> bytes:
 
 
 def _forbidden_node(root: yaml.Node) -> tuple[int, str] | None:
-    """The line of a value that is not plain (PLAIN_TAGS), or that lies too deep, and why."""
+    """The line of a value that is not plain (PLAIN_TAGS), too deep or too long, and why."""
     waiting = [(root, 0)]
     while waiting:
         node, depth = waiting.pop()
         if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
             return node.start_mark.line + 1, f"the tag {node.tag!r}: a config holds plain values"
+        if node.tag.endswith(":int") and len(node.value) > sys.get_int_max_str_digits():
+            return node.start_mark.line + 1, f"a whole number of {len(node.value)} digits"
         if depth > MAX_YAML_DEPTH:
             return node.start_mark.line + 1, f"over {MAX_YAML_DEPTH} levels deep"
         for part in node.value if isinstance(node, yaml.CollectionNode) else []:

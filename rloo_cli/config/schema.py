@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from rloo_cli.config.adapters import LoraConfig as LoraConfig
 from rloo_cli.config.adapters import QuantizationConfig as QuantizationConfig
+from rloo_cli.config.key_types import MAX_GENERATIONS as MAX_GENERATIONS
 from rloo_cli.config.key_types import Frozen as Frozen
 from rloo_cli.config.key_types import Name as Name
 from rloo_cli.config.key_types import NotEmpty as NotEmpty
@@ -385,7 +386,7 @@ class AlgorithmConfig(Frozen):
     """Keys the loop itself reads; an algorithm adds its own."""
 
     name: str = key("Which algorithm: a file of rloo_cli/algorithms")
-    num_generations: int = key("Completions per prompt, K", ge=1)
+    num_generations: int = key("Completions per prompt, K", ge=1, le=MAX_GENERATIONS)
     num_iterations: Positive = key("Passes over each step's completions")
     num_minibatches: Positive = key("Optimizer steps per pass")
 
@@ -457,7 +458,7 @@ class DistributedConfig(Frozen):
 
 
 class TrainConfig(Frozen):
-    prompts_per_step: Positive = key("Prompts per step over all processes, P")
+    prompts_per_step: int = key("Prompts per step over all processes, P", ge=1, le=1_000_000)
     epochs: float | None = key("Passes over the prompts", gt=0, le=1e9)
     learning_rate: float = key("Peak learning rate", ge=0, le=10)
     lr_scheduler: PathString = key("transformers' schedule name, or file.py:name")
@@ -516,7 +517,9 @@ class EvalConfig(Frozen):
     sets: SerializeAsAny[Sets] = key(
         "Held-out sets: {name: {split: ..., keys that differ from data}}; none = data.eval_split"
     )
-    num_generations: Positive = key("Completions sampled per prompt, K; 1 = only the greedy one")
+    num_generations: int = key(
+        "Completions sampled per prompt, K; 1 = only the greedy one", ge=1, le=MAX_GENERATIONS
+    )
     temperature: float | None = key("Temperature of these K; null = generation.temperature", gt=0)
     pass_at: list[Positive] | None = key("The k of pass@k; null = 1, 2, 4, ... and K")
     pass_reward: str | None = key("Reward that decides whether one passes; null = the whole score")

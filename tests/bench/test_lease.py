@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import signal
 import struct
 import subprocess
@@ -153,6 +154,21 @@ def test_the_check_names_what_is_missing_damaged_or_too_large(
         (folder / "call3" / "pieces.sha256").unlink()
     faults = lease.find_faults(folder)
     assert len(faults) == 1 and harm in faults[0]
+
+
+def test_the_queues_name_rows_and_sizes_that_bench_gpu_has(lease: Any):
+    import gpu_table
+
+    sizes = {row.name: row.sizes for row in gpu_table.ROWS}
+    queued = []
+    for queue in ("queue_a.sh", "queue_b.sh"):
+        for line in (lease.SCRIPTS / queue).read_text().splitlines():
+            if line.startswith("gpu "):
+                settings, *rows = shlex.split(line)[1:]
+                keys = [setting.partition("=")[0] for setting in settings.split()]
+                assert all(key in sizes[row] for row in rows for key in keys), line
+                queued += rows
+    assert queued[0] == "train phase W5" and "real run" in queued
 
 
 def test_a_dry_run_brings_back_the_rows_of_both_queues(lease: Any, tmp_path: Path, stand_in: Path):

@@ -20,6 +20,8 @@ from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, trai
 from reward_cases import function
 
 from rloo_cli.config import hf_cache
+from rloo_cli.config.check import check_config
+from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.data.prompts import tokenize_prompts
 from rloo_cli.data.synthetic import tiny
@@ -451,3 +453,24 @@ def test_a_revision_cannot_climb_out_of_the_cache(tmp_path, monkeypatch) -> None
         assert hf_cache.snapshot_folder("org/name", revision) is None, revision
     shutil.rmtree(known)
     assert hf_cache.snapshot_folder("org/name") is None
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.num_generations=1000000000", "eval.num_generations=1000000000",
+     "train.prompts_per_step=1000000000"],
+)  # fmt: skip
+def test_a_number_of_completions_that_would_take_days_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_config(compose_config(["+recipe=smoke", override]))
+    assert override.partition("=")[0] in refused.value.problems[0].where
+
+
+def test_a_whole_number_of_thousands_of_digits_in_a_file_is_an_error_with_its_line(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text(f"defaults: [smoke]\nmax_steps: {'1' * 5000}\n")
+    with pytest.raises(ConfigError) as refused:
+        compose_config([f"+recipe={path}"])
+    assert refused.value.problems[0].where.endswith("long.yaml:2")
