@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("rloo_cli", "conf", "recipes", "scripts")
 CUT = ROOT / ".mutants.json"  # what a run has found so far; removed when it is whole
 LIMIT_S = 600.0  # of one test: a guard may be against something that never ends
+TOGETHER_LIMIT_S = 7200.0  # of all tests with their guards, which run in one process
 FAILS = "fails without it"
 Mutant = dict[str, Any]
 
@@ -108,13 +109,24 @@ class Slot:
             self._test([str(ROOT / test) for test in tests], Outcomes(self.copy / "outcomes"))
 
     def wait_together(self, tests: list[str]) -> list[str]:
-        """Which of them passed, once they have ended, or their process has."""
-        _, status = os.waitpid(self.pid, 0)
+        """Which of them passed, once they have ended, or their process has.
+
+        One that does not end within LIMIT_S is killed; it and those after it are run alone later.
+        """
+        outcomes = self.copy / "outcomes"
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            last = outcomes.stat().st_mtime if outcomes.exists() else time.time()
+            if time.time() - last > LIMIT_S or time.monotonic() - self.since > TOGETHER_LIMIT_S:
+                os.killpg(self.pid, signal.SIGKILL)
+                ended = os.waitpid(self.pid, 0)
+                break
+            time.sleep(0.1)
+        status = ended[1]
         self.pid = 0
-        lines = (self.copy / "outcomes").read_text().splitlines()
+        lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         parts = [tuple(line.split("\t")) for line in lines if line.count("\t") == 2]
         failed = {name for name, _, outcome in parts if outcome == "failed"}
-        if os.waitstatus_to_exitcode(status) not in (0, 1):  # it crashed in the last one
+        if os.waitstatus_to_exitcode(status) not in (0, 1):  # it crashed or hung in the last one
             failed |= {name for name, _, _ in parts[-1:]}
         ran = {name for name, when, outcome in parts if when == "call" or outcome == "skipped"}
         return [
