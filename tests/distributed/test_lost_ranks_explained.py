@@ -43,6 +43,7 @@ def error_of_main(
         (supervised_worker, "run_supervised_training", ["runs/mine/sft", "sft"]),
         (supervised_worker, "run_supervised_training", ["runs/mine/rm", "reward_model"]),
     ],
+    ids=["eval", "sft", "reward-model"],
 )
 def test_a_broken_connection_is_the_error_of_a_lost_rank(
     worker: Any, work: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
