@@ -26,7 +26,13 @@ from rloo_cli.config import hf_cache, rules_model, rules_paths, synthetic
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.config.vision_models import unknown_vision_reason, vision_family
 from rloo_cli.policy import quantization
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import (
+    ConfigError,
+    MachineError,
+    Problem,
+    RunError,
+    check_missing_library,
+)
 from rloo_cli.utils.files import JsonObject
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -335,6 +341,7 @@ def _load_pretrained(
     except RunError:  # a signal came meanwhile
         raise
     except Exception as error:  # what a damaged or a hostile file makes a library raise
+        check_missing_library(error, "model.path")
         why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
         if "trust_remote_code" in str(error):
             what = f"{name} brings Python code of its own"

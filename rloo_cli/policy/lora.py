@@ -29,7 +29,7 @@ from rloo_cli.config.rules_lora import LAYER_KEYS, PEFT_ORIGIN
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization, vision
 from rloo_cli.policy.load import HALF_DTYPES
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, check_missing_library
 from rloo_cli.utils.files import JsonObject
 
 TRAINED_ADAPTER, REFERENCE_ADAPTER = "default", "reference"
@@ -92,7 +92,10 @@ def attach_adapter(
         torch.manual_seed(seed)
         try:
             model.add_adapter(adapter, name)
-        except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        except (
+            ImportError, ValueError, TypeError, NotImplementedError, AssertionError
+        ) as error:  # fmt: skip
+            check_missing_library(error, "model.lora")
             what = "the adapter does not fit the model"
             fix = "name layers that the model has; all-linear in model.lora.target_modules has all"
             raise ConfigError(Problem(what, "model.lora", _first_line(error), fix)) from None

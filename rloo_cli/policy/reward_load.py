@@ -16,7 +16,7 @@ from transformers import (
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.policy import load, reward_adapter
 from rloo_cli.policy.reward_scores import RewardModelScorer
-from rloo_cli.utils.errors import MachineError, Problem, RunError
+from rloo_cli.utils.errors import MachineError, Problem, RunError, check_missing_library
 from rloo_cli.utils.files import JsonObject
 
 T = TypeVar("T")
@@ -143,6 +143,7 @@ def _load_pretrained_reward(
     except RunError:  # a signal came meanwhile
         raise
     except Exception as error:  # what a damaged or a hostile file makes a library raise
+        check_missing_library(error, f"{key}.path")
         why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
         fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
         what = f"reward model {name!r} was not found"

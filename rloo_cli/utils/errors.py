@@ -69,6 +69,23 @@ class MachineError(RunError):
     code = 3
 
 
+def check_missing_library(error: Exception, key: str) -> None:
+    """Raise MachineError where a library's error says that another library is missing or too old.
+
+    To be called first where such an error becomes a rule of ours: its fix would mislead.
+    """
+    text = str(error).strip()
+    if not isinstance(error, ImportError) and "version of PEFT" not in text:
+        return
+    why = "\n".join(line[:300] for line in text.splitlines()[:4])
+    name = "peft" if "PEFT" in text else getattr(error, "name", None) or "NAME"
+    fix = (
+        f"pip install --upgrade {name.partition('.')[0]}, in the version that the line above names"
+    )
+    what = "a library that this run needs is missing, or too old for the others"
+    raise MachineError(Problem(what, key, why, fix)) from None
+
+
 class DataError(RunError):
     """The data set is not what the config says it is."""
 

@@ -24,7 +24,7 @@ def error_of_main(
     raised: list[Exception] = []
 
     def run_and_keep_error(work: Callable[[], object], *_: object) -> None:
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises(Exception) as caught:
             work()
         raised.append(caught.value)
 
