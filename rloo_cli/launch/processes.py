@@ -39,8 +39,12 @@ SAVE_TIMEOUT_S = 60.0  # the same while a checkpoint is being written
 STOPPED_CODE, LOST_CODE = 75, 6
 RUN_MARK_VARIABLE = "RLOO_FAMILY"  # marks all that the processes of one run have started
 # Until the worker can say how it ended, an interrupt ends it without a traceback.
-WORKER_BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
-    "from {package}{module} import main; main()"  # fmt: skip
+WORKER_BOOT = """\
+import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
+from rloo_cli.utils.heartbeat import mark_failed_start
+with mark_failed_start():
+    from {package}{module} import main
+main()"""
 
 
 def default_environment() -> dict[str, str]:

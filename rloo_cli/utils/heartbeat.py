@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 HEARTBEAT_VARIABLE = "RLOO_HEARTBEAT_FD"  # the pipe's end that is written to
 INTERVAL_S = 1.0
@@ -29,6 +30,16 @@ def mark_end() -> None:
     if (handle := _take_pipe()) is not None:
         with contextlib.suppress(OSError):  # the process that reads is gone
             os.write(handle, END_MARK)
+
+
+@contextlib.contextmanager
+def mark_failed_start() -> Iterator[None]:
+    """Mark the end where what is inside fails: the imports of a worker, before any user code."""
+    try:
+        yield
+    except BaseException:
+        mark_end()
+        raise
 
 
 def _take_pipe() -> int | None:

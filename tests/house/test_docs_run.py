@@ -33,6 +33,7 @@ SHORTER = {
     "--multirun +recipe=compare": "--multirun +recipe=compare algorithm=rloo,grpo seed=1",
     "algorithm=rloo,grpo,reinforce,remax seed=1,2,3": "algorithm=rloo,remax seed=1",
     "data.path=openai/gsm8k data.name=main data.prompt_column=question": "data.path=make:tiny",
+    " distributed=fsdp2 distributed.num_processes=8": "",  # +debug=cpu has one process
     "algorithm=dapo": "algorithm=dapo algorithm.zero_std_groups=keep",  # a random model scores 0
     "'runs/compare/quickstart/compare-*' --out runs/compare/quickstart/comparison": "'compare-*'",
 }

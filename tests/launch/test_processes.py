@@ -74,7 +74,9 @@ def test_those_who_do_not_are_ended_at_the_limit(launchers: Launchers) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
-def test_a_signal_reaches_every_rank_once(name: str, launchers: Launchers) -> None:
+def test_a_signal_reaches_every_rank_once(
+    name: str, launchers: Launchers, hears_hangups: None
+) -> None:
     launched = launchers({0: "signals", 1: "signals"})
     for rank in (0, 1):
         launched.rank(rank)

@@ -118,7 +118,7 @@ def start(rloo: Rloo, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
     ],
 )
 def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
-    name: str, rloo: Rloo
+    name: str, rloo: Rloo, hears_hangups: None
 ) -> None:
     process, pids = start(rloo)
     process.send_signal(signal.Signals[name])

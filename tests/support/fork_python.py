@@ -22,7 +22,7 @@ import time
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 WORKER = re.compile(
-    r"from (rloo_cli\.(?:train|evaluation|train\.supervised)\.worker) import main; main\(\)$"
+    r"from (rloo_cli\.(?:train|evaluation|train\.supervised)\.worker) import main\nmain\(\)$"
 )
 
 
