@@ -4,6 +4,8 @@ They are checked before anything is imported, so that a misspelt path costs a se
 path must be possible as a name on the hub; whether the hub has it is not asked here.
 """
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -102,6 +104,18 @@ def _synthetic_path_problems(
         yield Problem(f"{key} = {path!r}: rloo has no such {kind}", key, why, fix)
 
 
+def _adapter_folder_problem(key: str, folder: Path) -> Problem:
+    """The problem of an adapter's folder where a model's is expected, with its base's name."""
+    base = "ITS_BASE"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        about = json.loads((folder / hf_cache.ADAPTER_CONFIG_FILE).read_text())
+        base = str(about.get("base_model_name_or_path") or base)
+    what = f"{key} = {str(folder)!r} is the folder of an adapter, not of a model"
+    why = f"its base is {base}; training continues the adapter on it"
+    fix = f"{key}={base} lora=default model.lora.path={folder}"
+    return Problem(what, key, why, fix)
+
+
 def _local_path_problems(key: str, value: str, data: bool) -> Iterator[Problem]:
     path = Path(value).expanduser()
     looked, fix = f"looked at {path.absolute()}", f"{key}=ORG/NAME for the hub, or a path"
@@ -121,6 +135,9 @@ def _local_path_problems(key: str, value: str, data: bool) -> Iterator[Problem]:
         kind = "a file" if path.is_file() else "neither a file nor a folder"
         yield Problem(f"{key} = {value!r} is {kind}", key, looked, f"{fix} of the right kind")
     elif exists and key in MODEL_PATH_KEYS and not (path / "config.json").exists():
+        if (path / hf_cache.ADAPTER_CONFIG_FILE).exists():
+            yield _adapter_folder_problem(key, path)
+            return
         yield Problem(f"{key} = {value!r} has no config.json: it is not a model", key, looked, fix)
 
 

@@ -89,7 +89,7 @@ def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
         key, kind, value, meaning = re.fullmatch(r"(\S+) +(.+?) = (.*?)  # (.+)", line).groups()
         found[key] = (kind, value, meaning)
     assert list(found) == value_keys() and len(found) > 200
-    assert found["algorithm.num_generations"][:2] == ("int >= 2", "4")
+    assert found["algorithm.num_generations"][:2] == ("int >= 2, <= 65536", "4")
     assert found["algorithm.beta"] == (
         "float >= 0",
         "0.05",

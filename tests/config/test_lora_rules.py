@@ -120,3 +120,12 @@ def test_a_training_of_whole_models_does_not_leave_an_adapter_out_silently(
     ended = rloo_without_torch("sft", "+recipe=smoke", "lora=default")
     said = ended.err
     assert ended.code == 2 and "model.lora is not for sft" in said and "model.lora=null" in said
+
+
+def test_an_adapters_folder_as_the_model_is_named_with_its_base(tmp_path: Path) -> None:
+    base = {"base_model_name_or_path": "ORG/BASE", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(base))
+    with pytest.raises(ConfigError) as refused:
+        check.check_config(compose_config(["+recipe=smoke", f"model.path={tmp_path}"]))
+    [problem] = refused.value.problems
+    assert problem.fix == f"model.path=ORG/BASE lora=default model.lora.path={tmp_path}"
