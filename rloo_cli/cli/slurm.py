@@ -40,6 +40,8 @@ def run(args: list[str]) -> int:
         why = "it is render, which prints the script, or submit, which sends it"
         raise ConfigError(Problem(what, "command line", why, USAGE))
     job = job_from_args(rest)
+    if note := slurm_cluster.check_time_limit(job):
+        print(f"note: {note}", file=sys.stderr)
     if verb == "render":
         script = fill_batch_script(job)
         print(json.dumps({"kind": job.kind, "script": script}) if as_json else script.rstrip("\n"))

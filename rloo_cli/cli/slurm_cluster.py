@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rloo_cli.cli.slurm_template import SlurmJob
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 SINFO_TIMEOUT_S = 30.0
 ELSEWHERE = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
@@ -62,19 +62,33 @@ def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
         yield Problem(what, "slurm.time", facts, f"slurm.time={format_slurm_time(longest)}")
     limit = asked_s if asked_s is not None else longest
     if limit is not None and limit <= job.lead_s:
-        why = (
-            f"a run is told to save {job.lead_s} s before the limit, which would be at "
-            f"once\n{facts}"
+        yield _short_limit_problem(job, limit, f"\n{facts}")
+
+
+def _short_limit_problem(job: SlurmJob, limit_s: int, facts: str = "") -> Problem:
+    """The problem of a time limit that is over before the early warning may come."""
+    what = f"a time limit of {time_limit_text(limit_s)} is too short for this job"
+    why = f"a run is told to save {job.lead_s} s before the limit: at once, in each attempt{facts}"
+    longer = format_slurm_time(job.lead_s * 2)
+    fix = f"slurm.time={longer}, or slurm.lead_s={max(1, limit_s // 2)}"
+    return Problem(what, "slurm.time", why, fix)
+
+
+def check_time_limit(job: SlurmJob) -> str:
+    """A note where the job has no time limit of its own; else "". Needs no Slurm.
+
+    Raises ConfigError where the limit is not longer than the early warning.
+    """
+    given = job.config.slurm.time
+    if given is None:
+        return (
+            "slurm.time is not set: the partition's limit holds, and a shorter one, such as"
+            " slurm.time=04:00:00, may start earlier"
         )
-        fix = (
-            f"slurm.time={format_slurm_time(job.lead_s * 2)}, or slurm.lead_s={max(1, limit // 2)}"
-        )
-        yield Problem(
-            f"a time limit of {time_limit_text(limit)} is no longer than that",
-            "slurm.time",
-            why,
-            fix,
-        )
+    given_s = parse_slurm_time(given)
+    if given_s is not None and given_s <= job.lead_s:
+        raise ConfigError(_short_limit_problem(job, given_s))
+    return ""
 
 
 def _nodes_fix(job: SlurmJob, partitions: list[Partition], most: int) -> str:

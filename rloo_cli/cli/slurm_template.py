@@ -49,21 +49,32 @@ class SlurmJob:
 
     @property
     def gpus(self) -> int | None:
-        """GPUs to ask for on each node; None = nothing is asked."""
+        """GPUs to ask for on each node; None = none."""
         spread, asked = self.config.distributed, self.config.slurm
         if asked.gpus_per_node is not None:
             return asked.gpus_per_node or None
-        if spread.engine == "single":
-            ours = 1
-        elif spread.num_processes:
-            ours = spread.num_processes
-        else:
-            return None
+        ours = 1 if spread.engine == "single" else spread.num_processes or 1
         if self.serving_nodes:  # on other nodes, which are asked for alike
             ours = max(ours, device_count.gpus_per_server(self.config))
         else:
             ours += device_count.local_server_gpus(self.config)
-        return None if asked.exclusive and ours == 1 else ours
+        return ours
+
+    @property
+    def cpus(self) -> int | None:
+        """CPUs to ask for on each node; None = the cluster's default, or those of a whole node."""
+        asked = self.config.slurm
+        if asked.cpus_per_task is not None or asked.exclusive or self.gpus is None:
+            return asked.cpus_per_task
+        return asked.cpus_per_gpu * self.gpus
+
+    @property
+    def memory(self) -> str | None:
+        """Memory to ask for on each node; None = the cluster's default."""
+        asked = self.config.slurm
+        if asked.mem is not None or asked.exclusive:
+            return asked.mem or "0"
+        return None if self.gpus is None else f"{asked.mem_per_gpu_gb * self.gpus}G"
 
     @property
     def lead_s(self) -> int:
@@ -102,7 +113,9 @@ def fill_batch_script(job: SlurmJob) -> str:
     head = lines.index(next(line for line in lines if line.startswith("#SBATCH ")))
     kept = [*own[:head], *[f"#SBATCH {option}" for option in sbatch_options(job)], *own[head:]]
     at = kept.index(ARGUMENTS_MARK)
-    return "\n".join([*kept[:at], *_argument_lines(job), *kept[at + 1 :]]) + "\n"
+    requeues = f"max_requeues={job.config.slurm.max_requeues}"
+    own = [*job.config.slurm.setup, requeues, *_argument_lines(job)]
+    return "\n".join([*kept[:at], *own, *kept[at + 1 :]]) + "\n"
 
 
 def sbatch_options(job: SlurmJob) -> list[str]:
@@ -117,8 +130,8 @@ def sbatch_options(job: SlurmJob) -> list[str]:
         ("qos", asked.qos),
         ("time", asked.time),
         ("gpus-per-node", job.gpus),
-        ("cpus-per-task", asked.cpus_per_task),
-        ("mem", asked.mem or (0 if asked.exclusive else None)),
+        ("cpus-per-task", job.cpus),
+        ("mem", job.memory),
         ("array", f"1-{len(job.sweep_lines)}" if job.kind == "sweep" else None),
         ("output", job.log),
         ("open-mode", "append"),

@@ -16,8 +16,8 @@ import pytest
 import torch
 import yaml
 
+from rloo_cli.distributed.device_peaks import DEVICE_PEAKS
 from rloo_cli.generation.vllm import arguments
-from rloo_cli.reporting.step_metrics import PEAK_FLOPS
 
 ROOT = Path(__file__).parents[2]
 BENCH, SCRIPT = ROOT / "bench", ROOT / "bench" / "gpu.py"
@@ -274,7 +274,7 @@ def test_the_page_says_what_was_measured_what_was_not_and_where_rloo_loses():
     assert first.startswith("Measured, on 1 x H100 with vLLM 0.22.1: the kernels and layouts")
     assert "a whole step against TRL." in first.partition("Not measured yet")[0]
     assert "a whole run of `rloo train`" in first.partition("Not measured yet")[2]
-    assert "vLLM 0.32" in first and f"{PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s" in text
+    assert "vLLM 0.32" in first and f"{DEVICE_PEAKS['H100'].flops_per_s / 1e12:.0f} TFLOP/s" in text
 
 
 def test_a_whole_result_replaces_unfinished_ones_of_the_row_and_not_the_other_way_round():

@@ -51,7 +51,8 @@ def test_a_recipe_fills_a_script_without_torch_or_slurm(rloo_without_torch: Rloo
     assert given["output"] == "runs/slurm/%x-%j.log" and given["signal"] == f"USR1@{DEFAULT_LEAD_S}"
     # Slurm opens the log before the script begins: its folder has to be there.
     assert rloo_without_torch.left() == ["runs", "runs/slurm"]
-    assert ended.err.startswith("runs/slurm was made for the job's log")
+    assert "runs/slurm was made for the job's log" in ended.err
+    assert "slurm.time is not set" in ended.err
 
 
 def test_a_log_folder_that_cannot_be_made_or_is_there_is_no_obstacle(
@@ -59,7 +60,8 @@ def test_a_log_folder_that_cannot_be_made_or_is_there_is_no_obstacle(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for output in ("logs/%x/%j.log", "%j.log"):  # Slurm makes no folder of a name that it fills in
-        assert verb.run(["render", "+recipe=smoke", f"slurm.output={output}"]) == 0
+        limit = "slurm.time=04:00:00"
+        assert verb.run(["render", "+recipe=smoke", limit, f"slurm.output={output}"]) == 0
         assert capsys.readouterr().err == "" and [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
     assert verb.run(["render", "+recipe=smoke", "slurm.output=file/logs/%j.log"]) == 0
@@ -94,8 +96,35 @@ def test_nodes_and_gpus_follow_from_processes_and_servers() -> None:
         "tldr_1b", "distributed=zero3", "distributed.num_processes=8", "generation=vllm_server",
         "$@",
     ]  # fmt: skip
-    assert "gpus-per-node" not in options(rendered("+recipe=tldr_1b"))  # a whole node
+    alone = options(rendered("+recipe=tldr_1b"))
+    asked = ("gpus-per-node", "cpus-per-task", "mem")
+    assert [alone[name] for name in asked] == ["1", "8", "64G"]
+    whole = rendered("+recipe=tldr_1b", "slurm.exclusive=true")
+    assert options(whole)["gpus-per-node"] == "1" and options(whole)["mem"] == "0"
+    assert "#SBATCH --exclusive" in whole and "cpus-per-task" not in options(whole)
+    none = options(rendered("+recipe=tldr_1b", "slurm.gpus_per_node=0"))
+    assert not {*asked} & {*none}
     assert options(rendered("train", "+recipe=tldr_1b", *spread[:2]))["nodes"] == "4"
+
+
+@pytest.mark.parametrize("limit", ["00:05:00", "4:59", "0-00:05"])
+def test_a_limit_in_which_each_attempt_would_be_told_to_stop_at_once_is_not_rendered(
+    limit: str,
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        verb.run(["render", "+recipe=smoke", f"slurm.time='{limit}'"])
+    assert refused.value.problems[0].where == "slurm.time"
+    assert verb.run(["render", "+recipe=smoke", f"slurm.time='{limit}'", "slurm.lead_s=60"]) == 0
+
+
+def test_lines_of_setup_and_the_most_requeues_stand_before_the_run() -> None:
+    setup = "slurm.setup=['module load cuda','source env.sh']"
+    text = rendered("+recipe=smoke", setup, "slurm.max_requeues=3")
+    lines = text.splitlines()
+    at = lines.index("module load cuda")
+    assert lines[at : at + 3] == ["module load cuda", "source env.sh", "max_requeues=3"]
+    assert at < next(n for n, line in enumerate(lines) if line.startswith("set -- smoke"))
+    assert "${SLURM_RESTART_COUNT:-0} < ${max_requeues:-100}" in text
 
 
 def test_a_kind_that_serves_takes_a_server_whatever_the_recipe_samples_with() -> None:
@@ -195,7 +224,7 @@ UNFIT = {  # BM-7: words -> what is said, from sinfo's facts
     "slurm.partition=small train_and_serve": ["it takes 2 nodes: 1 to train and 1 to serve",
                                               "small (1 nodes, 4 min)"],
     "distributed=ddp distributed.num_nodes=4": ["it takes 4 nodes: 4 to train"],
-    "slurm.time=0:03:00": ["a time limit of 3 min is no longer than that", "save 300 s before",
+    "slurm.time=0:03:00": ["a time limit of 3 min is too short for this job", "save 300 s before",
                      "slurm.time=00:10:00"],
     "slurm.partition=small": ["a time limit of 4 min is no longer"],
     "slurm.time=1:30:00": ["slurm.time = 1:30:00 is more than the partition allows"],
@@ -221,10 +250,10 @@ def test_a_job_is_sent_and_its_number_and_log_are_said(slurm: Slurm, tmp_path: P
     stand_in.write_text('#!/bin/sh\necho "$@"\nexit 4\n')
     stand_in.chmod(0o700)
     path = f"{tmp_path}:{slurm.environment['PATH']}"
-    words = ("+recipe=smoke", f"root={root}", "seed=3")
+    words = ("+recipe=smoke", f"root={root}", "seed=3", "slurm.gpus_per_node=0")
     ended = slurm.command("rloo", "slurm", "submit", *words, PATH=path)
     assert ended.returncode == 0, ended.stdout
-    first, *rest = ended.stdout.splitlines()
+    first, *rest = [line for line in ended.stdout.splitlines() if not line.startswith("note:")]
     number = first.split()[1].rstrip(":")
     assert first == f"job {number}: train on 1 nodes"
     assert f"  log   {root}/slurm/smoke-{number}.log" in rest

@@ -159,6 +159,17 @@ def test_an_early_warning_requeues_the_job_and_the_attempts_share_a_log(stand: S
     assert [f"attempt {n}, on" in job.said() for n in (1, 2, 3, 4)] == [True, True, True, False]
 
 
+def test_a_job_that_was_requeued_as_often_as_it_may_be_ends(stand: Stand) -> None:
+    job = stand.submit(script("train"), "smoke", train=UNTIL_TERM, max_requeues="1")
+    wait_for(job, "training", 1)
+    stand.slurm.run("scancel", "--signal=USR1", job.number)
+    job.at_once()
+    wait_for(job, "training", 2)
+    stand.slurm.run("scancel", "--signal=USR1", job.number)
+    facts = job.wait(40)
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "75:0", "1")
+
+
 def wait_for(job: Job, text: str, count: int) -> None:
     until = time.monotonic() + 60
     while job.said().count(text) < count:
