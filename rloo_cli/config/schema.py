@@ -198,6 +198,12 @@ class DatasetConfig(Frozen):
     )
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
+    types: dict[str, Literal["str", "int", "float", "bool"]] = key(
+        "Converts columns, after their renaming: {column: int}; {} = as in the file, where every"
+        " cell of a CSV file is text",
+        since="0.2",
+        before={},
+    )
     system: str | None = key("System message put before every conversational prompt")
     chat: bool = key(
         "A prompt that is a string becomes a user's message", since="0.2", before=False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
+from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -50,9 +51,8 @@ def filter_stream(
 
     Raises as `filter_dataset`.
     """
-    from datasets import Dataset
-
-    kept, left_out = [], 0
+    kept: list[ExampleDict] = []
+    left_out = 0
     passes: Predicate | None = None
     for n, example in enumerate(examples):
         if row_filter is not None:
@@ -66,7 +66,7 @@ def filter_stream(
     if left_out and not kept:
         assert row_filter is not None
         raise _nothing_passes_error(row_filter, left_out)
-    return Dataset.from_list(kept), left_out
+    return dataset_of_rows(kept), left_out
 
 
 def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
@@ -115,4 +115,6 @@ def _load_predicate(spec: str) -> Predicate:
 
 def _nothing_passes_error(row_filter: Filter, num_examples: int) -> DataError:
     what = f"data.filter leaves none of {num_examples} rows"
-    return DataError(Problem(what, "data.filter", f"the filter: {row_filter}", "data.filter=null"))
+    more = "values of a CSV file are text; data.types={column: int} makes numbers of them"
+    why = f"the filter: {row_filter}"
+    return DataError(Problem(what, "data.filter", why, "data.filter=null", more))
