@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
+from rloo_cli.data.batch import copy_value
 from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -98,7 +99,7 @@ def _load_predicate(spec: str) -> Predicate:
     def passes(number: int, example: ExampleDict) -> bool:
         try:
             with contextlib.chdir(os.getcwd()):  # relative paths of the run begin where it began
-                passed = code(example)
+                passed = code(copy_value(example))
         except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
             what = f"data.filter failed at row {number}"
             why = f"{format_user_frames(error)}{exception_text(error)}"

@@ -58,4 +58,4 @@ def _map_example(
         forgot = " (is a return missing?)" if returned is None else ""
         why = f"it returned {returned!r:.80}{forgot}"
         raise DataError(Problem(what, where, why, "return the row: a dict of columns"))
-    return returned
+    return dict(returned)  # a function may return one dict for all rows
