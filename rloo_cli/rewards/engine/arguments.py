@@ -168,13 +168,11 @@ class CompletionTable:
             "log_metric": lambda: log.log_metric,
         }
         for column in self.columns:
-            makers[column] = lambda c=column: [copy_value(g.example.get(c)) for g, _ in pairs]  # type: ignore[misc]
+            makers[column] = partial(_column_values, [g.example for g, _ in pairs], column)
         makers |= {c: partial(_shown_images, pairs, c) for c in self.image_columns}
         returned = {c: None for _, r in pairs for c in r.columns or {}}  # with its rollouts
         for column in returned:
-            makers[column] = lambda c=column: [
-                copy_value((r.columns or {}).get(c)) for _, r in pairs
-            ]  # type: ignore[misc]
+            makers[column] = partial(_column_values, [r.columns or {} for _, r in pairs], column)
         if parameter_names is not None and "columns" in parameter_names:
             column_makers = {c: makers[c] for c in (*self.columns, *returned)}
             makers["columns"] = lambda: {c: make() for c, make in column_makers.items()}
@@ -209,6 +207,11 @@ def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
             said["tool_calls"] = [{"type": "function", "function": dict(c)} for c in turn.calls]
         messages.append(said)
     return messages
+
+
+def _column_values(rows: Sequence[JsonObject], column: str) -> list[object]:
+    """Copies of a column's values, None where a row lacks it."""
+    return [copy_value(row.get(column)) for row in rows]
 
 
 def _image_columns(group: Group) -> list[str]:
