@@ -25,6 +25,14 @@ def field_value(row: Mapping[str, object], name: str) -> object:
     return value
 
 
+def field_or_none(row: Mapping[str, object], name: str) -> object:
+    """The value of a column or nested field; None where this row has none."""
+    try:
+        return field_value(row, name)
+    except KeyError:
+        return None
+
+
 def column_of_field(columns: Container[str], name: str) -> str | None:
     """The column that `name` is, or is a field of; None if there is none."""
     if name in columns:

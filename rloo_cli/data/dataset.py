@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import filters, mapping, tasks, value_types
@@ -114,6 +115,7 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset"
     column = config.prompts_in
     if not data.column_names:
         raise _empty_data_error(config, split)
+    data = value_types.nested_columns(data, [column])
     if config.prompt_column is None:
         if column in data.column_names:
             what, where = f"the data has a column {column!r}", "data.prompt_column"
@@ -142,6 +144,7 @@ def _empty_data_error(config: DataConfig, split: str) -> DataError:
 
 
 def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
+    data = value_types.nested_columns(data, list(new_names))
     _check_names(data.column_names, new_names)
     return data.rename_columns(new_names) if new_names else data
 
@@ -150,6 +153,9 @@ def _rename_example_columns(
     examples: Iterable[JsonObject], new_names: dict[str, str]
 ) -> Iterator[JsonObject]:
     for n, example in enumerate(examples):
+        fields = [name for name in new_names if name not in example]
+        known = [name for name in fields if column_of_field(example, name)]
+        example |= {name: field_or_none(example, name) for name in known}
         if not n:
             _check_names(list(example), new_names)
         yield {new_names.get(name, name): value for name, value in example.items()}

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
 from rloo_cli.data.batch import copy_value
@@ -73,7 +74,7 @@ def filter_stream(
 def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
     if isinstance(row_filter, str):
         return _load_predicate(row_filter)
-    unknown = [c for c in row_filter if c not in columns]
+    unknown = [c for c in row_filter if column_of_field(columns, c) is None]
     if unknown:
         close = nearest_names(unknown[0], columns)
         what = f"data.filter names {unknown[0]!r}, which is not a column"
@@ -83,9 +84,9 @@ def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
 
 
 def matches_columns(example: ExampleDict, column_values: JsonObject) -> bool:
-    """Whether every column in `column_values` has its value, or one of its list."""
+    """Whether every column or nested field has its value in `column_values`, or one of its list."""
     lists = {c: v if isinstance(v, list) else [v] for c, v in column_values.items()}
-    return all(_among(example.get(c), values) for c, values in lists.items())
+    return all(_among(field_or_none(example, c), values) for c, values in lists.items())
 
 
 def _among(value: object, values: list[object]) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rloo_cli.config.column_names import column_of_field, field_value
+from rloo_cli.config.column_names import field_or_none, is_field_of_rows
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.data.exact_values import replace_column
 from rloo_cli.utils.errors import DataError, Problem
@@ -58,7 +58,7 @@ def convert_row(
     """
     after = dict(row)
     for column, kind in types.items():
-        before = field_value(row, column) if column_of_field(row, column) else None
+        before = field_or_none(row, column)
         after[column] = _converted(before, number, column, kind)
         changed[column] += type(after[column]) is not type(before)
     return after
@@ -108,12 +108,9 @@ def nested_columns(data: "Dataset", names: Sequence[str]) -> "Dataset":
         roots = [c for c in data.column_names if name.startswith(f"{c}.")]
         if name in data.column_names or not roots:
             continue
-        rows = data.select_columns([max(roots, key=len)])
-        try:
-            values = [field_value(row, name) for row in rows]
-        except KeyError:
-            continue  # said as a missing column
-        data = replace_column(data, name, values)
+        rows = list(data.select_columns([max(roots, key=len)]))
+        if is_field_of_rows(rows, name):  # else it is said as a missing column
+            data = replace_column(data, name, [field_or_none(row, name) for row in rows])
     return data
 
 

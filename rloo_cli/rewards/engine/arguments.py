@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
+from rloo_cli.config.column_names import field_or_none
 from rloo_cli.data.batch import Group, Rollout, Turn, copy_value
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.utils.files import JsonObject
@@ -124,6 +125,7 @@ class CompletionTable:
     groups: Sequence[Group]
     context: RewardContext
     k: int  # rollouts that each group has, or will have when it is scored
+    fields: Sequence[str] = ()  # names of nested fields that rewards need, among their columns
 
     def __post_init__(self) -> None:
         names = {c: None for g in self.groups for c in g.example if c not in HIDDEN_COLUMNS}
@@ -175,6 +177,9 @@ class CompletionTable:
             makers[column] = partial(_column_values, [r.columns or {} for _, r in pairs], column)
         if parameter_names is not None and "columns" in parameter_names:
             column_makers = {c: makers[c] for c in (*self.columns, *returned)}
+            for name in self.fields:
+                rows = [g.example for g, _ in pairs]
+                column_makers.setdefault(name, partial(_column_values, rows, name))
             makers["columns"] = lambda: {c: make() for c, make in column_makers.items()}
         if parameter_names is not None:
             alias = {"completion_ids"} if "completions_ids" in parameter_names else set()
@@ -210,8 +215,8 @@ def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
 
 
 def _column_values(rows: Sequence[JsonObject], column: str) -> list[object]:
-    """Copies of a column's values, None where a row lacks it."""
-    return [copy_value(row.get(column)) for row in rows]
+    """Copies of a column's or nested field's values, None where a row lacks it."""
+    return [copy_value(field_or_none(row, column)) for row in rows]
 
 
 def _image_columns(group: Group) -> list[str]:
