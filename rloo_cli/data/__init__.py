@@ -16,6 +16,7 @@ media           the images of a prompt, as a forward pass needs them
 mixture         several sources as one split: data.mixture
 order           the order in which prompts are sampled
 packing         lay groups out for a forward pass, and store what comes back
+prompt_ends     warns of prompts that end with an end of text, or with the answer
 prompts         renders and tokenises the prompts of a split
 rollout_files   the files of recorded rollouts: where they are, what their heads say
 rollout_record  writes and reads the whole batch of a step

@@ -16,6 +16,7 @@ from rloo_cli.data import image_prompts, order
 from rloo_cli.data.batch import Group, Prompt
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.data.exact_values import rows_of_dataset
+from rloo_cli.data.prompt_ends import prompt_warnings
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -48,7 +49,7 @@ class Prompts:
     overlong_examples: list[int] = field(default_factory=list)  # numbers of those it left out
     length_limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
     filtered_out: int = 0  # examples that data.filter left out, which have no number
-    value_notes: tuple[str, ...] = ()  # what was converted while the split was read
+    value_notes: tuple[str, ...] = ()  # what was converted, and what looks wrong in the prompts
     mixture: tuple[order.Source, ...] = ()  # the sources of data.mixture
     media: "list[Media | None]" = field(default_factory=list)  # of each prompt; [] = no images
     bad_images: int = 0  # examples that data.on_bad_image left out, which have no number
@@ -121,6 +122,7 @@ def tokenize_prompts(
     found = _apply_overlong(
         prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
     )
+    found.value_notes = tuple(prompt_warnings(prompts, ids, examples, tokenizer, conversational))
     if images is not None:
         _add_images(found, images)
     return found

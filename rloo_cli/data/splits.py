@@ -107,7 +107,7 @@ def tokenize_splits(
                 headroom, tools_of, load_vision,
             )  # fmt: skip
             prompts[name].filtered_out = opened[name].filtered_out
-            prompts[name].value_notes = opened[name].notes
+            prompts[name].value_notes = (*opened[name].notes, *prompts[name].value_notes)
     parts = mixture_entries(prompts)
     if parts:
         mixed = mixture.join_prompts(parts, config.data.mixture_weights, config.seed)
