@@ -1,7 +1,7 @@
 """Finds the value that a key of the config names: a column, or a field inside of one.
 
-`answer` is a column. `reward_model.ground_truth` is the column of that exact name if there is one,
-else the field `ground_truth` of the objects in the column `reward_model`.
+`answer` is a column. `labels.truth` is the column of that exact name if there is one,
+else the field `truth` of the objects in the column `labels`.
 """
 
 from collections.abc import Container, Iterable, Mapping

@@ -166,11 +166,10 @@ class RunBuilder:
     def load_data(self, functions: RewardFunctions) -> None:
         """Open data sets, build rewards, and check that they have the columns they need."""
         self.log.phase("loading data")
-        changed_files = check_same_code(self.resume_plan, self.config)
+        notes = check_same_code(self.resume_plan, self.config) + user_code_notes(self.config)
         self.opened_splits = splits.open_splits(self.config)
         self.rewards = build_rewards(self.config, functions)
         self.tools = agent_build.load_tool_set(self.config)
-        notes = [*changed_files, *user_code_notes(self.config)]
         for note in [*notes, *rules_model.model_file_notes(self.config)]:
             self.log.note(note)
         check_reward_splits(self.config, self.opened_splits, self.rewards)

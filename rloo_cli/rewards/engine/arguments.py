@@ -169,18 +169,7 @@ class CompletionTable:
             "log_extra": lambda: log.log_extra,
             "log_metric": lambda: log.log_metric,
         }
-        for column in self.columns:
-            makers[column] = partial(_column_values, [g.example for g, _ in pairs], column)
-        makers |= {c: partial(_shown_images, pairs, c) for c in self.image_columns}
-        returned = {c: None for _, r in pairs for c in r.columns or {}}  # with its rollouts
-        for column in returned:
-            makers[column] = partial(_column_values, [r.columns or {} for _, r in pairs], column)
-        if parameter_names is not None and "columns" in parameter_names:
-            column_makers = {c: makers[c] for c in (*self.columns, *returned)}
-            for name in self.fields:
-                rows = [g.example for g, _ in pairs]
-                column_makers.setdefault(name, partial(_column_values, rows, name))
-            makers["columns"] = lambda: {c: make() for c, make in column_makers.items()}
+        makers |= self._column_makers(pairs, parameter_names)
         if parameter_names is not None:
             alias = {"completion_ids"} if "completions_ids" in parameter_names else set()
             needed = parameter_names | alias
@@ -192,6 +181,23 @@ class CompletionTable:
         if parameter_names is not None:
             arguments = {n: v for n, v in arguments.items() if n in parameter_names}
         return arguments, log
+
+    def _column_makers(
+        self, pairs: Sequence[tuple[Group, Rollout]], parameter_names: frozenset[str] | None
+    ) -> dict[str, Callable[[], object]]:
+        rows = [group.example for group, _ in pairs]
+        returned_rows = [rollout.columns or {} for _, rollout in pairs]  # with its rollouts
+        makers: dict[str, Callable[[], object]] = {}
+        makers |= {c: partial(_column_values, rows, c) for c in self.columns}
+        shown = {c: partial(_shown_images, pairs, c) for c in self.image_columns}
+        returned = dict.fromkeys(c for row in returned_rows for c in row)
+        makers |= shown | {c: partial(_column_values, returned_rows, c) for c in returned}
+        if parameter_names is not None and "columns" in parameter_names:
+            inside = {c: makers[c] for c in (*self.columns, *returned)}
+            for name in self.fields:
+                inside.setdefault(name, partial(_column_values, rows, name))
+            makers["columns"] = lambda: {c: make() for c, make in inside.items()}
+        return makers
 
     def _completion_value(self, rollout: Rollout) -> Completion:
         if rollout.turns is not None:
