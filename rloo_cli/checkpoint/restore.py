@@ -17,9 +17,8 @@ from rloo_cli.checkpoint.save import (
     RNG_FILE,
     ROLLOUTS_FILE,
 )
-from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig, TrainConfig
-from rloo_cli.config.user_code import tool_fingerprints
+from rloo_cli.config.user_code import code_files, code_fingerprints
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.generation.common.ahead import AheadSampler
@@ -182,7 +181,7 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
         state="training",
         began=attempt,
         fingerprint=run.prompts.fingerprint,
-        tool_files=tool_fingerprints(run.config),
+        code_files=code_fingerprints(run.config),
         teacher=None if run.teacher is None else run.teacher.model,
         prompts=len(run.prompts),
         checkpoint=checkpoint.name if checkpoint else None,
@@ -214,23 +213,31 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig
         raise DataError(Problem(what, f"data.path, {resume_plan.checkpoint}", why, fix))
 
 
-def check_same_tools(resume_plan: ResumePlan, config: RunConfig) -> None:
-    """Raises ConfigError when a file of tools or environments is not as it was at the checkpoint.
+def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
+    """Lines about files of the user's that are not as they were at the checkpoint.
 
-    Checkpoints of older versions do not say.
+    They are rewards, algorithms, maps, filters, tools, optimizers, schedulers, callbacks and chat
+    templates. Checkpoints of older versions know the tools' alone.
+
+    Raises ConfigError with them, unless `resume_allow_changes`.
     """
-    if resume_plan.checkpoint is None or config.resume_allow_changes:
-        return
-    before = manifest.read_trainer_state(resume_plan.checkpoint).get("tool_files", {})
-    agent, now = agent_config(config), tool_fingerprints(config)
-    for key, digest in now.items():
-        if agent is None or before.get(key, digest) == digest:
+    if resume_plan.checkpoint is None:
+        return []
+    state = manifest.read_trainer_state(resume_plan.checkpoint)
+    before: dict[str, str] = state.get("code_files") or state.get("tool_files") or {}
+    files, problems = code_files(config), []
+    for key, digest in code_fingerprints(config).items():
+        if before.get(key, digest) == digest:
             continue
-        spec = agent.code_specs()[key]
-        what = f"{spec.rpartition(':')[0]} changed since the checkpoint: a tool would do otherwise"
+        spec = files[key]
+        name = spec if Path(spec).is_file() else spec.rpartition(":")[0]
+        what = f"{name} changed since the checkpoint: it would not be the same run"
         why = f"{key} = {spec}: sha256 {digest}; it was {before[key]}"
         fix = "the file as it was, or resume_allow_changes=true (it is recorded)"
-        raise ConfigError(Problem(what, f"{key}, {resume_plan.checkpoint}", why, fix))
+        problems.append(Problem(what, f"{key}, {resume_plan.checkpoint}", why, fix))
+    if problems and not config.resume_allow_changes:
+        raise ConfigError(*problems)
+    return [f"changed since the checkpoint: {problem.why}" for problem in problems]
 
 
 def check_same_teacher(resume_plan: ResumePlan, model: str, config: RunConfig) -> None:

@@ -230,8 +230,8 @@ def _trainer_state(run: Run, state: CollectedState) -> JsonObject:
         # As the user wrote it: `auto` may resolve to another value on another machine.
         "config": read_run_config(run.folder) or check.dump_config(run.config),
         "fingerprint": run.prompts.fingerprint,
-        # As they were when this attempt began, and its tools were imported.
-        "tool_files": read_json(run.folder / "run.json").get("tool_files", {}),
+        # As they were when this attempt began, and its code was imported.
+        "code_files": read_json(run.folder / "run.json").get("code_files", {}),
         "teacher": None if run.teacher is None else run.teacher.model,
         "steps": run.num_steps,
         "optimizer": state.optimizer_metadata,

@@ -19,6 +19,7 @@ from rloo_cli.compat.migrate.tables import LAYER_ARGUMENTS, PEFT_CONFIGS
 from rloo_cli.compat.trl_settings import GRPOConfig, RLOOConfig, TRLConfig
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.rules_lora import PEFT_ORIGIN
+from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.reporting.events import Events
 from rloo_cli.reporting.metrics_lines import read_metrics_lines
 from rloo_cli.utils.environment import environment_number
@@ -215,7 +216,7 @@ class InputFolder:
             return data
         if not isinstance(data, Dataset):
             rows = list(itertools.islice(iter(data), _rows_needed(data, settings)))
-            data = Dataset.from_list(rows)
+            data = dataset_of_rows(rows)
         path = self.folder / name
         data.save_to_disk(str(path))
         return str(path)

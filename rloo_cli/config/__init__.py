@@ -4,6 +4,7 @@ accelerate_file  what a file of `accelerate config` comes to
 adapters      keys of LoRA, peft's other kinds and quantised weights
 agent         keys and checks of every kind of agent
 check         validate, freeze, write and hash a config
+column_names  the column or nested field that a key names
 compose       Hydra: overrides and groups to one plain dictionary
 debug         what +debug replaces
 escapes       escapes in values of the command line

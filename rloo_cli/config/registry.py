@@ -163,7 +163,12 @@ def load_code(spec: str) -> Any:
 def code_fingerprint(spec: str) -> str:
     """First 12 hex digits of a user file's SHA-256, printed where its code is used."""
     where = code_file(spec)
-    return "-" if where is None else hashlib.sha256(where.read_bytes()).hexdigest()[:12]
+    return "-" if where is None else file_fingerprint(where)
+
+
+def file_fingerprint(path: Path | str) -> str:
+    """First 12 hex digits of a file's SHA-256."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
 def code_file(spec: str) -> Path | None:

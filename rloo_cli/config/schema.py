@@ -205,7 +205,13 @@ class DatasetConfig(Frozen):
         " environment's reset returns is all of the first turn"
     )
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
-    columns: dict[str, str] = key("Renames columns: {old: new}")
+    columns: dict[str, str] = key("Renames columns, or nested fields: {old: new, a.b: new}")
+    types: dict[str, Literal["str", "int", "float", "bool"]] = key(
+        "Converts columns, after their renaming: {column: int}; {} = as in the file, where every"
+        " cell of a CSV file is text",
+        since="0.2",
+        before={},
+    )
     system: str | None = key("System message put before every conversational prompt")
     chat: bool = key(
         "A prompt that is a string becomes a user's message", since="0.2", before=False

@@ -36,7 +36,7 @@ def training_data(run: RunConfig, section: str) -> DataConfig:
     values: JsonObject = settings.model_dump(exclude_none=True)
     if settings.path is not None:
         plain = dict.fromkeys(("name", "revision", "max_samples", "mixture", "filter", "map"))
-        values = plain | {"columns": {}, "streaming": False} | values
+        values = plain | {"columns": {}, "types": {}, "streaming": False} | values
     # Longer examples are left out, whatever data.overlong does to prompts: a cut prompt would be
     # trained on as if it were whole.
     limits = {"eval_split": settings.eval_split, "overlong": "filter"}

@@ -1,11 +1,13 @@
 """Templates of prompts and of questions: `{name}` is filled in, `{{` and `}}` are braces.
 
-Nothing else is filled in: a conversion (`{name!r}`) or a format (`{name:>5}`) is refused.
+A name with a dot is a nested field (column_names.py). Nothing else is filled in: a conversion
+(`{name!r}`) or a format (`{name:>5}`) is refused.
 """
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
 
+from rloo_cli.config.column_names import field_value
 from rloo_cli.utils.errors import Problem
 
 
@@ -20,7 +22,9 @@ def fill_template(template: str, values: Mapping[str, object]) -> str:
     Raises ValueError for a template that cannot be read, KeyError for a name without a value.
     """
     parts = split_template(template)
-    return "".join(text + ("" if name is None else str(values[name])) for text, name in parts)
+    return "".join(
+        text + ("" if name is None else str(field_value(values, name))) for text, name in parts
+    )
 
 
 def split_template(template: str) -> Iterator[tuple[str, str | None]]:
@@ -34,7 +38,8 @@ def split_template(template: str) -> Iterator[tuple[str, str | None]]:
 
 def _named_parts(template: str) -> Iterator[tuple[str, str | None]]:
     for text, name in split_template(template):
-        if name is not None and not name.isidentifier():
+        parts = [] if name is None else name.split(".")
+        if not all(part.isidentifier() and not part.startswith("__") for part in parts):
             raise ValueError(f"{{{name}}} is not the name of a column")
         yield text, name
 

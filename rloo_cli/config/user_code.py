@@ -14,7 +14,6 @@ from typing import cast
 
 import rloo_cli
 from rloo_cli.config import registry, rules
-from rloo_cli.config.agent import agent_config, uses_tools
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -128,12 +127,33 @@ def user_code_notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def tool_fingerprints(config: RunConfig) -> dict[str, str]:
-    """Key -> hash of the file of every tool and environment of a run. Imports none of them.
+def code_files(config: RunConfig) -> dict[str, str]:
+    """Key -> `file.py:name` or file of all that a run trains with and that is the user's own.
+
+    Evaluations' own code is left out: it may change in the middle of a run.
+    """
+    codes = {f"reward.{n}.path": getattr(e, "path", "") for n, e in config.rewards.items()
+             if e.type == "function"}  # fmt: skip
+    specs = rules.user_code_specs(config).items()
+    codes |= {key: spec for key, spec in specs if not key.startswith("eval.")}
+    codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
+    codes |= {f"logging.events[{spec}]": spec for spec in config.logging.events}
+    codes = {key: spec for key, spec in codes.items() if ":" in spec}
+    if registry.is_user_file("algorithms", config.algorithm.name):
+        codes["algorithm.name"] = f"{config.algorithm.name}:Config"
+    template = config.model.chat_template
+    return codes | ({"model.chat_template": template} if template is not None else {})
+
+
+def code_fingerprints(config: RunConfig) -> dict[str, str]:
+    """Key -> hash of the file of everything in `code_files`. Imports none of them.
 
     A file that comes with rloo, or cannot be found, has the hash "-".
     """
-    agent = agent_config(config)
-    if agent is None or not uses_tools(config):
-        return {}
-    return {key: registry.code_fingerprint(spec) for key, spec in agent.code_specs().items()}
+    return {key: _file_fingerprint(spec) for key, spec in code_files(config).items()}
+
+
+def _file_fingerprint(spec: str) -> str:
+    if os.path.isfile(spec):
+        return registry.file_fingerprint(spec)
+    return registry.code_fingerprint(spec) if ":" in spec else "-"

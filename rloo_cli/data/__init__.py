@@ -2,19 +2,22 @@
 
 batch           rollouts, groups and the batch of a step
 bin_packing     which completions share a forward pass
+csv_files       rows of CSV files, every cell as text
 dataset         find and open a data set's split, check its columns
 episode_media   the images of an episode's row
+exact_values    tables that keep the values of rows as they were written
 filters         which examples are used: data.filter, data.streaming
 image_prompts   which images belong to which prompt
 image_rules     what a run with images cannot do
 images          opens images, and finds bad ones
-json_files      files of JSON that would end the process, or cannot be read
+json_files      rows of JSON files, as they are written
 mapping         data.map: a user's function that changes each example
 media           the images of a prompt, as a forward pass needs them
 mixture         several sources as one split: data.mixture
 order           the order in which prompts are sampled
 pass_results    what forward passes computed, for every rank's groups
 packing         lay groups out for a forward pass, and store what comes back
+prompt_ends     warns of prompts that end with an end of text, or with the answer
 prompts         renders and tokenises the prompts of a split
 rollout_files   the files of recorded rollouts: where they are, what their heads say
 rollout_record  writes and reads the whole batch of a step
@@ -24,6 +27,7 @@ segments        sums over segments, log-probabilities of targets
 splits          the split that a run trains on, and its held-out sets
 synthetic/      data and models that the project makes itself: make:NAME
 tasks           procedural tasks of reasoning-gym: reasoning_gym:NAME
+value_types     converts columns: data.types, NaN, an index of pandas
 virtual_time    the order of groups that no clock decides, and micro-batches filled in it
 vision_processor  images and text to token ids and tensors
 web_files       reads a URL that a data set names, from the open network alone

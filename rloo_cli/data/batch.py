@@ -11,8 +11,9 @@ KL, entropy, value, advantage, length) is of the tokens that the policy sampled,
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.utils.files import JsonObject
@@ -24,6 +25,19 @@ if TYPE_CHECKING:
 
 Prompt = str | list[JsonObject]
 Value = TypeVar("Value")
+CONSTANTS = {str, int, float, bool, bytes, type(None)}  # types that nothing can change in place
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a row's value, or of an argument, that shares nothing that can be changed."""
+    if type(value) in CONSTANTS:
+        return value
+    if isinstance(value, list):
+        constant = {*map(type, value)} <= CONSTANTS  # token ids: one pass in C
+        return value.copy() if constant else [copy_value(one) for one in value]
+    if isinstance(value, dict):
+        return {name: copy_value(one) for name, one in value.items()}
+    return copy.deepcopy(value)
 
 
 @dataclass

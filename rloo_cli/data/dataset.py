@@ -6,17 +6,21 @@ loaded. `prompts` turns the examples into token ids.
 
 import ast
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
-from rloo_cli.data import filters, mapping, tasks
-from rloo_cli.data.json_files import JSON_ENDINGS, refuse_broken_json, refuse_unreadable_json
+from rloo_cli.data import filters, mapping, tasks, value_types
+from rloo_cli.data.csv_files import csv_rows
+from rloo_cli.data.exact_values import dataset_of_rows, join_datasets, register_json_text
+from rloo_cli.data.json_files import JSON_ENDINGS, json_rows
 from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
-READERS = dict.fromkeys(JSON_ENDINGS, "json") | {".csv": "csv", ".parquet": "parquet"}
+ROW_READERS = dict.fromkeys(JSON_ENDINGS, json_rows) | {".csv": csv_rows}
+READERS = (*ROW_READERS, ".parquet")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class OpenedSplit:
 
     dataset: "Dataset"
     filtered_out: int  # by data.filter
+    notes: tuple[str, ...] = ()  # for the log: what was converted while it was read
 
     @property
     def column_names(self) -> list[str]:
@@ -51,28 +57,54 @@ def open_split(config: DataConfig, split: str) -> OpenedSplit:
     Raises DataError (no such split or column, no examples) and MachineError (it was not found).
     """
     if config.streaming:
-        with _dataset_errors(config, split):
-            examples = _rename_example_columns(_open(config, split), config.columns)
-            assert config.max_samples is not None  # data_rules
-            if config.map is not None:
-                examples = mapping.map_examples(examples, config.map)
-            opened = OpenedSplit(
-                *filters.filter_stream(examples, config.filter, config.max_samples)
-            )
-        data = _check_prompts(opened.dataset, config, split)
-        return OpenedSplit(data, opened.filtered_out)
+        return _open_stream(config, split)
     with _dataset_errors(config, split):
         data = _open(config, split)
-        if len(data) and Path(config.path or "").suffix in (".json", ".jsonl"):
-            # Arrow takes any bytes for text: it would fail where a value is first looked at.
-            data.data.table.validate(full=True)
+        data, notes = value_types.clean_columns(data)
+    if not data.column_names:
+        raise _empty_data_error(config, split)
     data = _rename_columns(data, config.columns)
+    if config.types and len(data):
+        data = value_types.nested_columns(data, list(config.types))
+        data, converted = value_types.convert_columns(data, config.types)
+        notes += converted
     if config.map is not None and len(data):
         if config.filter is None and config.max_samples is not None:
             data = data.select(range(min(config.max_samples, len(data))))
         data = mapping.map_dataset(data, config.map)
     data = _check_prompts(data, config, split)
-    return OpenedSplit(*filters.filter_dataset(data, config.filter, config.max_samples))
+    kept, left_out = filters.filter_dataset(data, config.filter, config.max_samples)
+    return OpenedSplit(kept, left_out, (*_empty_cell_notes(config, kept), *notes))
+
+
+def _open_stream(config: DataConfig, split: str) -> OpenedSplit:
+    """The first `max_samples` examples that pass, read one by one."""
+    changed: Counter[str] = Counter()
+    with _dataset_errors(config, split):
+        examples = _rename_example_columns(_open(config, split), config.columns)
+        assert config.max_samples is not None  # data_rules
+        if config.types:
+            examples = (
+                value_types.convert_row(row, n, config.types, changed)
+                for n, row in enumerate(examples)
+            )
+        if config.map is not None:
+            examples = mapping.map_examples(examples, config.map)
+        kept, left_out = filters.filter_stream(examples, config.filter, config.max_samples)
+        kept, notes = value_types.clean_columns(kept)
+    data = _check_prompts(kept, config, split)
+    notes += value_types.conversion_notes(changed, config.types)
+    return OpenedSplit(data, left_out, (*_empty_cell_notes(config, data), *notes))
+
+
+def _empty_cell_notes(config: DataConfig, data: "Dataset") -> list[str]:
+    """A line that says how many cells of a CSV file were empty."""
+    if not str(config.path).endswith(".csv") or config.map is not None:
+        return []
+    names = [column for column in data.column_names if None in data[column]]
+    count = sum(value is None for column in names for value in data[column])
+    where = ", ".join(names)
+    return [f"{count} empty cells of {config.path} were read as None: {where}"] if count else []
 
 
 def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset":
@@ -81,8 +113,9 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset"
     TRL does the same: what the environment's reset returns is put at the end of that message.
     """
     column = config.prompts_in
-    if not len(data) and not data.column_names:
+    if not data.column_names:
         raise _empty_data_error(config, split)
+    data = value_types.nested_columns(data, [column])
     if config.prompt_column is None:
         if column in data.column_names:
             what, where = f"the data has a column {column!r}", "data.prompt_column"
@@ -111,6 +144,7 @@ def _empty_data_error(config: DataConfig, split: str) -> DataError:
 
 
 def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
+    data = value_types.nested_columns(data, list(new_names))
     _check_names(data.column_names, new_names)
     return data.rename_columns(new_names) if new_names else data
 
@@ -119,6 +153,9 @@ def _rename_example_columns(
     examples: Iterable[JsonObject], new_names: dict[str, str]
 ) -> Iterator[JsonObject]:
     for n, example in enumerate(examples):
+        fields = [name for name in new_names if name not in example]
+        known = [name for name in fields if column_of_field(example, name)]
+        example |= {name: field_or_none(example, name) for name in known}
         if not n:
             _check_names(list(example), new_names)
         yield {new_names.get(name, name): value for name, value in example.items()}
@@ -149,11 +186,12 @@ def prompt_like_columns(data: "Dataset") -> list[str]:
     return [c for c, v in first.items() if isinstance(v, str) or is_messages(v)]
 
 
-def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset":
+def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterator[JsonObject]":
     """Open a data set, with data.streaming an iterable one."""
     import datasets
 
     datasets.disable_progress_bars()
+    register_json_text()
     assert config.path is not None  # data_rules
     if config.path.startswith(synthetic.MAKE_PREFIX):
         return _open_synthetic(config.path, split)
@@ -168,18 +206,54 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset":
             raise DataError(Problem("data.streaming is set", "data.streaming", why, off))
         return _open_saved(datasets.load_from_disk(str(path)), split)
     if path.is_file():
-        kind = READERS.get(path.suffix)
-        if kind is None:
+        if path.suffix not in READERS:
             why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
             fix = "data.path=FILE.jsonl, with a JSON object in each line"
             raise DataError(Problem(f"{path} is not a data file", "data.path", why, fix))
-        if kind == "json":
-            refuse_unreadable_json(path)
+        if path.suffix in ROW_READERS:
+            return _open_row_files({"train": [str(path)]}, split, config.streaming)
         files = {"train": str(path)}
-        return datasets.load_dataset(kind, data_files=files, split=split, **streaming)
+        return datasets.load_dataset("parquet", data_files=files, split=split, **streaming)
+    if path.is_dir() and (files_of := _row_files(path, config.name)):
+        return _open_row_files(files_of, split, config.streaming)
     source = str(path) if path.is_dir() else config.path
     revision = config.revision
     return datasets.load_dataset(source, config.name, split=split, revision=revision, **streaming)
+
+
+def _row_files(folder: Path, name: str | None) -> dict[str, list[str]]:
+    """Split -> files of a folder of JSON or CSV files; {} where `datasets` has to read them."""
+    import datasets
+
+    builder: Any = datasets.load_dataset_builder(str(folder), name)
+    named = builder.config.data_files or {}
+    files = {str(split): list(map(str, paths)) for split, paths in named.items()}
+    known = all(Path(path).suffix in ROW_READERS for paths in files.values() for path in paths)
+    # The folder's README may say types, or how its files are to be read.
+    plain = builder.config.features is None and getattr(builder.config, "field", None) is None
+    plain = plain and getattr(builder.config, "sep", ",") == ","
+    return files if known and plain else {}
+
+
+def _open_row_files(
+    files: Mapping[str, list[str]], split: str, streaming: bool
+) -> "Dataset | Iterator[JsonObject]":
+    """The rows of a split of JSON or CSV files, with their values as they are written."""
+    from datasets import ReadInstruction
+
+    ReadInstruction.from_spec(split)
+    names = [split] if streaming else [_split_name(part).strip() for part in split.split("+")]
+    for name in names:
+        if name not in files:
+            raise ValueError(f'Unknown split "{name}". Should be one of {list(files)}.')
+    rows = {name: (row for path in files[name] for row in _file_rows(Path(path))) for name in names}
+    if streaming:
+        return rows[split]
+    return _select_examples({name: dataset_of_rows(rows[name]) for name in names}, split)
+
+
+def _file_rows(path: Path) -> Iterator[JsonObject]:
+    return ROW_READERS[path.suffix](path)
 
 
 @contextmanager
@@ -201,12 +275,10 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
             if Path(config.path).expanduser().is_file():
                 fix = "data.split=train, or a part of it such as data.split='train[-100:]'"
             raise DataError(Problem(what, "data.split", str(error), fix)) from None
-        refuse_broken_json(config.path)
         what = f"{config.path} cannot be read"
         fix = "correct data.path, or for a hub data set data.name and data.revision"
         raise DataError(Problem(what, "data.path", _short(error), fix)) from None
     except (OSError, exceptions.DatasetGenerationError) as error:
-        refuse_broken_json(config.path)
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
 
 
@@ -248,11 +320,11 @@ def _split_name(split: str) -> str:
 
 def _select_examples(splits: "Mapping[str, Dataset]", split: str) -> "Dataset":
     """The examples of a split such as `train[:80%]`. Raises ValueError."""
-    from datasets import ReadInstruction, concatenate_datasets
+    from datasets import ReadInstruction
 
     sizes = {name: len(data) for name, data in splits.items()}
     parts = ReadInstruction.from_spec(split).to_absolute(sizes)
-    return concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+    return join_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
 def _unreachable(name: str, path: Path, error: Exception) -> DataError | MachineError:

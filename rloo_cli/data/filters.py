@@ -9,8 +9,11 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
+from rloo_cli.data.batch import copy_value
+from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -50,9 +53,8 @@ def filter_stream(
 
     Raises as `filter_dataset`.
     """
-    from datasets import Dataset
-
-    kept, left_out = [], 0
+    kept: list[ExampleDict] = []
+    left_out = 0
     passes: Predicate | None = None
     for n, example in enumerate(examples):
         if row_filter is not None:
@@ -66,13 +68,13 @@ def filter_stream(
     if left_out and not kept:
         assert row_filter is not None
         raise _nothing_passes_error(row_filter, left_out)
-    return Dataset.from_list(kept), left_out
+    return dataset_of_rows(kept), left_out
 
 
 def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
     if isinstance(row_filter, str):
         return _load_predicate(row_filter)
-    unknown = [c for c in row_filter if c not in columns]
+    unknown = [c for c in row_filter if column_of_field(columns, c) is None]
     if unknown:
         close = nearest_names(unknown[0], columns)
         what = f"data.filter names {unknown[0]!r}, which is not a column"
@@ -82,9 +84,9 @@ def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
 
 
 def matches_columns(example: ExampleDict, column_values: JsonObject) -> bool:
-    """Whether every column in `column_values` has its value, or one of its list."""
+    """Whether every column or nested field has its value in `column_values`, or one of its list."""
     lists = {c: v if isinstance(v, list) else [v] for c, v in column_values.items()}
-    return all(_among(example.get(c), values) for c, values in lists.items())
+    return all(_among(field_or_none(example, c), values) for c, values in lists.items())
 
 
 def _among(value: object, values: list[object]) -> bool:
@@ -98,7 +100,7 @@ def _load_predicate(spec: str) -> Predicate:
     def passes(number: int, example: ExampleDict) -> bool:
         try:
             with contextlib.chdir(os.getcwd()):  # relative paths of the run begin where it began
-                passed = code(example)
+                passed = code(copy_value(example))
         except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
             what = f"data.filter failed at row {number}"
             why = f"{format_user_frames(error)}{exception_text(error)}"
@@ -115,4 +117,6 @@ def _load_predicate(spec: str) -> Predicate:
 
 def _nothing_passes_error(row_filter: Filter, num_examples: int) -> DataError:
     what = f"data.filter leaves none of {num_examples} rows"
-    return DataError(Problem(what, "data.filter", f"the filter: {row_filter}", "data.filter=null"))
+    more = "values of a CSV file are text; data.types={column: int} makes numbers of them"
+    why = f"the filter: {row_filter}"
+    return DataError(Problem(what, "data.filter", why, "data.filter=null", more))

@@ -1,95 +1,125 @@
-"""Files of JSON that would end the process, or that cannot be read: refused with the line.
+"""Reads the rows of JSON files, with the values as they are written.
 
-Arrow, which reads them, dies of a segmentation fault where the first row is `null`, or where a row
-is nested some thousand levels deep: nothing in Python hears of that.
+Arrow and pandas, which `datasets` reads them with, take the text "2024-01-15" for a date and the
+number 1 beside 2.5 for 1.0, and end the process at a row that is `null`.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
 JSON_ENDINGS = (".jsonl", ".json")
-DEEP = 500  # brackets of a line from which on its depth is looked at: Python reads some 990 levels
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # of UTF-16; whole pairs are characters
 
 
-def refuse_unreadable_json(path: Path) -> None:
-    """Raise DataError for a file with a row that is `null`, or nested too deep for Arrow.
+def json_rows(path: Path) -> Iterator[JsonObject]:
+    """The rows of a file of JSON: an object a line, or one array of them.
 
-    Reads the file's bytes once; a line is parsed only where it has more than `DEEP` brackets.
+    A file .json may also be one object, or one of lists: {column: [values]}. An array of strings
+    has one column, `text`.
+
+    Raises DataError with the line for what is not JSON, not UTF-8, not an object or nested too
+    deep (Python reads some 990 levels).
     """
-    for number, line in _lines_with_text(path):
-        if number == 1 and line.startswith(b"["):
-            return _refuse_array(path)
-        if line.startswith(b"null") and (number == 1 or path.suffix == ".jsonl"):
-            why = 'a row is an object, as in {"prompt": "..."}, found null'
-            fix = "take the line out, or write an object there"
-            raise DataError(_row_problem(path, number, "is not a JSON object", why, fix))
-        if line.count(b"{") + line.count(b"[") > DEEP:
-            try:
-                json.loads(line)
-            except RecursionError:
-                raise DataError(_too_deep_problem(path, number)) from None
-            except ValueError:
-                continue  # told when it is read
-
-
-def _refuse_array(path: Path) -> None:
-    """As above, for a file that is one array: `datasets` hands its elements to Arrow as lines."""
-    try:
-        rows = json.loads(path.read_bytes())
-    except RecursionError:
-        raise DataError(_too_deep_problem(path, 1)) from None
-    except ValueError:
-        return  # told when it is read
-    if isinstance(rows, list) and None in rows:
-        why = f'a row is an object, as in {{"prompt": "..."}}; element {rows.index(None)} is null'
-        what, fix = "has an element that is no JSON object", "take that element out"
-        raise DataError(_row_problem(path, 1, what, why, fix))
-
-
-def _lines_with_text(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line that is not blank; the first that is not counts as 1."""
     with path.open("rb") as file:
-        seen = False
+        for line in file:
+            text = line.removeprefix(BYTE_ORDER_MARK).strip()
+            if not text:
+                continue
+            if text.startswith(b"[") or (path.suffix == ".json" and not _is_json(text)):
+                yield from _rows_of_whole_file(path)
+                return
+            break
+        file.seek(0)
         for number, line in enumerate(file, 1):
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+            text = line.removeprefix(BYTE_ORDER_MARK).strip()
             if text:
-                yield (number if seen else 1), text
-                seen = True
+                yield _as_row(path, number, _parse_json(path, number, text))
 
 
-def _too_deep_problem(path: Path, number: int) -> Problem:
-    why, fix = "Python and Arrow read a few hundred levels", "take that row out, or make it flatter"
-    return _row_problem(path, number, "is nested too deep", why, fix)
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def _rows_of_whole_file(path: Path) -> Iterator[JsonObject]:
+    value = _parse_json(path, 1, path.read_bytes().removeprefix(BYTE_ORDER_MARK))
+    rows = value if isinstance(value, list) else [value]
+    if isinstance(value, dict):
+        lists = list(value.values())
+        if lists and all(isinstance(v, list) and len(v) == len(lists[0]) for v in lists):
+            rows = [dict(zip(value, row, strict=True)) for row in zip(*lists, strict=True)]
+    for number, row in enumerate(rows):
+        if row is None:
+            why = f'a row is an object, as in {{"prompt": "..."}}; element {number} is null'
+            what, fix = "has an element that is not a JSON object", "take that element out"
+            raise DataError(_row_problem(path, 1, what, why, fix))
+        yield {"text": row} if isinstance(row, str) else _as_row(path, 1, row)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise KeyError(next(name for name in names if names.count(name) > 1))
+    return made
+
+
+def _as_row(path: Path, number: int, value: object) -> JsonObject:
+    if isinstance(value, dict):
+        return value
+    why = f'a row is an object, as in {{"prompt": "..."}}, found {json.dumps(value):.80}'
+    fix = "take the line out, or write an object there"
+    raise DataError(_row_problem(path, number, "is not a JSON object", why, fix))
+
+
+def _parse_json(path: Path, number: int, data: bytes) -> object:
+    """The value of a line, or of the whole file, whose first line has this number."""
+    what = f"{path} cannot be read"
+    try:
+        text = data.decode("utf-8")
+        value: object = json.loads(text, object_pairs_hook=_unique_keys)
+        if HALF_OF_A_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        line = number + data.count(b"\n", 0, error.start)
+        start = data.rfind(b"\n", 0, error.start) + 1
+        shown = repr(data[start:].partition(b"\n")[0][:80])
+        byte = f"byte {error.start - start + 1} of line {line} is 0x{data[error.start]:02x}"
+        why = f"it is not UTF-8: {byte}, in {shown}"
+        fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
+        where = f"data.path, {path}:{line}"
+        raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
+    except json.JSONDecodeError as error:
+        line = number + error.lineno - 1
+        shown = repr(text.split("\n")[error.lineno - 1].strip()[:80])
+        why = f"{error.msg} at column {error.colno}: {shown}"
+        fix = f"write line {line} as one whole JSON object"
+        where = f"data.path, {path}:{line}"
+        raise DataError(Problem(f"{what}: line {line} is not JSON", where, why, fix)) from None
+    except UnicodeEncodeError as error:
+        why = f"it has {error.object[error.start]!a}, half of a pair: no text can hold it"
+        fix = "write the whole pair there, or the character itself"
+        raise DataError(_row_problem(path, number, "is not text", why, fix)) from None
+    except KeyError as error:
+        why, fix = "only one of the two could be used", "take one of them out"
+        what = f"has the key {error.args[0]!r} twice in one object"
+        raise DataError(_row_problem(path, number, what, why, fix)) from None
+    except RecursionError:
+        why, fix = "Python reads some 990 levels", "take that row out, or make it flatter"
+        raise DataError(_row_problem(path, number, "is nested too deep", why, fix)) from None
+    return value
 
 
 def _row_problem(path: Path, number: int, what: str, why: str, fix: str) -> Problem:
     return Problem(f"{path}: line {number} {what}", f"data.path, {path}:{number}", why, fix)
-
-
-def refuse_broken_json(name: str) -> None:
-    """Raise DataError with the line of a JSON file that is not UTF-8, or not JSON."""
-    path = Path(name).expanduser()
-    if not path.is_file() or path.suffix not in JSON_ENDINGS:
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            where, what = f"data.path, {path}:{number}", f"{path} cannot be read"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if path.suffix == ".jsonl" and text.strip():
-                    json.loads(text)
-            except UnicodeDecodeError as error:
-                byte = f"byte {error.start + 1} of line {number} is 0x{line[error.start]:02x}"
-                why = f"it is not UTF-8: {byte}, in {line[:80]!r}"
-                fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
-                raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
-            except json.JSONDecodeError as error:
-                why = f"{error.msg} at column {error.colno}: {text.strip()[:80]!r}"
-                fix = f"write line {number} as one whole JSON object"
-                problem = Problem(f"{what}: line {number} is not JSON", where, why, fix)
-                raise DataError(problem) from None
-            except RecursionError:
-                return

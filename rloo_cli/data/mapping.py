@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
+from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.data.filters import ExampleDict
 from rloo_cli.utils.errors import DataError, Problem
 
@@ -29,11 +30,9 @@ def map_dataset(data: "Dataset", spec: str) -> "Dataset":
 
     Raises as `map_examples`; DataError for results with different columns.
     """
-    from datasets import Dataset
-
     examples = list(map_examples(data, spec))
     try:
-        return Dataset.from_list(examples)
+        return dataset_of_rows(examples)
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         what = "data.map returned rows that make no table"
@@ -59,4 +58,4 @@ def _map_example(
         forgot = " (is a return missing?)" if returned is None else ""
         why = f"it returned {returned!r:.80}{forgot}"
         raise DataError(Problem(what, where, why, "return the row: a dict of columns"))
-    return returned
+    return dict(returned)  # a function may return one dict for all rows

@@ -78,7 +78,26 @@ def join_prompts(
         media=[x for p in all_of for x in p.media or [None] * len(p)]
         if any(p.media for p in all_of) else [],
         bad_images=sum(p.bad_images for p in all_of),
+        value_notes=(*(n for p in all_of for n in p.value_notes), *_type_notes(prompts_by_source)),
     )  # fmt: skip
+
+
+def _type_notes(prompts_by_source: Mapping[str, Prompts]) -> list[str]:
+    """A line for each column whose values have other types in one source than in another."""
+    types: dict[str, dict[str, str]] = {}  # column -> source -> its types
+    for name, part in prompts_by_source.items():
+        columns = dict.fromkeys(c for example in part.examples[:1] for c in example)
+        for column in columns:
+            kinds = {type(example.get(column)).__name__ for example in part.examples}
+            if shown := " or ".join(sorted(kinds - {"NoneType"})):
+                types.setdefault(column, {})[name] = shown
+    return [
+        f"column {column} has other types in the sources: "
+        f"{', '.join(f'{kind} in {name}' for name, kind in by_source.items())}"
+        " (data.types converts)"
+        for column, by_source in types.items()
+        if len({*by_source.values()}) > 1
+    ]
 
 
 def mixture_notes(mixture: Sequence[Source]) -> list[str]:

@@ -15,6 +15,8 @@ from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import image_prompts, order
 from rloo_cli.data.batch import Group, Prompt
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
+from rloo_cli.data.exact_values import rows_of_dataset
+from rloo_cli.data.prompt_ends import prompt_warnings
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -47,6 +49,7 @@ class Prompts:
     overlong_examples: list[int] = field(default_factory=list)  # numbers of those it left out
     length_limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
     filtered_out: int = 0  # examples that data.filter left out, which have no number
+    value_notes: tuple[str, ...] = ()  # what was converted, and what looks wrong in the prompts
     mixture: tuple[order.Source, ...] = ()  # the sources of data.mixture
     media: "list[Media | None]" = field(default_factory=list)  # of each prompt; [] = no images
     bad_images: int = 0  # examples that data.on_bad_image left out, which have no number
@@ -119,6 +122,7 @@ def tokenize_prompts(
     found = _apply_overlong(
         prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
     )
+    found.value_notes = tuple(prompt_warnings(prompts, ids, examples, tokenizer, conversational))
     if images is not None:
         _add_images(found, images)
     return found
@@ -170,7 +174,7 @@ def render_prompts(
     _refuse_idle_keys(conversational, config)
     hidden = (config.prompts_in, *NOT_FOR_REWARDS, image_prompts.image_column(data, config))
     others = [c for c in data.column_names if c not in hidden]
-    examples = data.select_columns(others).to_list() if others else [{} for _ in values]
+    examples = rows_of_dataset(data.select_columns(others)) if others else [{} for _ in values]
     prompts: list[Prompt] = [_render(v, e, config) for v, e in zip(values, examples, strict=True)]
     return prompts, examples, conversational or config.chat
 

@@ -107,6 +107,7 @@ def tokenize_splits(
                 headroom, tools_of, load_vision,
             )  # fmt: skip
             prompts[name].filtered_out = opened[name].filtered_out
+            prompts[name].value_notes = (*opened[name].notes, *prompts[name].value_notes)
     parts = mixture_entries(prompts)
     if parts:
         mixed = mixture.join_prompts(parts, config.data.mixture_weights, config.seed)
@@ -145,6 +146,7 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
     where = "" if name is None else f" of {name or 'those held out'}"
     if prompts.bad_images:
         notes.append(f"{prompts.bad_images} rows{where} were left out (data.on_bad_image)")
+    notes += prompts.value_notes
     if prompts.filtered_out:
         notes.append(f"{prompts.filtered_out} rows{where} were left out (data.filter)")
     for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):

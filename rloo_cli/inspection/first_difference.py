@@ -80,6 +80,11 @@ def find_first_difference(first: Path, second: Path, tolerance: float = 0.0) -> 
     if fingerprints[0] != fingerprints[1]:
         one, other = fingerprints
         result.causes.append(RunDifference("data (fingerprint)", one, other))
+    files = [run.run_metadata.get("code_files") or {} for run in runs]
+    for key in {**files[0], **files[1]}:
+        if files[0].get(key, "-") != files[1].get(key, "-"):
+            one, other = (str(by_key.get(key, "-")) for by_key in files)
+            result.causes.append(RunDifference(f"{key} (file)", one, other))
     walk = _StepWalk(runs, tolerance)
     result.parting = next(walk.differences(), None)
     result.steps_compared = walk.steps_compared

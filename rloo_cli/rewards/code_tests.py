@@ -29,7 +29,7 @@ from typing import Literal
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, key
 from rloo_cli.rewards.common import sandbox
 from rloo_cli.rewards.common.sandbox import SandboxLimits
-from rloo_cli.rewards.common.text import Columns, Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -165,7 +165,7 @@ def _sandbox_limits(config: Config) -> SandboxLimits:
 
 def _tests_of_completion(columns: Columns, index: int, config: Config) -> list[CodeTest] | None:
     value = columns[config.column][index]
-    if value is None:
+    if not isinstance(value, list | tuple | dict) and not gold_texts(value):
         return None
     setup = columns[config.setup][index] if config.setup else None
     name = columns[config.entry_point][index] if config.entry_point else None
@@ -189,7 +189,8 @@ def parse_tests(value: object, prefix: str = "", suffix: str = "") -> list[CodeT
                 return parse_tests(json.loads(value), prefix, suffix)
             except json.JSONDecodeError:
                 pass  # Python may begin with a bracket too
-        return [_assert_test(prefix + value + suffix)]
+        # Python without a statement passes whatever the code does.
+        return [_assert_test(prefix + value + suffix)] if value.strip() else []
     if isinstance(value, dict):
         return _io_tests(value, prefix)
     if isinstance(value, list | tuple):

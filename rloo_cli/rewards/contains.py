@@ -1,13 +1,13 @@
 """Share of the wanted strings that the completion contains: 0 to 1.
 
-The column holds one string or a list of them; None or an empty list: the reward does not apply.
+The column holds one string or a list of them. Without any that is more than white space the reward
+does not apply (None).
 """
 
-from collections.abc import Iterable
 from typing import Literal
 
 from rloo_cli.config.schema import RewardConfig, key
-from rloo_cli.rewards.common.text import Columns, Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
 
 
 class Config(RewardConfig):
@@ -31,10 +31,8 @@ def score(completions: list[Completion], columns: Columns, config: Config) -> li
     return [_contained_share(text, wanted, config.ignore_case) for text, wanted in pairs]
 
 
-def _contained_share(
-    text: str, wanted_strings: str | Iterable[str] | None, ignore_case: bool
-) -> float | None:
-    strings = [wanted_strings] if isinstance(wanted_strings, str) else list(wanted_strings or [])
+def _contained_share(text: str, wanted_strings: object, ignore_case: bool) -> float | None:
+    strings = gold_texts(wanted_strings)
     if ignore_case:
         text, strings = text.lower(), [s.lower() for s in strings]
     return sum(s in text for s in strings) / len(strings) if strings else None

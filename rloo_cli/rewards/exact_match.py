@@ -1,6 +1,7 @@
 """1.0 if the answer is, as a string, one of the gold answers, else 0.0.
 
-The column holds one gold answer or a list of accepted ones; None where none of them can be read.
+The column holds one gold answer or a list of accepted ones; None where none of them can be read, or
+all are white space.
 White space around answers does not count. A completion without an answer to extract (no \\boxed{},
 no number) gets 0.0. A number may be .5, 1/2, 1e5, 1,234 or 1 234; it is compared as it is written,
 except for the marks between thousands, the kind of minus, and the 0 before the point.
@@ -15,6 +16,7 @@ from rloo_cli.rewards.common.text import (
     Completion,
     ExtractMethod,
     extract_answer,
+    gold_texts,
     texts,
 )
 
@@ -50,16 +52,12 @@ def score(completions: list[Completion], columns: Columns, config: Config) -> li
 
 
 def _matches_gold(answer: str | None, gold: object, config: Config) -> float | None:
-    if gold is None:
-        return None
-    if answer is None:
-        return 0.0
-    golds = gold if isinstance(gold, list | tuple) else [gold]
-    right = [r for g in golds if (r := extract_answer(str(g), config.gold_extract)) is not None]
-    if golds and not right:
+    found = [extract_answer(text, config.gold_extract) for text in gold_texts(gold)]
+    normalized = [_normalize_answer(text, config) for text in found if text is not None]
+    accepted = [text for text in normalized if text]  # \boxed{} holds no answer
+    if not accepted:
         return None  # as accuracy does with a gold answer that it cannot read
-    accepted = [_normalize_answer(g, config) for g in right]
-    return float(_normalize_answer(answer, config) in accepted)
+    return float(answer is not None and _normalize_answer(answer, config) in accepted)
 
 
 def _normalize_answer(answer: str, config: Config) -> str:

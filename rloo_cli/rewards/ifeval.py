@@ -10,7 +10,7 @@ from typing import Literal
 
 from rloo_cli.config.schema import RewardConfig, key
 from rloo_cli.rewards.common import instructions
-from rloo_cli.rewards.common.text import Columns, Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -35,9 +35,11 @@ def score(completions: list[Completion], columns: Columns, config: Config) -> li
 
 
 def _followed_share(text: str, names: object, given: object, config: Config) -> float | None:
-    if not names:
+    if not gold_texts(names):
         return None
     named, arguments = _instructions(names, given, config)
+    if not named:
+        return None
     followed = [
         instructions.is_followed(name, text, values)
         for name, values in zip(named, arguments, strict=True)

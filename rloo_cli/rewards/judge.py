@@ -3,8 +3,9 @@
 It is asked behind an OpenAI-compatible address (a vLLM server, or a service), once for each
 completion, with `template` as the question. The last match of `pattern` in its answer is the
 number. An answer without a number, or with one outside of `minimum` to `maximum`, is a failure: the
-model is asked again (`retries`), and the score is never taken for zero. The samples hold its
-answers as `judge_said`.
+model is asked again (`retries`), and the score is never taken for zero. It is not asked, and the
+reward does not apply (None), where a column of `template` is empty. The samples hold its answers as
+`judge_said`.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from rloo_cli.config.schema import RewardConfig, key
 from rloo_cli.data.batch import Prompt
 from rloo_cli.rewards.common import chat_client, http_client
 from rloo_cli.rewards.common.http_client import JsonClient
-from rloo_cli.rewards.common.text import Columns, Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
 from rloo_cli.utils.errors import Problem
 
 JUDGE_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
@@ -61,21 +62,26 @@ async def score(
     prompts: list[Prompt],
     completions: list[Completion],
     columns: Columns,
-    log_extra: Callable[[str, list[str]], None],
+    log_extra: Callable[[str, list[str | None]], None],
     config: Config,
-) -> list[float]:
-    """(B,) scores. Raises NoScoreError, EndpointError."""
-    questions = []
+) -> list[float | None]:
+    """(B,) scores, or None. Raises NoScoreError, EndpointError."""
+    questions: dict[int, str] = {}
+    named = needs(config)
     for i, (prompt, text) in enumerate(zip(prompts, texts(completions), strict=True)):
         names = {"prompt": template.prompt_text(prompt), "completion": text}
         values = {name: column[i] for name, column in columns.items()} | names
-        questions.append(template.fill_template(config.template, values))
+        if all(gold_texts(values[name]) for name in named):
+            questions[i] = template.fill_template(config.template, values)
     service = chat_client.chat_service(config)
     async with JsonClient(service, config.timeout_s * JUDGE_TIMEOUT_SHARE) as client:
-        requests = [chat_client.ask_chat_model(client, config, q) for q in questions]
-        answers = await asyncio.gather(*requests)
-    log_extra("judge_said", answers)
-    return [_parse_score(answer, config) for answer in answers]
+        requests = [chat_client.ask_chat_model(client, config, q) for q in questions.values()]
+        answers = dict(zip(questions, await asyncio.gather(*requests), strict=True))
+    log_extra("judge_said", [answers.get(i) for i in range(len(prompts))])
+    scores: list[float | None] = [None] * len(prompts)
+    for i, answer in answers.items():
+        scores[i] = _parse_score(answer, config)
+    return scores
 
 
 def _parse_score(answer: str, config: Config) -> float:

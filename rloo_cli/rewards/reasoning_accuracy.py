@@ -1,6 +1,7 @@
 """Like `accuracy`, but only the text after the end of the reasoning counts.
 
-A completion whose reasoning never ends has not answered: 0.0, whatever the gold answer is.
+A completion whose reasoning never ends has not answered: 0.0, unless the row has no
+gold answer.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Literal
 
 from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.common.text import Columns, Completion, text_after_last, texts
+from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, text_after_last, texts
 
 EXTRA = "rloo-cli[math]"
 
@@ -42,7 +43,7 @@ def score(
     right = math_equal.grade_answers(
         [answers[i] for i in ended], [golds[i] for i in ended], config, log_metric
     )
-    scores: list[float | None] = [0.0] * len(answers)
+    scores: list[float | None] = [0.0 if gold_texts(gold) else None for gold in golds]
     for i, correct in zip(ended, right, strict=True):
         scores[i] = None if correct is None else float(correct)
     return scores

@@ -14,6 +14,7 @@ from rloo_cli.rewards.common.text import (
     Completion,
     ExtractMethod,
     extract_answer,
+    gold_texts,
     texts,
 )
 
@@ -41,7 +42,10 @@ def score(completions: list[Completion], columns: Columns, config: Config) -> li
     """(B,) of the scorers' numbers; None where the row is of no task."""
     answers = [extract_answer(text, config.extract) for text in texts(completions)]
     pairs = zip(answers, columns[config.column], strict=True)
-    return [None if entry is None else _score_answer(answer, str(entry)) for answer, entry in pairs]
+    return [
+        None if not gold_texts(entry) else _score_answer(answer, str(entry))
+        for answer, entry in pairs
+    ]
 
 
 def _score_answer(answer: str | None, entry: str) -> float:

@@ -18,9 +18,9 @@ from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.checkpoint.restore import (
+    check_same_code,
     check_same_data,
     check_same_teacher,
-    check_same_tools,
     start_attempt,
 )
 from rloo_cli.checkpoint.resume import ResumePlan
@@ -166,11 +166,11 @@ class RunBuilder:
     def load_data(self, functions: RewardFunctions) -> None:
         """Open data sets, build rewards, and check that they have the columns they need."""
         self.log.phase("loading data")
+        notes = check_same_code(self.resume_plan, self.config) + user_code_notes(self.config)
         self.opened_splits = splits.open_splits(self.config)
         self.rewards = build_rewards(self.config, functions)
-        check_same_tools(self.resume_plan, self.config)
         self.tools = agent_build.load_tool_set(self.config)
-        for note in [*user_code_notes(self.config), *rules_model.model_file_notes(self.config)]:
+        for note in [*notes, *rules_model.model_file_notes(self.config)]:
             self.log.note(note)
         check_reward_splits(self.config, self.opened_splits, self.rewards)
         for path in rules_paths.synthetic_model_paths(self.config):

@@ -40,7 +40,7 @@ def test_a_changed_tool_file_is_named_and_refused_on_resume(forked: Forked) -> N
     asked = words(forked.folder)
     assert forked(*asked, faults="step@3=term") == 75, forked.said()
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    (digest,) = json.loads((run / "run.json").read_text())["tool_files"].values()
+    (digest,) = json.loads((run / "run.json").read_text())["code_files"].values()
     assert f"world.py:World (sha256 {digest})" in said
     path = forked.folder / "world.py"
     path.write_text(path.read_text() + "# other\n")
@@ -49,4 +49,4 @@ def test_a_changed_tool_file_is_named_and_refused_on_resume(forked: Forked) -> N
     assert f"{path} changed since the checkpoint" in said and f"it was {digest}" in said
     assert "resume_allow_changes=true" in said
     assert forked(*asked, "resume=auto", "resume_allow_changes=true") == 0, forked.said()
-    assert [*json.loads((run / "run.json").read_text())["tool_files"].values()] != [digest]
+    assert [*json.loads((run / "run.json").read_text())["code_files"].values()] != [digest]

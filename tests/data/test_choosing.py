@@ -10,6 +10,7 @@ from prompt_cases import config
 
 from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.data import dataset, splits
+from rloo_cli.data.json_files import json_rows
 from rloo_cli.utils.errors import ConfigError, DataError
 
 ROWS = [{"question": f"p{i}", "level": i % 3, "hard": i > 7, "kind": "ab"[i % 2]} for i in range(9)]
@@ -90,14 +91,13 @@ def test_the_filter_comes_before_max_samples(file) -> None:
 
 def test_streaming_reads_no_further_than_it_must(file, monkeypatch) -> None:
     read = []
-    whole = datasets.IterableDataset.__iter__
 
-    def counted(self):
-        for row in whole(self):
+    def counted(path):
+        for row in json_rows(path):
             read.append(row)
             yield row
 
-    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
+    monkeypatch.setitem(dataset.ROW_READERS, ".jsonl", counted)
     found = opened(file, streaming=True, max_samples=2)
     assert found.dataset["prompt"][:] == ["p0", "p1"] and len(read) == 2
     read.clear()

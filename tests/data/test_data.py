@@ -210,7 +210,7 @@ def test_a_hub_name_without_network_says_where_it_was_looked_for(name):
 
 BROKEN = {
     "a.jsonl": (b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
-    "a.json": (b"[1, 2", "position 5"),
+    "a.json": (b"[1, 2", "line 1 is not JSON"),
     "a.csv": (b'prompt,answer\n"a,b\n', "EOF inside string"),
     "b.csv": (b"prompt,answer\n\xff\xfe\xff,b\n", "utf-8"),
     "c.csv": (b"", "No columns"),

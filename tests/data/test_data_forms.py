@@ -105,7 +105,7 @@ def test_rows_go_through_a_map_before_anything_else_looks_at_them(tmp_path):
         ("    return row['gone']", DataError, ["failed at row 0: KeyError", "mine.py", "line 3"]),
         ("    pass", DataError, ["returned NoneType for row 0", "is a return missing?"]),
         ("    return {1: 2}", DataError, ["returned dict for row 0"]),
-        ("    return {'prompt': 'a' if row['n'] else 5}", DataError, ["rows that make no table"]),
+        ("    return {'prompt': 'a', 'n': object()}", DataError, ["rows that make no table"]),
         ("    raise SystemExit(0)", DataError, ["failed at row 0: SystemExit"]),
         ("    return row\n1 / 0", ConfigError, ["ZeroDivisionError", "data.map"]),
     ],

@@ -110,8 +110,8 @@ BROKEN = {
     "a half line": (lines(ROWS).encode()[:-5], "cannot be read"),
     "a key twice": (b'{"prompt": "a", "prompt": "b"}\n' * 8, "twice"),
     "lists": (b"[1, 2]\n" * 8, "cannot be read"),
-    "numbers": (b"5\n" * 8, "cannot be read"),
-    "half a letter": (b'{"prompt": "\\ud800"}\n' * 8, "surrogate"),
+    "numbers": (b"5\n" * 8, "line 1 is not a JSON object"),
+    "half a letter": (b'{"prompt": "\\ud800"}\n' * 8, "half of a pair"),
     "5000 levels": (
         b'{"prompt": "x", "y": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
         "nested too deep",

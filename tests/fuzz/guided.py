@@ -71,7 +71,7 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "python": of_text(lambda text: python.read_python(text, "x.py")),
     "settings": of_file(".yaml", parse.read_settings_file),
     "yaml": of_file(".yaml", provenance.read_user_yaml),
-    "json": of_file(".jsonl", json_files.refuse_unreadable_json),
+    "json": of_file(".jsonl", lambda path: list(json_files.json_rows(path))),
 }
 
 

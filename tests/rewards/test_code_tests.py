@@ -47,6 +47,10 @@ def test_no_code_is_wrong_and_no_tests_are_no_score() -> None:
     assert scores("assert f(2) == 4", "def f(x): return 4", extract="text") == [1.0]
 
 
+def test_a_test_without_a_statement_counts_for_nothing() -> None:
+    assert scores(["", "assert f(2) == 4"], GOOD, BAD, partial=True) == [1.0, 0.0]
+
+
 # Which tests
 
 
@@ -127,6 +131,7 @@ def test_functions_of_apps_are_called_and_compared() -> None:
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"fn_name": "f()", "inputs": [[1]], "outputs": [1]}, "names no function"),
         ([], "has no test"),
+        (["", " "], "has no test"),
     ],
 )
 def test_tests_that_are_none_fail_the_reward_and_are_no_zero(tests: Any, said: str) -> None:

@@ -265,6 +265,10 @@ def test_regex_looks_where_it_is_told_and_refuses_what_does_not_compile() -> Non
         ("last_number", "48/2 = 24", "24", 1.0),
         ("last_number", "12 apples, 100 pears", "100", 1.0),
         ("boxed", r"\boxed{2}", None, None),
+        ("boxed", r"\boxed{}", "", None),
+        ("boxed", "no box", [" ", None], None),
+        ("boxed", r"\boxed{ }", ["", "x"], 0.0),
+        ("last_number", "none", ",", None),
     ],
 )
 def test_exact_match_extracts(extract: str, text: str, gold: Any, expected: float | None) -> None:
@@ -286,6 +290,44 @@ def test_exact_match_reads_the_gold_answer_out_of_a_solution() -> None:
     gold = "He has 3 + 4 = <<3+4=7>>7 of 1,007.\n#### 1,007"
     step = [group("so 1007", "7", answer=gold), group("7", "8", answer="nobody knows")]
     assert values(reward, *step) == [1.0, 0.0, None, None]
+
+
+NO_GOLD = {"none": None, "empty": "", "blank": " \n", "list": [], "blanks": ["", None, " \t"]}
+WITH_GOLD = {
+    "contains": ({"column": "gold"}, "keywords"),
+    "exact_match": ({"column": "gold"}, ""),
+    "accuracy": ({"column": "gold"}, r"\boxed{2}"),
+    "reasoning_accuracy": ({"column": "gold"}, "<think> no end"),
+    "cosine_length": ({"column": "gold", "max_length": 100}, r"\boxed{2}"),
+    "ifeval": ({"column": "gold", "arguments_column": "gold"}, "a"),
+    "code_tests": ({"column": "gold", "sandbox": "unsafe_subprocess"}, "no code"),
+    "judge": ({"template": "{completion} {gold}", "model": "m", "base_url": "http://x"}, "a"),
+}
+
+
+@pytest.mark.parametrize("gold", NO_GOLD.values(), ids=NO_GOLD)
+@pytest.mark.parametrize("name", WITH_GOLD)
+def test_a_gold_answer_that_is_empty_does_not_apply(name: str, gold: Any) -> None:
+    keys, text = WITH_GOLD[name]
+    if name == "code_tests" and isinstance(gold, list):
+        pytest.skip("a list without a test is refused by its row (test_code_tests.py)")
+    assert values(shipped(name, **keys), group(text, gold=gold)) == [None]
+
+
+def test_every_reward_that_reads_a_column_is_in_the_list_of_those_with_a_gold_answer() -> None:
+    names = {n for n in registry.registry_names("rewards")
+             if hasattr(registry.registered_module("rewards", n), "needs")}  # fmt: skip
+    # reasoning_gym is tested with its package; http and model hand columns to a service or model.
+    assert names - {"reasoning_gym", "http", "model"} == {*WITH_GOLD}
+
+
+def test_the_empty_ones_of_several_gold_answers_do_not_count() -> None:
+    assert values(shipped("contains", column="gold"), group("a x", "a", gold=["", "x"])) == [1, 0]
+    step = group(r"\boxed{2}", r"\boxed{3}", r"\boxed{4}", gold=["", "2", "3"])
+    assert values(shipped("accuracy", column="gold"), step) == [1.0, 1.0, 0.0]
+    exact = shipped("exact_match", column="gold", extract="text")
+    assert values(exact, group("", "x", gold=["", "x"])) == [0, 1]
+    assert values(shipped("contains", column="gold"), group("a 0", "a", gold=0)) == [1, 0]
 
 
 def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.config.schema import GenerationConfig
-from rloo_cli.data.batch import Group, Prompt, Rollout
+from rloo_cli.data.batch import Group, Prompt, Rollout, copy_value
 from rloo_cli.data.prompts import render_prompt
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
@@ -97,7 +97,7 @@ class TurnSampler:
     @property
     def columns(self) -> list[JsonObject]:
         """Each row's other columns in the data set."""
-        return [dict(row.group.example) for row in self._rows]
+        return [copy_value(row.group.example) for row in self._rows]
 
     @property
     def seeds(self) -> list[int]:

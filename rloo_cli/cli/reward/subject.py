@@ -19,6 +19,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import dataset, mixture, prompts, splits
 from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.data.dataset import OpenedSplit
+from rloo_cli.data.exact_values import rows_of_dataset
 from rloo_cli.reporting.panel import last_message
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward, build_reward
@@ -195,7 +196,7 @@ def _read_rows(
             label = {mixture.SOURCE_COLUMN: name.removeprefix(splits.MIXTURE_PREFIX)}
             empty: JsonObject = {c: None for c in names if c not in prompts.NOT_FOR_REWARDS}
             examples = [empty | example | label for example in examples]
-        parts.append([*zip(rendered, examples, part.dataset.to_list(), strict=True)])
+        parts.append([*zip(rendered, examples, rows_of_dataset(part.dataset), strict=True)])
     if not any(parts):
         why = f"read 0 rows of {', '.join(str(sources[name].path) for name in opened)}"
         fix = "name data with at least one row"

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rloo_cli.config import template
+from rloo_cli.config.column_names import is_field_of_rows
 from rloo_cli.config.judge import AGAINST_REFERENCE, OpenaiJudge, RewardJudge
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import RunConfig
@@ -26,7 +27,7 @@ from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.http_client import EndpointError
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward, build_reward
-from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.columns import check_reward_columns, field_names
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import ConfigError, DataError, Problem, RewardError
 from rloo_cli.utils.files import JsonObject
@@ -127,8 +128,8 @@ def build_judge(
         if keys.against == AGAINST_REFERENCE:
             check_reference_column(name, prompts, keys.reference_column, REFERENCE_COLUMN_KEY)
         if reward is not None:
-            check_reward_columns([reward], columns)
-        if missing := [n for n in wanted if n not in columns]:
+            check_reward_columns([reward], [*columns, *field_names([reward], prompts.examples)])
+        if missing := [n for n in wanted if not is_field_of_rows(prompts.examples, n)]:
             why = f"columns of {name or 'the held-out data'}: {', '.join(columns)}"
             what = f"the judge's template names {{{missing[0]}}}, which is not a column"
             close = nearest_names(missing[0], columns)

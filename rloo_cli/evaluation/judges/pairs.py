@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rloo_cli.config.column_names import field_or_none, is_field_of_rows
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.rewards.common.text import texts
@@ -103,7 +104,7 @@ def reference_text(example: Mapping[str, object], column: str) -> str:
 
     It is "" where there is none. Raises ValueError for anything else.
     """
-    value = example[column]
+    value = field_or_none(example, column)
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
@@ -115,7 +116,7 @@ def check_reference_column(name: str, prompts: Prompts, column: str, where: str)
     """Raises DataError when `column` of a set holds no reference texts."""
     location = f"{where}, {name}" if name else where
     columns, fix = list(prompts.examples[0]), f"{where}=COLUMN"
-    if column not in columns:
+    if not is_field_of_rows(prompts.examples, column):
         what, why = f"there is no column {column!r}", f"columns found: {', '.join(columns) or '-'}"
         if column in ("completion", "prompt"):
             why = "columns of this name are not kept"

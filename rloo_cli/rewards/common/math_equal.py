@@ -19,11 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rloo_cli.rewards.common.text import gold_texts
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import MachineError, Problem
 
 CALL_TIME_SHARE = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
 QUESTION_TIME_SHARE = 0.05  # of the time that is left, for one question
+STRONGEST_FIRST = ("yes", "no", "slow", "no gold", "slow gold", "none")  # of several gold answers
 _idle_lock = threading.Lock()  # guards the list below
 _idle_children: list["subprocess.Popen[str]"] = []  # children that wait for a question
 
@@ -79,24 +81,28 @@ def compare_answers(
 ) -> AnswerComparison:
     """Whether each text's answer equals its gold one.
 
-    None where the gold answer is None or cannot be read. False for a text that is None, and for a
-    comparison that takes longer than `answer_timeout_s`, or begins when all of them together have
-    taken `budget_s` seconds. Raises RuntimeError if the child fails.
+    None where there is no gold answer, only white space, or none that can be read. One gold answer
+    of a list has to be equal. False for a text that is None, and for a comparison that takes longer
+    than `answer_timeout_s`, or begins when all of them together have taken `budget_s` seconds.
+
+    Raises RuntimeError if the child fails.
     """
     comparison = AnswerComparison()
     child: subprocess.Popen[str] | None = None
     deadline = time.monotonic() + budget_s
     try:
         for text, gold in zip(texts, golds, strict=True):
-            answer = "none"
-            if gold is not None:
+            told = ["none"]
+            for gold_text in gold_texts(gold):
                 child = child or _take_child()
                 left = deadline - time.monotonic()
                 limit = min(answer_timeout_s, QUESTION_TIME_SHARE * left)
-                answer = _ask_child(child, text, gold, limit) if left > 0 else "slow"
+                told += [_ask_child(child, text, gold_text, limit) if left > 0 else "slow"]
+            answer = next((one for one in STRONGEST_FIRST if one in told), told[0])
             comparison.correct.append({"yes": True, "no": False, "slow": False}.get(answer))
             comparison.num_slow += answer == "slow"
-            comparison.num_unread_gold += answer in ("no gold", "slow gold")
+            unread = gold is not None and answer in ("no gold", "slow gold", "none")
+            comparison.num_unread_gold += unread
     except BaseException:
         if child is not None:
             child_process.stop_child(child)
@@ -108,10 +114,10 @@ def compare_answers(
 
 
 def _ask_child(
-    child: "subprocess.Popen[str]", text: str | None, gold: object, answer_timeout_s: float
+    child: "subprocess.Popen[str]", text: str | None, gold: str, answer_timeout_s: float
 ) -> str:
     assert child.stdin is not None and child.stdout is not None
-    question = {"text": text or "", "gold": str(gold), "seconds": max(answer_timeout_s, 1e-3)}
+    question = {"text": text or "", "gold": gold, "seconds": max(answer_timeout_s, 1e-3)}
     try:
         child.stdin.write(json.dumps(question) + "\n")
         child.stdin.flush()

@@ -66,6 +66,19 @@ def extract_answer(text: str, method: ExtractMethod) -> str | None:
     return text
 
 
+def gold_texts(gold: object) -> list[str]:
+    """The gold answers that a value of a column holds: one, or those of a list.
+
+    None and white space are not answers: a completion would contain or equal them by chance. An
+    empty result means that the reward does not apply.
+
+    >>> gold_texts(["", "x", None, 4]), gold_texts("  "), gold_texts(0)
+    (['x', '4'], [], ['0'])
+    """
+    values = gold if isinstance(gold, list | tuple) else [gold]
+    return [text for text in (str(v) for v in values if v is not None) if text.strip()]
+
+
 def _last_or_none(matches: list[str]) -> str | None:
     return matches[-1] if matches else None
 

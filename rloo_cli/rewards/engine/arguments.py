@@ -8,11 +8,12 @@ rewards see.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
-from rloo_cli.data.batch import Group, Prompt, Rollout, Turn
+from rloo_cli.config.column_names import field_or_none
+from rloo_cli.data.batch import Group, Rollout, Turn, copy_value
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.utils.files import JsonObject
 
@@ -124,6 +125,7 @@ class CompletionTable:
     groups: Sequence[Group]
     context: RewardContext
     k: int  # rollouts that each group has, or will have when it is scored
+    fields: Sequence[str] = ()  # names of nested fields that rewards need, among their columns
 
     def __post_init__(self) -> None:
         names = {c: None for g in self.groups for c in g.example if c not in HIDDEN_COLUMNS}
@@ -152,30 +154,22 @@ class CompletionTable:
         log = RewardCallLog(len(indices))
         pairs = [self.group_and_rollout(i) for i in indices]
         makers: dict[str, Callable[[], object]] = {
-            "prompts": lambda: [_copy_prompt(g.prompt) for g, _ in pairs],
+            "prompts": lambda: [copy_value(g.prompt) for g, _ in pairs],
             "completions": lambda: [self._completion_value(r) for _, r in pairs],
             "completion_ids": lambda: [list(r.completion_ids) for _, r in pairs],
             "sampled_ids": lambda: [list(r.sampled_ids) for _, r in pairs],
             "environment_rewards": lambda: [r.environment_reward for _, r in pairs],
-            "environments": lambda: [SimpleNamespace(**(r.environment or {})) for _, r in pairs],
+            "environments": lambda: [_copy_environment(r.environment) for _, r in pairs],
             "prompt_ids": lambda: [list(g.prompt_ids) for g, _ in pairs],
             "finish_reasons": lambda: [r.finish_reason for _, r in pairs],
-            "behaviour_logps": lambda: [_copy_logprobs(r.behaviour_logp) for _, r in pairs],
+            "behaviour_logps": lambda: [copy_value(r.behaviour_logp) for _, r in pairs],
             "group_index": lambda: [i // self.k for i in indices],
             "num_generations": lambda: self.k,
-            "trainer_state": lambda: self.context.trainer_state,
+            "trainer_state": lambda: _copy_trainer_state(self.context.trainer_state),
             "log_extra": lambda: log.log_extra,
             "log_metric": lambda: log.log_metric,
         }
-        for column in self.columns:
-            makers[column] = lambda c=column: [g.example.get(c) for g, _ in pairs]  # type: ignore[misc]
-        makers |= {c: partial(_shown_images, pairs, c) for c in self.image_columns}
-        returned = {c: None for _, r in pairs for c in r.columns or {}}  # with its rollouts
-        for column in returned:
-            makers[column] = lambda c=column: [(r.columns or {}).get(c) for _, r in pairs]  # type: ignore[misc]
-        if parameter_names is not None and "columns" in parameter_names:
-            column_makers = {c: makers[c] for c in (*self.columns, *returned)}
-            makers["columns"] = lambda: {c: make() for c, make in column_makers.items()}
+        makers |= self._column_makers(pairs, parameter_names)
         if parameter_names is not None:
             alias = {"completion_ids"} if "completions_ids" in parameter_names else set()
             needed = parameter_names | alias
@@ -183,14 +177,32 @@ class CompletionTable:
         arguments = {name: make() for name, make in makers.items() if name not in fixed_arguments}
         if "completion_ids" in arguments:  # one list under TRL's name and its documentation's
             arguments["completions_ids"] = arguments["completion_ids"]
-        arguments |= fixed_arguments
+        arguments |= copy_fixed_arguments(fixed_arguments)
         if parameter_names is not None:
             arguments = {n: v for n, v in arguments.items() if n in parameter_names}
         return arguments, log
 
+    def _column_makers(
+        self, pairs: Sequence[tuple[Group, Rollout]], parameter_names: frozenset[str] | None
+    ) -> dict[str, Callable[[], object]]:
+        rows = [group.example for group, _ in pairs]
+        returned_rows = [rollout.columns or {} for _, rollout in pairs]  # with its rollouts
+        makers: dict[str, Callable[[], object]] = {}
+        makers |= {c: partial(_column_values, rows, c) for c in self.columns}
+        shown = {c: partial(_shown_images, pairs, c) for c in self.image_columns}
+        returned = dict.fromkeys(c for row in returned_rows for c in row)
+        makers |= shown | {c: partial(_column_values, returned_rows, c) for c in returned}
+        if parameter_names is not None and "columns" in parameter_names:
+            inside = {c: makers[c] for c in (*self.columns, *returned)}
+            for name in self.fields:
+                inside.setdefault(name, partial(_column_values, rows, name))
+            makers["columns"] = lambda: {c: make() for c, make in inside.items()}
+        return makers
+
     def _completion_value(self, rollout: Rollout) -> Completion:
         if rollout.turns is not None:
-            return episode_messages(rollout.turns)
+            messages: Completion = copy_value(episode_messages(rollout.turns))
+            return messages
         if self.context.conversational:
             return [{"role": "assistant", "content": rollout.text}]
         return rollout.text
@@ -208,6 +220,11 @@ def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
     return messages
 
 
+def _column_values(rows: Sequence[JsonObject], column: str) -> list[object]:
+    """Copies of a column's or nested field's values, None where a row lacks it."""
+    return [copy_value(field_or_none(row, column)) for row in rows]
+
+
 def _image_columns(group: Group) -> list[str]:
     """The name under which rewards get a prompt's images: its column's, `images` without one."""
     return [] if group.media is None else [group.media.column or "images"]
@@ -222,9 +239,17 @@ def _shown_images(pairs: Sequence[tuple[Group, Rollout]], column: str) -> list[o
     return shown
 
 
-def _copy_prompt(prompt: Prompt) -> Prompt:
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+def copy_fixed_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments with copies of lists and dicts, which are the config's own values."""
+    return {n: copy_value(v) if isinstance(v, list | dict) else v for n, v in arguments.items()}
 
 
-def _copy_logprobs(values: list[float] | None) -> list[float] | None:
-    return None if values is None else list(values)
+def _copy_environment(values: JsonObject | None) -> SimpleNamespace:
+    return SimpleNamespace(**{name: copy_value(value) for name, value in (values or {}).items()})
+
+
+def _copy_trainer_state(state: object) -> object:
+    """The state with a history of its own: its lines are those of the run's log."""
+    if not isinstance(state, TrainerState):
+        return state
+    return replace(state, log_history=[dict(line) for line in state.log_history])

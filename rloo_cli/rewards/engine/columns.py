@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from rloo_cli.config.agent import agent_config
+from rloo_cli.config.column_names import column_of_field, is_field_of_rows
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import mixture, splits
 from rloo_cli.data.dataset import OpenedSplit
@@ -24,12 +25,30 @@ def check_reward_splits(
     mixed = splits.mixture_entries(opened)
     if mixed:
         columns = mixture.mixture_columns(mixed, config.data.mixture_sources)
+        fields = [f for split in mixed.values() for f in _split_fields(split, rewards)]
+        columns += dict.fromkeys(f for f in fields if f not in columns)
         check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
     for name, source in splits.split_configs(config, None in opened).items():
         if name in opened and not splits.is_mixture_key(name):
             columns = [c for c in opened[name].column_names if c != source.prompts_in]
+            columns += _split_fields(opened[name], rewards)
             with splits.errors_naming_split(name, source):
                 check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
+
+
+def field_names(rewards: Iterable[Reward], rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """Those dotted names which the rewards need that are a nested field in one of these rows."""
+    names = dict.fromkeys(c for reward in rewards for c in reward.required_columns if "." in c)
+    rows = list(rows) if names else []
+    return [n for n in names if is_field_of_rows(rows, n) and not any(n in row for row in rows)]
+
+
+def _split_fields(split: OpenedSplit, rewards: Sequence[Reward]) -> list[str]:
+    """`field_names` of a split's columns with objects."""
+    wanted = [c for reward in rewards for c in reward.required_columns if "." in c]
+    roots = dict.fromkeys(column_of_field(split.column_names, c) for c in wanted)
+    columns = [column for column in roots if column is not None]
+    return field_names(rewards, split.dataset.select_columns(columns)) if columns else []
 
 
 def _check_returned(returned: Sequence[str], columns: Iterable[str]) -> list[str]:

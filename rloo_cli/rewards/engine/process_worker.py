@@ -17,7 +17,7 @@ from typing import cast
 
 from rloo_cli.config import registry
 from rloo_cli.config.schema import RewardConfig
-from rloo_cli.rewards.engine.arguments import RewardCallLog
+from rloo_cli.rewards.engine.arguments import RewardCallLog, copy_fixed_arguments
 from rloo_cli.rewards.engine.build import Reward, build_reward, reward_from_callable
 from rloo_cli.rewards.engine.results import (
     CallFailure,
@@ -48,7 +48,7 @@ def _call_reward(
     arguments |= {"log_metric": log.log_metric} if "log_metric" in log_arguments else {}
     returned: object
     try:
-        returned = reward.code(**arguments, **reward.fixed_arguments)
+        returned = reward.code(**arguments, **copy_fixed_arguments(reward.fixed_arguments))
         if inspect.isawaitable(returned):
             returned = asyncio.run(_await_result(returned))
     except BaseException as error:

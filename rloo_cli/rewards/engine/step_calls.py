@@ -27,7 +27,8 @@ class StepCalls:
     def __init__(
         self, rewards: Sequence[Reward], groups: Sequence[Group], context: RewardContext, k: int
     ):
-        self.table = CompletionTable(groups, context, k)
+        fields = [c for reward in rewards for c in reward.required_columns if "." in c]
+        self.table = CompletionTable(groups, context, k, fields)
         count = len(self.table)
         self.calls_by_reward = [(r, cache.CachePlan(), RewardCalls(r, count)) for r in rewards]
         self.num_completions = count  # of the whole step, of which other ranks may have a share

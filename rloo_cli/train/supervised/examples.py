@@ -18,6 +18,7 @@ from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, Sft
 from rloo_cli.data import prompts
 from rloo_cli.data.dataset import is_messages
 from rloo_cli.data.prompts import Prompts
+from rloo_cli.data.value_types import nested_columns
 from rloo_cli.train.supervised.reward_model import (
     PreferenceObjective,
     PreferencePair,
@@ -131,6 +132,7 @@ def section_key(section: str, text: str) -> str:
 
 
 def _require_column(data: "Dataset", name: str, key: str) -> Sequence[Completion]:
+    data = nested_columns(data, [name])
     if name in data.column_names:
         return data[name]
     close = nearest_names(name, data.column_names)

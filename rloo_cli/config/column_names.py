@@ -1,0 +1,71 @@
+"""Finds the value that a key of the config names: a column, or a field inside of one.
+
+`answer` is a column. `labels.truth` is the column of that exact name if there is one,
+else the field `truth` of the objects in the column `labels`.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+
+
+def field_value(row: Mapping[str, object], name: str) -> object:
+    """The value of a column or nested field; None where an object on the way is None.
+
+    Raises KeyError for a name that is neither a column nor a field of one.
+    """
+    if name in row:
+        return row[name]
+    column, parts = _split_name(row, name)
+    value = row[column]
+    for part in parts:
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise KeyError(name)
+        value = value.get(part)
+    return value
+
+
+def field_or_none(row: Mapping[str, object], name: str) -> object:
+    """The value of a column or nested field; None where this row has none."""
+    try:
+        return field_value(row, name)
+    except KeyError:
+        return None
+
+
+def column_of_field(columns: Container[str], name: str) -> str | None:
+    """The column that `name` is, or is a field of; None if there is none."""
+    if name in columns:
+        return name
+    try:
+        return _split_name(columns, name)[0]
+    except KeyError:
+        return None
+
+
+def is_field_of_rows(rows: Iterable[Mapping[str, object]], name: str) -> bool:
+    """Whether one of these rows has the column, or an object with the field."""
+    return any(_has_field(row, name) for row in rows)
+
+
+def _has_field(row: Mapping[str, object], name: str) -> bool:
+    if name in row:
+        return True
+    if column_of_field(row, name) is None:
+        return False
+    column, parts = _split_name(row, name)
+    value = row[column]
+    for part in parts:
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _split_name(columns: Container[str], name: str) -> tuple[str, list[str]]:
+    """The longest column that the dotted name begins with, and the fields after it."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        if (column := ".".join(parts[:count])) in columns:
+            return column, parts[count:]
+    raise KeyError(name)

@@ -1,0 +1,118 @@
+"""Warns of prompts that end with, or hold, what should not be there.
+
+A model that reads an end-of-text token, or the gold answer, at the end of its prompt is trained on
+something else than was meant, and no error says so.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rloo_cli.data.batch import Prompt
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_IDS = 3  # at the end of a prompt
+SHARE_WITH_ANSWER = 0.5  # of the prompts; fewer may end with a column's text by chance
+
+
+def prompt_warnings(
+    prompts: Sequence[Prompt],
+    ids: Sequence[list[int]],
+    examples: Sequence[JsonObject],
+    tokenizer: "PreTrainedTokenizerBase",
+    conversational: bool,
+) -> list[str]:
+    """Lines for the log, each with tokens or texts of the first such prompt and what helps."""
+    warnings = [*_end_warnings(ids, tokenizer, conversational)]
+    warnings += _beginning_warnings(prompts, ids, tokenizer, conversational)
+    warnings += _answered_warnings(prompts) if conversational else _gold_warnings(prompts, examples)
+    return [f"warning: {warning}" for warning in warnings]
+
+
+def _end_warnings(
+    ids: Sequence[list[int]], tokenizer: "PreTrainedTokenizerBase", conversational: bool
+) -> list[str]:
+    """Prompts whose last token says that the text is over."""
+    appended = [] if conversational else _appended_ids(tokenizer)
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id, *appended[-1:]} - {None}
+    rows = [row for row, x in enumerate(ids) if x and x[-1] in ends]
+    if not rows:
+        return []
+    last = ids[rows[0]][-SHOWN_IDS:]
+    tokens = ", ".join(
+        f"{i} {name!r}" for i, name in zip(last, tokenizer.convert_ids_to_tokens(last), strict=True)
+    )
+    who, fix = "the rows hold it", "data.map=file.py:name takes it out"
+    if conversational:
+        who, fix = "the chat template writes it", "model.chat_template=FILE.jinja of another"
+    elif last[-1:] == appended[-1:]:
+        who, fix = "the tokenizer adds it", "model.tokenizer=FOLDER of one that adds none"
+    text = f"{len(rows)} of {len(ids)} prompts end with a token that ends a text"
+    return [f"{text}; {who}. Row {rows[0]} ends with {tokens}; {fix}"]
+
+
+def _appended_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The ids that the tokenizer puts after a text by itself."""
+    whole = list(tokenizer("a")["input_ids"])
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    for start in range(len(whole) - len(plain) + 1):
+        if plain and whole[start : start + len(plain)] == plain:
+            return whole[start + len(plain) :]
+    return []
+
+
+def _beginning_warnings(
+    prompts: Sequence[Prompt],
+    ids: Sequence[list[int]],
+    tokenizer: "PreTrainedTokenizerBase",
+    conversational: bool,
+) -> list[str]:
+    """Prompts with two beginnings of text. Two at the very start are refused elsewhere."""
+    bos = tokenizer.bos_token_id
+    if bos is None or bos == tokenizer.eos_token_id:
+        return []
+    rows = [
+        row
+        for row, (prompt, x) in enumerate(zip(prompts, ids, strict=True))
+        # Some templates begin every turn of a conversation with one.
+        if x.count(bos) > 1 and (isinstance(prompt, str) or len(prompt) == 1)
+    ]
+    if not rows:
+        return []
+    places = [i for i, token in enumerate(ids[rows[0]]) if token == bos]
+    fix = "model.chat_template=FILE.jinja" if conversational else "data.map=file.py:name"
+    text = f"{len(rows)} of {len(ids)} prompts have {bos} {tokenizer.bos_token!r} more than once"
+    return [f"{text}: row {rows[0]} at tokens {places[:SHOWN_IDS]}; {fix} leaves the second out"]
+
+
+def _answered_warnings(prompts: Sequence[Prompt]) -> list[str]:
+    """Conversations that end with an assistant's message: rows of sft have the answer there."""
+    ends = {
+        row: str(prompt[-1].get("content"))
+        for row, prompt in enumerate(prompts)
+        if not isinstance(prompt, str) and prompt[-1].get("role") == "assistant"
+    }
+    if len(set(ends.values())) < 2:
+        return []  # the same text in all rows is a beginning that was put there on purpose
+    row, text = next(iter(ends.items()))
+    what = f"{len(ends)} of {len(prompts)} prompts end with an assistant's message"
+    fix = "data.map=file.py:name takes the answers out"
+    return [f"{what}, which the model goes on with. Row {row} ends with {text[-80:]!r}; {fix}"]
+
+
+def _gold_warnings(prompts: Sequence[Prompt], examples: Sequence[JsonObject]) -> list[str]:
+    """Plain prompts that end with the text of another column."""
+    for column in examples[0] if examples else ():
+        texts = [str(example.get(column) or "").strip() for example in examples]
+        rows = [
+            row
+            for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+            if text and isinstance(prompt, str) and prompt.rstrip().endswith(text)
+        ]
+        if len(rows) > SHARE_WITH_ANSWER * len(prompts) and len({texts[r] for r in rows}) > 1:
+            what = f"{len(rows)} of {len(prompts)} prompts end with the text of column {column}"
+            shown = f"row {rows[0]} with {texts[rows[0]][-80:]!r}"
+            return [f"{what}, {shown}; data.map=file.py:name takes it out if it is the answer"]
+    return []
