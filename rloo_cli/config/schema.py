@@ -91,7 +91,9 @@ class SlurmConfig(Frozen):
     time: Annotated[str, Field(pattern=TIME)] | None = key(
         "Time limit: 'HH:MM:SS' or 'D-HH:MM:SS', quoted in a file; null = the partition's"
     )
-    exclusive: bool = key("Ask for whole nodes, with all their CPUs and memory")
+    exclusive: bool = key(
+        "Ask for whole nodes, with all their CPUs and memory", default_was=(False, True)
+    )
     gpus_per_node: int | None = key(
         "GPUs on each node; null = one for each process and for each GPU of its server; 0 = none",
         ge=0,
