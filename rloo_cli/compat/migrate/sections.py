@@ -280,6 +280,7 @@ def write_run_settings(recipe: Recipe) -> None:
         norm = take_number(recipe, "max_grad_norm", None)
         recipe.put("train.max_grad_norm", norm or None, recipe.original_text("max_grad_norm"))
     _write_printed_samples(recipe)
+    _write_trackers(recipe)
     if (resumed := recipe.take("resume_from_checkpoint")) is not None:
         text, mode = recipe.original_text("resume_from_checkpoint"), "never"
         if resumed:
@@ -308,6 +309,21 @@ def _write_printed_samples(recipe: Recipe) -> None:
             recipe.put("logging.samples", int(shown), f"{recipe.original_text(name)}: printed")
         elif shown is not None:
             recipe.dropped.append(f"{recipe.original_text(name)}: logging.samples=N prints them")
+
+
+def _write_trackers(recipe: Recipe) -> None:
+    """Write logging.trackers from report_to: one name or several, `all` or `none`."""
+    text, named = recipe.original_text("report_to"), recipe.take("report_to")
+    names = [str(n) for n in (named if isinstance(named, list | tuple) else [named]) if n]
+    if not names and "report_to" in recipe.original_flags:
+        recipe.dropped.append(f"{text}: off, as here")
+    known = [n for n in names if schema_refusal("logging.trackers", [n]) is None]
+    if known:
+        recipe.put("logging.trackers", known, text)
+    for name in [n for n in names if n not in (*known, "none")]:
+        what = f"report_to {name}"
+        why = "trackers are tensorboard, wandb, trackio, mlflow and swanlab, each by its name"
+        recipe.dropped.append(f"{what}: {why}; metrics.jsonl has every step")
 
 
 def slug_name(name: str) -> str:
