@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rloo_cli.cli import main
+from rloo_cli.reporting.events import EventSender
 from rloo_cli.reporting import curves
 from rloo_cli.reporting.curves import (
     draw_run_curves,
@@ -223,9 +224,10 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         ),
         step_progress=None,
         clock=StepTimer(),
-        world=SimpleNamespace(check_stop=lambda often=False: None),
+        world=SimpleNamespace(check_stop=lambda often=False, end_asked=False: end_asked),
         log=SimpleNamespace(
             draw_curves=lambda rate_limited: did.append(rate_limited),
+            events=EventSender(),
             advisor=SimpleNamespace(levels={}),
         ),
     )

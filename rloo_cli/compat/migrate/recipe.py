@@ -137,6 +137,8 @@ class Recipe:
     unsupported: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # flags of which no table knows anything
+    title: str = ""
     nodes: int = 1  # machines of the old run
     launcher_file: str = ""  # accelerate's config, which names the engine
     algorithm: str = "rloo"  # the choice of that group
@@ -221,9 +223,9 @@ class Recipe:
                 self.put(key, value, f"{text}; {note}" if note else text)
         return unknown
 
-    def render(self, title: str, unknown: list[str], name: str = "my") -> str:
+    def render(self, name: str = "my") -> str:
         """The whole text: YAML, with everything else in comments."""
-        lines = _comment(title)
+        lines = _comment(self.title)
         if self.groups:
             lines.append("defaults:")
         for group, (choice, why) in self.groups.items():
@@ -233,7 +235,7 @@ class Recipe:
             "mind": self.notes,
             UNKNOWN: self.unsupported,
             "dropped": self.dropped,
-            "unknown flags, ignored": unknown,
+            "unknown flags, ignored": self.unknown,
         }
         for head, items in parts.items():
             if items:

@@ -122,6 +122,10 @@ def _write_prompt_limits(recipe: Recipe, dialect: Dialect) -> None:
 
 def write_generation(recipe: Recipe, dialect: Dialect) -> None:
     """Write when a completion stops, and the inference engine."""
+    if recipe.flags.get("router_aux_loss_coef") == 0:
+        text = recipe.original_text("router_aux_loss_coef")
+        recipe.take("router_aux_loss_coef")
+        recipe.put("generation.allow_moe", True, f"{text}: a router has no loss of its own here")
     ids = recipe.take("stop_token_id")
     if ids is not None:
         why = f"{recipe.original_text('stop_token_id')}, beside every EOS id"
@@ -215,6 +219,9 @@ def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
         what = "reward_weights does not fit the rewards"
         fix = "give reward_weights a number for each reward, or leave it out"
         raise ConfigError(Problem(what, "the old run", count, fix))
+    tokenizers = recipe.take("reward_tokenizers") or []  # of a trainer called from Python
+    for (_, entry, _), tokenizer in zip(rewards, tokenizers, strict=False):
+        entry |= {"tokenizer": tokenizer} if tokenizer else {}
     taken: set[str] = set()
     for index, (name, entry, why) in enumerate(rewards):
         name = name if name not in taken else f"{name}_{index + 1}"
@@ -266,10 +273,13 @@ def write_run_settings(recipe: Recipe) -> None:
             "name", slug_name(str(run)), f"{recipe.original_text(flag)}; no time stamp is added"
         )
     if folder and run:
-        recipe.dropped.append(f"{run}: output_dir names the run")
+        flag = "run_name" if "run_name" in recipe.original_flags else "exp_name"
+        recipe.dropped.append(f"{recipe.original_text(flag)}: output_dir names the run")
     kind = str(recipe.take("optim", "adamw"))
     name = "adamw" if kind.startswith("adamw_torch") or kind == "adamw_hf" else kind
-    if name != "adamw":
+    if name == "adamw" and "optim" in recipe.original_flags:
+        recipe.put("train.optimizer", name, recipe.original_text("optim"))
+    elif name != "adamw":
         recipe.unsupported.append(f"train.optimizer: {name}  ({recipe.original_text('optim')})")
     betas = [take_number(recipe, "adam_beta1", 0.9), take_number(recipe, "adam_beta2", 0.999)]
     eps = take_number(recipe, "adam_epsilon", 1e-8)
@@ -279,6 +289,9 @@ def write_run_settings(recipe: Recipe) -> None:
     if "max_grad_norm" in recipe.flags:
         norm = take_number(recipe, "max_grad_norm", None)
         recipe.put("train.max_grad_norm", norm or None, recipe.original_text("max_grad_norm"))
+    if (kept := take_number(recipe, "save_total_limit", None)) is not None and kept >= 1:
+        why = "; two at least, for one may be damaged" if kept < 2 else ""
+        recipe.put("checkpoint.keep_last", max(2, int(kept)), f"save_total_limit={kept}{why}")
     _write_printed_samples(recipe)
     _write_trackers(recipe)
     if (resumed := recipe.take("resume_from_checkpoint")) is not None:
