@@ -13,6 +13,7 @@ trainer is made. Under `accelerate launch` each process is a rank. Other names t
 here (TrlParser, ModelConfig, get_peft_config, ...) are those of an installed TRL.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -35,8 +36,7 @@ from rloo_cli.compat.trl_settings import (
     check_fields,
     written_settings,
 )
-from rloo_cli.config.hf_cache import ADAPTER_CONFIG_FILE
-from rloo_cli.config.schema import RunConfig, SetConfig
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.inspection.model_card import model_card
 from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.launch.topology import accelerate_engine
@@ -98,7 +98,10 @@ class RLOOTrainer:
         self.processing_class, self.peft_config = processing_class, peft_config
         self.recipe = inputs.write_recipe(self.settings, self.kind, printed)
         self.accelerator.wait_for_everyone()  # the files are there before any rank reads them
-        compose_run(self.recipe, named, self._overrides(), replace_rewards=False)
+        try:
+            compose_run(self.recipe, named, self._overrides(), replace_rewards=False)
+        except ConfigError as error:
+            raise TRLValueError(*trl_objects.in_words_of_trl(error.problems)) from None
         self.state, self.trained = TrainerState(), False
         self.models: dict[bool, Any] = {}  # loaded when asked for: before and after the training
         self._tell("on_init_end")
@@ -143,9 +146,7 @@ class RLOOTrainer:
         self.accelerator.wait_for_everyone()
         settings = self._evaluation_settings(sets)
         found = evaluate(settings, self.inputs.folder / "evaluation", self.rewards)
-        metrics = {
-            metric_key_prefix + k[4:] if k.startswith("eval_") else k: v for k, v in found.items()
-        }
+        metrics = trl_results.trl_entry(found, metric_key_prefix)
         self.state.log_history.append(metrics | {"step": self.state.global_step})
         return metrics
 
@@ -253,34 +254,29 @@ class RLOOTrainer:
 
     def _evaluation_settings(self, sets: JsonObject) -> RunConfig:
         """The run's config with these held-out sets, and the model as it is now."""
-        _, settings = compose_run(self.recipe, self.rewards, replace_rewards=False)
+        entries = ", ".join(
+            f"{name}: {{path: {json.dumps(entry['path'])}, split: {entry['split']}}}"
+            for name, entry in sets.items()
+        )
+        words = [*self._overrides(), f"eval.sets={{{entries}}}"]
+        _, settings = compose_run(self.recipe, self.rewards, words, replace_rewards=False)
         model: JsonObject = {}
-        if self.trained and (self._final() / ADAPTER_CONFIG_FILE).is_file():
-            lora = settings.model.lora and settings.model.lora.model_copy(
-                update={"path": str(self._final())}
-            )
-            model = {"lora": lora, "tokenizer": str(self._final())}
-        elif self.trained:
+        if self.trained:  # an adapter is merged there
             none = dict.fromkeys(("revision", "tokenizer", "lora", "quantization"))
             model = {"path": str(self._final()), **none}
-        held_out = {name: SetConfig.model_validate(entry) for name, entry in sets.items()}
-        parts = {
-            "model": settings.model.model_copy(update=model),
-            "eval": settings.eval.model_copy(update={"sets": held_out}),
-        }
-        return settings.model_copy(update=parts)
+        return settings.model_copy(update={"model": settings.model.model_copy(update=model)})
 
     def _load_model(self) -> Any:
-        name, given = self.settings["model_name_or_path"], self.settings.get("model_init_kwargs")
-        final = self._final() if self.trained else None
-        if final is not None and not (final / ADAPTER_CONFIG_FILE).is_file():
-            return trl_results.load_run_model(final)
-        base = trl_results.load_named_model(name, **(given or {}))
-        if final is not None:
-            return trl_results.load_run_model(final, base)
-        if self.peft_config is None:
-            return base
-        return import_module("peft").get_peft_model(base, self.peft_config)
+        given = self.settings.get("model_init_kwargs") or {}
+        adapter = self._final() / "adapter" if self.trained else None
+        if adapter is not None and not adapter.is_dir():
+            return trl_results.load_named_model(str(adapter.parent))
+        base = trl_results.load_named_model(self.settings["model_name_or_path"], **given)
+        if adapter is not None:
+            return import_module("peft").PeftModel.from_pretrained(base, str(adapter))
+        if self.peft_config is not None:
+            return import_module("peft").get_peft_model(base, self.peft_config)
+        return base
 
     def _tell(self, hook: str) -> None:
         """Tell callbacks; an error of theirs is raised."""

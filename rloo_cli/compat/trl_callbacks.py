@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from rloo_cli.compat.trl_results import trl_entry
 from rloo_cli.compat.trl_settings import TRLValueError
 from rloo_cli.reporting.events import Events
 from rloo_cli.utils.errors import Problem
@@ -98,13 +99,13 @@ class CallbackEvents(Events):
         self.tell("on_step_end")
         every = max(1, int(getattr(self.args, "logging_steps", None) or 10))
         if self.state.global_step % every == 0:
-            logs = metrics | {"step": self.state.global_step}
+            logs = trl_entry(metrics)
             self.state.log_history.append(logs)
             self.tell("on_log", logs=logs)
 
     def on_evaluation(self, step: int, metrics: JsonObject) -> None:
         """Tell on_evaluate."""
-        self.tell("on_evaluate", metrics=metrics)
+        self.tell("on_evaluate", metrics=trl_entry(metrics))
 
     def on_save(self, step: int, folder: Path) -> None:
         """Tell on_save."""

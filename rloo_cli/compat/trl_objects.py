@@ -18,6 +18,7 @@ from rloo_cli.compat.migrate.convert import build_recipe, choose_dialect
 from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.tables import LAYER_ARGUMENTS, PEFT_CONFIGS
 from rloo_cli.compat.trl_settings import (
+    ROUTER_FIX,
     GRPOConfig,
     RLOOConfig,
     TRLConfig,
@@ -80,6 +81,14 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
     for name in QUANTIZATION_SETTINGS if quantization_config is not None else ():
         settings[name] = getattr(quantization_config, name)
     return settings
+
+
+def in_words_of_trl(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems of a recipe, with the arguments of TRL where a key has one of another name."""
+    return [
+        dataclasses.replace(p, fix=p.fix.replace("generation.allow_moe=true", ROUTER_FIX))
+        for p in problems
+    ]
 
 
 def take_quantization(settings: JsonObject, given: Any, printed: list[str]) -> Any:

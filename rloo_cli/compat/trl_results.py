@@ -15,7 +15,6 @@ import transformers
 from transformers import AutoConfig, TrainerState
 
 from rloo_cli.api import is_rank
-from rloo_cli.config.hf_cache import ADAPTER_CONFIG_FILE
 from rloo_cli.distributed.world import join_process_group
 from rloo_cli.reporting.metrics_lines import read_metrics_lines
 from rloo_cli.utils.environment import environment_number
@@ -88,10 +87,10 @@ def fill_trainer_state(state: TrainerState, folder: Path, summary: Mapping[str, 
     steps = [line for line in lines if "step_time" in line]
     losses = [line["loss"] for line in steps if line.get("loss") is not None]
     seconds = float(summary.get("seconds") or 0.0)
-    state.log_history = [_trl_entry(line) for line in lines]
+    state.log_history = [trl_entry(line) for line in lines]
     state.global_step = int(summary.get("updates", 0))
     state.max_steps = max(state.max_steps, state.global_step)
-    last = _trl_entry(steps[-1]) if steps else {}
+    last = trl_entry(steps[-1]) if steps else {}
     state.epoch = last.get("epoch", state.epoch)
     last |= {"train_loss": sum(losses) / len(losses) if losses else 0.0, "train_runtime": seconds}
     if seconds > 0:
@@ -104,18 +103,15 @@ def _metrics_of_run(folder: Path) -> list[JsonObject]:
     return [dict(line) for line in read_metrics_lines(path)] if path.is_file() else []
 
 
-def _trl_entry(line: JsonObject) -> JsonObject:
-    """A line of metrics.jsonl as TRL logs it: `step` counts updates there."""
-    return line | ({"step": line["updates"]} if "updates" in line else {})
-
-
-def load_run_model(folder: Path, base: Any = None) -> Any:
-    """The model in a folder; where an adapter lies there, over `base`."""
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        from peft import PeftModel  # lazy: an optional package
-
-        return PeftModel.from_pretrained(base, str(folder))
-    return load_named_model(str(folder))
+def trl_entry(line: JsonObject, prefix: str = "eval") -> JsonObject:
+    """A line of metrics.jsonl as TRL logs it: `step` counts updates, and the names of a held-out
+    set begin with `prefix`, which the one that has no name of its own (eval) does not repeat."""
+    named = {}
+    for name, value in line.items():
+        if name.startswith("eval_"):
+            name = f"{prefix}_{name.removeprefix('eval_').removeprefix('eval_')}"
+        named[name] = value
+    return named | ({"step": line["updates"]} if "updates" in line else {})
 
 
 def load_named_model(name: str, **arguments: Any) -> Any:

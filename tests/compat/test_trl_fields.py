@@ -15,7 +15,8 @@ TRAINERS = {"RLOOConfig": trl.RLOOTrainer, "GRPOConfig": trl.GRPOTrainer}
 # A value other than the default, where one more or the opposite would not be valid. The second
 # part: what must be set beside it, for it acts with that alone.
 VALUES = {
-    "output_dir": "out/other", "max_steps": 7, "optim": "adamw_torch", "lr_scheduler_type": "cosine",
+    "output_dir": "out/other", "max_steps": 7, "optim": "adamw_torch",
+    "lr_scheduler_type": "cosine",
     "lr_scheduler_kwargs": {"num_cycles": 1}, "warmup_steps": 3, "logging_strategy": "no",
     "report_to": "wandb", "eval_strategy": "steps", "save_strategy": "no", "fsdp": "full_shard",
     "deepspeed": {"zero_optimization": {"stage": 2}}, "model_init_kwargs": {"dtype": "float32"},
@@ -29,11 +30,13 @@ VALUES = {
     "vllm_importance_sampling_mode": "token_truncate", "adam_beta1": 0.8, "adam_beta2": 0.99,
     "adam_epsilon": 1e-7, "warmup_ratio": 0.1, "logging_steps": 5, "eval_steps": 5,
     "ref_model_mixup_alpha": 0.5, "trackio_static_space_id": "a/b", "max_grad_norm": 0.5,
-    "off_policy_mask_threshold": 0.5, "delta": 2.0, "per_device_train_batch_size": 16, "bf16": True, "top_entropy_quantile": 0.2,
+    "off_policy_mask_threshold": 0.5, "delta": 2.0, "per_device_train_batch_size": 16,
+    "bf16": True, "top_entropy_quantile": 0.2,
 }  # fmt: skip
 BESIDE = {
     "generation_batch_size": {"gradient_accumulation_steps": 2},
-    "eval_steps": {"eval_strategy": "steps"}, "ref_model_mixup_alpha": {"sync_ref_model": True, "beta": 0.1},
+    "eval_steps": {"eval_strategy": "steps"},
+    "ref_model_mixup_alpha": {"sync_ref_model": True, "beta": 0.1},
     "ref_model_sync_steps": {"sync_ref_model": True, "beta": 0.1}, "sync_ref_model": {"beta": 0.1},
     "vllm_server_timeout": {"vllm_mode": "server"}, "vllm_server_port": {"vllm_mode": "server"},
     "vllm_server_host": {"vllm_mode": "server"}, "vllm_server_base_url": {"vllm_mode": "server"},

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rloo_cli import api
 from rloo_cli.compat import trl
-from rloo_cli.compat.trl import GRPOTrainer, RLOOConfig, RLOOTrainer
+from rloo_cli.compat.trl import RLOOConfig, RLOOTrainer
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose_config
 from rloo_cli.rewards.engine.arguments import TrainerState

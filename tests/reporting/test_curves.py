@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from rloo_cli.cli import main
-from rloo_cli.reporting.events import EventSender
 from rloo_cli.reporting import curves
 from rloo_cli.reporting.curves import (
     draw_run_curves,
@@ -16,6 +15,7 @@ from rloo_cli.reporting.curves import (
     read_metrics_lines,
     smooth_values,
 )
+from rloo_cli.reporting.events import EventSender
 from rloo_cli.train import between_steps, worker
 from rloo_cli.utils.errors import ConfigError, Problem, RewardError, Stopped
 from rloo_cli.utils.timers import StepTimer

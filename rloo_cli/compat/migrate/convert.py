@@ -209,6 +209,7 @@ def _spread(
             rest[name] = value
             continue
         flag = name if name in flags else f"{kwargs}.{name}"
+        flag = "model_revision" if flag == "revision" else flag  # as a command line calls it
         recipe.flags.setdefault(flag, value)
         recipe.original_flags.setdefault(flag, value)
     if rest:
