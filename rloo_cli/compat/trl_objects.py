@@ -94,6 +94,9 @@ def in_words_of_trl(problems: Sequence[Problem]) -> list[Problem]:
 def take_quantization(settings: JsonObject, given: Any, printed: list[str]) -> Any:
     """The quantization config: the trainer's argument, or that of model_init_kwargs, where scripts
     put it beside a device_map, which is taken out with it."""
+    sampling = settings.get("generation_kwargs")
+    if isinstance(sampling, Mapping) and sampling.get("do_sample") is True:  # as it is here
+        settings["generation_kwargs"] = {k: v for k, v in sampling.items() if k != "do_sample"}
     kwargs = settings.get("model_init_kwargs")
     if not isinstance(kwargs, Mapping):
         return given

@@ -17,6 +17,7 @@ from family_cases import EXPERTS, HEADS
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from rloo_cli import api
 from rloo_cli.cli import push
 from rloo_cli.compat import trl
 from rloo_cli.compat.trl import GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -278,6 +279,15 @@ def test_two_processes_of_accelerate_launch_train_what_one_trains(model, tmp_pat
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_ranks_of_another_launcher_need_the_address_of_a_server(model):
+    words = ["generation=vllm_server", f"model.path={model}"]
+    _, settings = api.compose_run("smoke", overrides=words)
+    with pytest.raises(ConfigError, match="without an address"):
+        api._no_server_of_its_own(settings)
+    server = "generation.server.base_url=http://127.0.0.1:9"
+    api._no_server_of_its_own(api.compose_run("smoke", overrides=[*words, server])[1])
 
 
 @pytest.mark.slow
