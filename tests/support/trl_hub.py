@@ -1,4 +1,4 @@
-"""The models and data of TRL's own tests, tiny and local, under the names that they have on the hub.
+"""The models and data of TRL's own tests, tiny and local, under their names on the hub.
 
 TRL's test files run here with only their import changed: put them into a folder with a conftest.py
 that has `from trl_hub import *`, and run pytest with tests/support in PYTHONPATH. A name such as
