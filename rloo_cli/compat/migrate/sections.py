@@ -327,13 +327,14 @@ def _write_printed_samples(recipe: Recipe) -> None:
 def _write_trackers(recipe: Recipe) -> None:
     """Write logging.trackers from report_to: one name or several, `all` or `none`."""
     text, named = recipe.original_text("report_to"), recipe.take("report_to")
-    names = [str(n) for n in (named if isinstance(named, list | tuple) else [named]) if n]
+    given = named if isinstance(named, list | tuple) else [named]
+    names = [str(n) for n in given if n and n != "none"]
     if not names and "report_to" in recipe.original_flags:
         recipe.dropped.append(f"{text}: off, as here")
     known = [n for n in names if schema_refusal("logging.trackers", [n]) is None]
     if known:
         recipe.put("logging.trackers", known, text)
-    for name in [n for n in names if n not in (*known, "none")]:
+    for name in [n for n in names if n not in known]:
         what = f"report_to {name}"
         why = "trackers are tensorboard, wandb, trackio, mlflow and swanlab, each by its name"
         recipe.dropped.append(f"{what}: {why}; metrics.jsonl has every step")
