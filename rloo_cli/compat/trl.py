@@ -37,11 +37,9 @@ from rloo_cli.compat.trl_settings import (
     written_settings,
 )
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.inspection.model_card import model_card
-from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.launch.topology import accelerate_engine
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import JsonObject, write_text
+from rloo_cli.utils.files import JsonObject
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "TrainOutput"]
 
@@ -198,12 +196,6 @@ class RLOOTrainer:
         ours, theirs = sort_callbacks([callback])
         self.listeners += ours
         self.callbacks += theirs
-
-    def create_model_card(self, **card: Any) -> None:
-        """Write README.md into `output_dir`, from the run's own record."""
-        if self.accelerator.is_main_process:
-            text = model_card(inspect_run_folder(self.folder), card.get("dataset_name"))
-            write_text(self.folder / "README.md", text)
 
     def push_to_hub(
         self,

@@ -214,8 +214,8 @@ def _build_setup(
         )  # fmt: skip
 
     generator = _generator_of_ranks(settings, world, policy, build)
-    algorithm = load_algorithm(settings.algorithm)
-    return EvalWorkerSetup(settings, algorithm, generator, rewards, sets, judge, world), policy
+    parts = (load_algorithm(settings.algorithm), generator, rewards, sets, judge, world)
+    return EvalWorkerSetup(settings, *parts), policy
 
 
 def _generator_of_ranks(

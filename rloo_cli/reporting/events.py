@@ -65,7 +65,9 @@ class EventSender:
         asked = False
         for number, listener in enumerate(self.listeners):
             try:
-                asked = bool(listener.wants_end()) or asked
+                if listener.wants_end():
+                    self.warn(f"{type(listener).__name__} ends the training with this step")
+                    asked = True
             except BaseException as error:  # as in send
                 self._warn_once(number, "wants_end", error)
         return asked

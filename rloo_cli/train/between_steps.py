@@ -31,9 +31,7 @@ def evaluate_and_checkpoint(run: Run) -> bool:
             save.save_checkpoint(run)
             if not last:
                 run.log.draw_curves(rate_limited=True)
-    ends = run.world.check_stop(end_asked=run.log.events.end_asked())
-    if ends and not last:
-        run.log.note(f"step {state.step} of {run.num_steps}: a callback ends the training here")
+    if run.world.check_stop(end_asked=run.log.events.end_asked()) and not last:
         run.num_steps = state.step
         return evaluate_and_checkpoint(run)
     if sweep_time_slices.is_sweep_trial() and not last:

@@ -289,9 +289,7 @@ def write_run_settings(recipe: Recipe) -> None:
     if "max_grad_norm" in recipe.flags:
         norm = take_number(recipe, "max_grad_norm", None)
         recipe.put("train.max_grad_norm", norm or None, recipe.original_text("max_grad_norm"))
-    if (kept := take_number(recipe, "save_total_limit", None)) is not None and kept >= 1:
-        why = "; two at least, for one may be damaged" if kept < 2 else ""
-        recipe.put("checkpoint.keep_last", max(2, int(kept)), f"save_total_limit={kept}{why}")
+    _write_kept_checkpoints(recipe)
     _write_printed_samples(recipe)
     _write_trackers(recipe)
     if (resumed := recipe.take("resume_from_checkpoint")) is not None:
@@ -312,6 +310,13 @@ def write_run_settings(recipe: Recipe) -> None:
                 recipe.dropped.append(f"{text}: one process has nothing to share")
     for name, why in tables.IGNORED_FLAGS.items():
         recipe.drop(name, why)
+
+
+def _write_kept_checkpoints(recipe: Recipe) -> None:
+    """Write checkpoint.keep_last, which is two at least."""
+    if (kept := take_number(recipe, "save_total_limit", None)) is not None and kept >= 1:
+        why = "; two at least, for one may be damaged" if kept < 2 else ""
+        recipe.put("checkpoint.keep_last", max(2, int(kept)), f"save_total_limit={kept}{why}")
 
 
 def _write_printed_samples(recipe: Recipe) -> None:
