@@ -178,9 +178,8 @@ def _build_setup(
     opened = splits.open_splits(settings, training=False)
     rewards = build_rewards(settings, functions or {})
     tools = agent_build.load_tool_set(settings)
-    for code_note in user_code_notes(settings):
-        if not code_note.startswith("train."):
-            note(code_note)
+    for code_note in [n for n in user_code_notes(settings) if not n.startswith("train.")]:
+        note(code_note)
     check_reward_splits(settings, opened, rewards)
     # Made now: the timeout of a reward's call would be too short for it.
     for path in rules_paths.synthetic_model_paths(settings):
