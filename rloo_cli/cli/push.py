@@ -4,6 +4,7 @@
     --public                             let everybody see it
     --checkpoint checkpoint-200          this one instead of final/
     --message TEXT                       of the commit
+    --dataset NAME                       the data's name on the hub, for the card
     --revision BRANCH                    a branch, which is made if it is not there
     --dry-run                            print the card and the files; send nothing
     --json                               the result as data
@@ -26,7 +27,7 @@ from rloo_cli.utils.files import JsonObject
 
 USAGE = (
     "rloo push RUN --repo ORG/NAME [--public] [--checkpoint NAME] [--message TEXT]"
-    " [--revision BRANCH] [--dry-run] [--json]"
+    " [--revision BRANCH] [--dataset NAME] [--dry-run] [--json]"
 )
 CARD_FILE = "README.md"
 LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only a resume needs
@@ -35,7 +36,7 @@ LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, no model, a public one), TrackerError (the hub)."""
     parser = RunArgumentParser("push", USAGE)
-    for flag in ("--repo", "--checkpoint", "--revision"):
+    for flag in ("--repo", "--checkpoint", "--revision", "--dataset"):
         parser.add_argument(flag)
     parser.add_argument("--message", default="rloo push")
     for flag in ("--public", "--dry-run", "--json"):
@@ -43,7 +44,7 @@ def run(args: list[str]) -> int:
     options = parser.parse_args(args)
     folder = find_run_folder(options.run, "push")
     model = _model_folder(folder, options.checkpoint)
-    card, files = model_card(inspect_run_folder(folder)), _model_files(model)
+    card, files = model_card(inspect_run_folder(folder), options.dataset), _model_files(model)
     if not options.dry_run and not HUB_NAME.fullmatch(options.repo or ""):
         what = (
             f"--repo {options.repo!r} is not a repository" if options.repo else "which repository?"

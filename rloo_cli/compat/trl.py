@@ -7,21 +7,37 @@
     trainer.train()
 
 The trainer writes a recipe, as `rloo migrate` does, and `train` is `api.train` of it. What a script
-passes as an object is written beside it, into ROOT/.inputs/NAME: ROOT/NAME is `output_dir`. What
-could not be carried over is printed; what would change the result is refused.
+passes as an object is written beside it, into ROOT/.inputs/NAME: ROOT/NAME is `output_dir`. A
+setting that changes nothing here is printed; one that would change the result is refused when the
+trainer is made. Under `accelerate launch` each process is a rank. Other names that a script imports
+here (TrlParser, ModelConfig, get_peft_config, ...) are those of an installed TRL.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from rloo_cli.api import train
-from rloo_cli.compat import trl_objects
-from rloo_cli.compat.trl_settings import GRPOConfig, RLOOConfig, written_settings
+from transformers import TrainerState
+
+from rloo_cli.api import compose_run, evaluate, is_rank, train
+from rloo_cli.compat import trl_objects, trl_results
+from rloo_cli.compat.trl_callbacks import CallbackEvents, sort_callbacks
+from rloo_cli.compat.trl_settings import (
+    GRPOConfig,
+    RLOOConfig,
+    TRLValueError,
+    check_fields,
+    written_settings,
+)
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch.topology import accelerate_engine
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -32,7 +48,7 @@ class TrainOutput(NamedTuple):
     """What `train` returns, as transformers' trainer does."""
 
     global_step: int  # optimizer updates
-    training_loss: float | None  # of the last step
+    training_loss: float  # mean over the steps
     metrics: JsonObject  # summary.json
 
 
@@ -60,18 +76,33 @@ class RLOOTrainer:
     ):
         """Write the recipe. Raises ConfigError for what this trainer would have to ignore."""
         trl_objects.refuse_arguments(optimizers=optimizers)
-        self.events = trl_objects.event_listeners(callbacks)
         self.args = args if args is not None else trl_objects.default_config(model, self.kind)
-        settings = written_settings(self.args)
-        inputs = trl_objects.InputFolder(settings)
-        settings |= inputs.model_settings(model, processing_class)
-        settings |= trl_objects.adapter_settings(peft_config, quantization_config)
-        settings |= inputs.agent_settings(tools, environment_factory, rollout_func)
-        settings |= inputs.data_settings(train_dataset, eval_dataset, settings)
-        named, specs = inputs.rewards(reward_funcs, reward_processing_classes)
+        settings, printed = check_fields(written_settings(self.args), self.kind)
+        quantization_config = trl_objects.take_quantization(settings, quantization_config, printed)
+        self.listeners, self.callbacks = sort_callbacks(callbacks)
+        self.accelerator = trl_results.ScriptAccelerator(float(settings.get("ddp_timeout", 1800)))
+        inputs = trl_objects.InputFolder(settings, self.accelerator.is_main_process)
+        adapter = trl_objects.adapter_settings(peft_config, quantization_config)
+        weights = settings.get("reward_weights")
+        named, rewards = inputs.rewards(reward_funcs, reward_processing_classes, weights)
+        self.reward_funcs = trl_objects.listed(reward_funcs)
+        self.reward_processing_classes = trl_objects.listed(reward_processing_classes)
+        self.settings = settings | inputs.model_settings(model, processing_class) | adapter
+        self.settings |= inputs.agent_settings(tools, environment_factory, rollout_func)
+        self.settings |= inputs.data_settings(train_dataset, eval_dataset, settings) | rewards
         self.rewards: Mapping[str, Callable[..., Any]] = named
-        self.folder = inputs.run_folder
-        self.recipe = inputs.write_recipe(settings | {"reward_funcs": specs}, self.kind)
+        self.inputs, self.folder = inputs, inputs.run_folder
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class, self.peft_config = processing_class, peft_config
+        self.recipe = inputs.write_recipe(self.settings, self.kind, printed)
+        self.accelerator.wait_for_everyone()  # the files are there before any rank reads them
+        try:
+            compose_run(self.recipe, named, self._overrides(), replace_rewards=False)
+        except ConfigError as error:
+            raise TRLValueError(*trl_objects.in_words_of_trl(error.problems)) from None
+        self.state, self.trained = TrainerState(), False
+        self.models: dict[bool, Any] = {}  # loaded when asked for: before and after the training
+        self._tell("on_init_end")
 
     def train(
         self,
@@ -81,20 +112,90 @@ class RLOOTrainer:
     ) -> TrainOutput:
         """Train; a run that is finished already is not repeated. Raises RunError."""
         trl_objects.refuse_arguments(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        overrides = []
+        overrides = self._overrides()
         if resume_from_checkpoint:
             newest = resume_from_checkpoint is True
             overrides.append(f"resume={'auto' if newest else resume_from_checkpoint}")
-        summary = train(
-            self.recipe, self.rewards, overrides, replace_rewards=False, events=self.events
-        )
-        loss = trl_objects.last_metric(self.folder, "loss")
-        return TrainOutput(int(summary["updates"]), loss, summary)
+        told = CallbackEvents(self.callbacks, self.args, self.state)
+        events = [*self.listeners, *([told] if self.callbacks else [])]
+        summary = train(self.recipe, self.rewards, overrides, replace_rewards=False, events=events)
+        if told.error is not None:
+            raise told.error
+        self.trained = True
+        trl_results.fill_trainer_state(self.state, self.folder, summary)
+        loss = self.state.log_history[-1]["train_loss"]
+        return TrainOutput(self.state.global_step, loss, summary)
 
-    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Copy the trained model, which is in `output_dir`/final, to another folder."""
-        if output_dir is not None:
-            shutil.copytree(self._final(), output_dir, dirs_exist_ok=True)
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> JsonObject:
+        """Score the model as it is now on held-out prompts, with the rewards. Raises RunError."""
+        trl_objects.refuse_arguments(ignore_keys=ignore_keys)
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if data is None:
+            why = "nothing was held out when the trainer was made"
+            raise TRLValueError(
+                Problem("evaluate() has no data", "eval_dataset", why, "evaluate(eval_dataset=D)")
+            )
+        sets = self.inputs.eval_sets(data, self.settings)
+        self.accelerator.wait_for_everyone()
+        settings = self._evaluation_settings(sets)
+        found = evaluate(settings, self.inputs.folder / "evaluation", self.rewards)
+        metrics = trl_results.trl_entry(found, metric_key_prefix)
+        self.state.log_history.append(metrics | {"step": self.state.global_step})
+        return metrics
+
+    @property
+    def model(self) -> Any:
+        """The trained model, from `output_dir`/final, or the one that the training begins with.
+
+        It is loaded when it is asked for: changing it changes nothing in a run.
+        """
+        if self.trained not in self.models:
+            self.models[self.trained] = self._load_model()
+        return self.models[self.trained]
+
+    @property
+    def hub_model_id(self) -> str:
+        """The repository that `push_to_hub` sends to."""
+        return str(getattr(self.args, "hub_model_id", None) or self.folder.name)
+
+    def save_model(
+        self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False
+    ) -> None:
+        """Copy the trained model, which is in `output_dir`/final, to a folder; by default to
+        `output_dir` itself, beside the run's own files."""
+        if self.accelerator.is_main_process:
+            shutil.copytree(self._final(), output_dir or self.folder, dirs_exist_ok=True)
+        self.accelerator.wait_for_everyone()
+
+    def save_state(self) -> None:
+        """Write trainer_state.json into `output_dir`."""
+        if self.accelerator.is_main_process:
+            self.state.save_to_json(str(self.folder / trl_results.STATE_FILE))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics under the name of a split, on rank 0."""
+        if self.accelerator.is_main_process:
+            trl_results.print_metrics(split, metrics)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write {split}_results.json and all_results.json into `output_dir`."""
+        if self.accelerator.is_main_process:
+            trl_results.write_metrics(self.folder, split, metrics, combined)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.accelerator.is_main_process
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, before `train`. Raises ConfigError as the constructor does."""
+        ours, theirs = sort_callbacks([callback])
+        self.listeners += ours
+        self.callbacks += theirs
 
     def push_to_hub(
         self,
@@ -102,13 +203,26 @@ class RLOOTrainer:
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        dataset_name: str | None = None,
+        **card: Any,
     ) -> str:
-        """`rloo push` of the run to args.hub_model_id. -> the repository's address"""
+        """`rloo push` of the run to args.hub_model_id. -> the repository's address
+
+        `dataset_name` is written into the card. Other parts of a card (`card`) are printed: it is
+        made from the run's own record.
+        """
+        if not self.accelerator.is_main_process:
+            return ""
         self._final()
-        repo = str(getattr(self.args, "hub_model_id", None) or self.folder.name)
+        for name, value in card.items():
+            print(f"note: {name}={value!r:.60}: the card is made from the run's own record")
+        repo = self.hub_model_id
+        branch = revision or getattr(self.args, "hub_revision", None)
         words = ["push", str(self.folder), "--repo", repo, "--message", commit_message]
-        words += ["--revision", revision] if revision else []
+        words += ["--revision", branch] if branch else []
+        words += ["--dataset", dataset_name] if dataset_name else []
         words += [] if getattr(self.args, "hub_private_repo", None) else ["--public"]
+        token = token or getattr(self.args, "hub_token", None)
         env = os.environ | ({"HF_TOKEN": token} if token else {})
         told = subprocess.run(
             [sys.executable, "-m", "rloo_cli", *words], env=env, stdout=subprocess.PIPE, text=True
@@ -117,6 +231,51 @@ class RLOOTrainer:
             fix = "correct what rloo push says above, then call push_to_hub() again"
             raise ConfigError(Problem(f"{repo} was not pushed", "push_to_hub", "see above", fix))
         return told.stdout.strip()
+
+    def end(self) -> None:
+        """Nothing: trackers end with the run, and ranks with their process."""
+
+    def _overrides(self) -> list[str]:
+        """What of the recipe this process decides: the engine of its ranks, and lines to tell."""
+        overrides = ["logging.every=1"] if self.callbacks else []  # they are told of every step
+        if is_rank():
+            engine, offload = accelerate_engine(os.environ)
+            overrides += [f"distributed.engine={engine}"] if engine else []
+            overrides += [f"distributed.offload={offload}"] if offload else []
+        return overrides
+
+    def _evaluation_settings(self, sets: JsonObject) -> RunConfig:
+        """The run's config with these held-out sets, and the model as it is now."""
+        entries = ", ".join(
+            f"{name}: {{path: {json.dumps(entry['path'])}, split: {entry['split']}}}"
+            for name, entry in sets.items()
+        )
+        words = [*self._overrides(), f"eval.sets={{{entries}}}"]
+        _, settings = compose_run(self.recipe, self.rewards, words, replace_rewards=False)
+        model: JsonObject = {}
+        if self.trained:  # an adapter is merged there
+            none = dict.fromkeys(("revision", "tokenizer", "lora", "quantization"))
+            model = {"path": str(self._final()), **none}
+        return settings.model_copy(update={"model": settings.model.model_copy(update=model)})
+
+    def _load_model(self) -> Any:
+        given = self.settings.get("model_init_kwargs") or {}
+        adapter = self._final() / "adapter" if self.trained else None
+        if adapter is not None and not adapter.is_dir():
+            return trl_results.load_named_model(str(adapter.parent))
+        base = trl_results.load_named_model(self.settings["model_name_or_path"], **given)
+        if adapter is not None:
+            return import_module("peft").PeftModel.from_pretrained(base, str(adapter))
+        if self.peft_config is not None:
+            return import_module("peft").get_peft_model(base, self.peft_config)
+        return base
+
+    def _tell(self, hook: str) -> None:
+        """Tell callbacks; an error of theirs is raised."""
+        told = CallbackEvents(self.callbacks, self.args, self.state)
+        told.tell(hook)
+        if told.error is not None:
+            raise told.error
 
     def _final(self) -> Path:
         final = self.folder / "final"
@@ -130,3 +289,10 @@ class GRPOTrainer(RLOOTrainer):
     """TRL's GRPO: algorithm=grpo with TRL's defaults."""
 
     kind: ClassVar[str] = "grpo"
+
+
+def __getattr__(name: str) -> Any:
+    """What else a script imports from TRL, where it is installed."""
+    if not name.startswith("_") and find_spec("trl") is not None:
+        return getattr(import_module("trl"), name)
+    raise AttributeError(f"{__name__} has no {name}: pip install trl, from which it is then taken")

@@ -9,21 +9,27 @@ import dataclasses
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.compat.migrate.convert import choose_dialect, convert_to_recipe
+from rloo_cli.api import is_rank
+from rloo_cli.compat.migrate.convert import build_recipe, choose_dialect
 from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.tables import LAYER_ARGUMENTS, PEFT_CONFIGS
-from rloo_cli.compat.trl_settings import GRPOConfig, RLOOConfig, TRLConfig
+from rloo_cli.compat.trl_settings import (
+    ROUTER_FIX,
+    GRPOConfig,
+    RLOOConfig,
+    TRLConfig,
+    TRLValueError,
+    unconverted_problems,
+)
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.rules_lora import PEFT_ORIGIN
 from rloo_cli.data.exact_values import dataset_of_rows
-from rloo_cli.reporting.events import Events
-from rloo_cli.reporting.metrics_lines import read_metrics_lines
 from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject, write_text
 
 LORA_SETTINGS = {  # peft's LoraConfig -> the flag of ModelConfig that means the same
@@ -32,6 +38,8 @@ LORA_SETTINGS = {  # peft's LoraConfig -> the flag of ModelConfig that means the
     "modules_to_save": "modules_to_save", "bias": "lora_bias", "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }  # fmt: skip
+# What becomes no key of the entries of these is refused.
+SPREAD_PREFIXES = ("generation_kwargs.", "model_init_kwargs.")
 QUANTIZATION_SETTINGS = (
     "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
 )  # fmt: skip
@@ -44,19 +52,7 @@ def refuse_arguments(**given: Any) -> None:
             row = find_old_name(name)
             fix = (row.fix or row.note) if row is not None else "leave it out"
             why = f"it would have to be ignored: found {value!r:.60}"
-            raise ConfigError(Problem(f"{name} is not taken here", name, why, fix))
-
-
-def event_listeners(callbacks: Sequence[Any] | None) -> list[Events]:
-    """Callbacks, which are objects of `plugin.Events` here: they are told of the run, and cannot
-    change it. Raises ConfigError for any other."""
-    for callback in callbacks or ():
-        if not isinstance(callback, Events):
-            why = "a callback of transformers may change the run that it is called by"
-            fix = "a subclass of rloo_cli.plugin.Events: on_start, on_step, on_evaluation, on_save,"
-            what = f"{callback!r:.60} is not taken as a callback"
-            raise ConfigError(Problem(what, "callbacks", why, f"{fix} on_end, on_error"))
-    return list(callbacks or ())
+            raise TRLValueError(Problem(f"{name} is not taken here", name, why, fix))
 
 
 def default_config(model: Any, kind: str) -> TRLConfig:
@@ -78,7 +74,7 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
         elif kind != "LoraConfig":
             why = f"adapters are LoraConfig, {', '.join(PEFT_CONFIGS)}"
             what, fix = f"peft_config is a {kind}", "peft_config=LoraConfig()"
-            raise ConfigError(Problem(what, "peft_config", why, fix))
+            raise TRLValueError(Problem(what, "peft_config", why, fix))
         names = LAYER_ARGUMENTS if kind in PEFT_CONFIGS else LORA_SETTINGS
         for theirs, flag in {name: LORA_SETTINGS[name] for name in names}.items():
             if (value := getattr(peft_config, theirs, None)) is not None:
@@ -86,6 +82,31 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
     for name in QUANTIZATION_SETTINGS if quantization_config is not None else ():
         settings[name] = getattr(quantization_config, name)
     return settings
+
+
+def in_words_of_trl(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems of a recipe, with the arguments of TRL where a key has one of another name."""
+    return [
+        dataclasses.replace(p, fix=p.fix.replace("generation.allow_moe=true", ROUTER_FIX))
+        for p in problems
+    ]
+
+
+def take_quantization(settings: JsonObject, given: Any, printed: list[str]) -> Any:
+    """The quantization config: the trainer's argument, or that of model_init_kwargs, where scripts
+    put it beside a device_map, which is taken out with it."""
+    sampling = settings.get("generation_kwargs")
+    if isinstance(sampling, Mapping) and sampling.get("do_sample") is True:  # as it is here
+        settings["generation_kwargs"] = {k: v for k, v in sampling.items() if k != "do_sample"}
+    kwargs = settings.get("model_init_kwargs")
+    if not isinstance(kwargs, Mapping):
+        return given
+    kwargs = dict(kwargs)
+    inside = kwargs.pop("quantization_config", None)
+    if (device_map := kwargs.pop("device_map", None)) is not None:
+        printed.append(f"device_map={device_map!r:.60}: each process has one device")
+    settings["model_init_kwargs"] = {k: v for k, v in kwargs.items() if v is not None}
+    return given if given is not None else inside
 
 
 def _changed_arguments(peft_config: Any) -> JsonObject:
@@ -102,18 +123,12 @@ def _changed_arguments(peft_config: Any) -> JsonObject:
     return found
 
 
-def last_metric(folder: Path, name: str) -> float | None:
-    """The last value of a metric in a run's metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    lines = read_metrics_lines(path) if path.is_file() else []
-    values = [value for line in lines if (value := line.get(name)) is not None]
-    return values[-1] if values else None
-
-
 class InputFolder:
     """The folder of what a script passed as objects, and the run's folder beside it."""
 
-    def __init__(self, settings: Mapping[str, Any]):
+    def __init__(self, settings: Mapping[str, Any], writes: bool = True):
+        """`writes`: whether this is the rank that writes the files; the others only name them."""
+        self.writes = writes
         target = Path(str(settings.get("output_dir") or "trainer_output"))
         # As `rloo migrate` names a run: root/name, of characters that a name may have.
         name = re.sub(r"[^A-Za-z0-9._+-]+", "-", target.name).strip("-._+") or "run"
@@ -127,7 +142,7 @@ class InputFolder:
             if hasattr(model, "peft_config"):
                 why = "it has an adapter in it, and a run makes its own from a config"
                 fix = "pass the base model, and the adapter's config as peft_config"
-                raise ConfigError(Problem("model is a PeftModel", "model", why, fix))
+                raise TRLValueError(Problem("model is a PeftModel", "model", why, fix))
             found["model_name_or_path"] = self._saved("model", model)
         source = tokenizer
         if source is None and not isinstance(model, str):
@@ -137,24 +152,34 @@ class InputFolder:
         return found
 
     def rewards(
-        self, functions: Any, tokenizers: Any
-    ) -> tuple[dict[str, Callable[..., Any]], list[str]]:
-        """-> callables by name, and every reward as `rloo migrate` names it"""
-        items = _listed(functions)
-        given = [*_listed(tokenizers), *[None] * len(items)]
+        self, functions: Any, tokenizers: Any, weights: Sequence[float] | None
+    ) -> tuple[dict[str, Callable[..., Any]], JsonObject]:
+        """-> callables by name, and the settings that name every reward as `rloo migrate` does
+
+        Raises ConfigError where there are more or fewer tokenizers or weights than rewards.
+        """
+        items = listed(functions)
+        given = listed(tokenizers) if tokenizers is not None else [None] * len(items)
+        _check_count("reward_processing_classes", len(given), len(items))
+        if weights is not None:
+            _check_count("reward_weights", len(listed(weights)), len(items))
         named: dict[str, Callable[..., Any]] = {}
         specs: list[str] = []
-        for index, (item, tokenizer) in enumerate(zip(items, given, strict=False)):
+        saved: list[str | None] = [None] * len(items)
+        for index, (item, tokenizer) in enumerate(zip(items, given, strict=True)):
             if isinstance(item, str):
                 specs.append(item if not Path(item).is_dir() else str(Path(item).absolute()))
+                if tokenizer is not None:
+                    saved[index] = self._saved(f"reward_tokenizer_{index}", tokenizer)
             elif hasattr(item, "save_pretrained"):
                 specs.append(self._saved(f"reward_model_{index}", item))
-                (tokenizer or _tokenizer_of(item)).save_pretrained(specs[-1])
+                if self.writes:
+                    (tokenizer or _tokenizer_of(item)).save_pretrained(specs[-1])
             else:
                 name = _free_name(getattr(item, "__name__", f"reward_{index}"), named)
                 named[name] = item
                 specs.append(f"python:{name}")
-        return named, specs
+        return named, {"reward_funcs": specs, "reward_tokenizers": saved}
 
     def data_settings(
         self, train_dataset: Any, eval_dataset: Any, settings: Mapping[str, Any]
@@ -163,15 +188,21 @@ class InputFolder:
         found: JsonObject = {}
         if train_dataset is not None:
             found["dataset_name"] = self._saved_data("train", train_dataset, settings)
+            if isinstance(train_dataset, Sized):
+                found["train_rows"] = len(train_dataset)  # for a warm-up that is a share of them
         wanted = settings.get("eval_strategy", "no")
         if eval_dataset is not None and getattr(wanted, "value", wanted) != "no":
-            several = isinstance(eval_dataset, Mapping)
-            sets = dict(eval_dataset) if several else {"eval": eval_dataset}
-            found["eval_sets"] = {
-                name: {"path": self._saved_data(f"eval_{name}", data, settings), "split": "train"}
-                for name, data in sets.items()
-            }
+            found["eval_sets"] = self.eval_sets(eval_dataset, settings)
         return found
+
+    def eval_sets(self, eval_dataset: Any, settings: Mapping[str, Any]) -> JsonObject:
+        """Save held-out data. -> the sets of eval.sets, by name; one data set is called eval"""
+        several = isinstance(eval_dataset, Mapping)
+        sets = dict(eval_dataset) if several else {"eval": eval_dataset}
+        return {
+            name: {"path": self._saved_data(f"eval_{name}", data, settings), "split": "train"}
+            for name, data in sets.items()
+        }
 
     def agent_settings(self, tools: Any, environments: Any, rollout: Any) -> JsonObject:
         """Tools, environments and a rollout function, as module:name or file.py:name."""
@@ -187,25 +218,32 @@ class InputFolder:
             found["rollout_func"] = self._code_name(rollout)
         return found
 
-    def write_recipe(self, settings: JsonObject, kind: str) -> Path:
-        """Write the recipe, and print what of the settings is not in it. -> its path"""
-        world = environment_number("WORLD_SIZE", 1)
-        if world > 1:
-            what = f"this script was started as {world} processes"
-            fix = "rloo migrate COMMAND > my.yaml; rloo train +recipe=my.yaml"
-            why = "a call from Python is one process"
-            raise ConfigError(Problem(what, "the launcher", why, fix))
+    def write_recipe(self, settings: JsonObject, kind: str, printed: Sequence[str]) -> Path:
+        """Write the recipe, and print what of the settings is not in it. -> its path
+
+        `printed`: lines on settings that change nothing. Raises ConfigError for each setting that
+        would change the result and of which no key could be made.
+        """
         old_run = OldRun(dict(settings), tool="trl", kind=kind, setting_format="{}={}")
-        text = convert_to_recipe(old_run, choose_dialect(old_run, ""), 1)
+        world = environment_number("WORLD_SIZE", 1) if is_rank() else 1
+        recipe = build_recipe(old_run, choose_dialect(old_run, ""), world)
+        lost = [text for text in recipe.dropped if text.startswith(SPREAD_PREFIXES)]
+        if problems := unconverted_problems([*recipe.unsupported, *recipe.unknown, *lost]):
+            raise TRLValueError(*problems)
+        recipe.put("logging.trl_aliases", True, "the trainer's state has TRL's names")
         path = self.folder / "recipe.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-        print(f"{path}: the recipe, with what could not be carried over at its end")
+        if self.writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, recipe.render())
+            print(f"{path}: the recipe of this training")
+            for text in [*printed, *recipe.dropped, *recipe.notes]:
+                print(f"note: {text}")
         return path
 
     def _saved(self, name: str, item: Any) -> str:
         path = self.folder / name
-        item.save_pretrained(path)
+        if self.writes:
+            item.save_pretrained(path)
         return str(path)
 
     def _saved_data(self, name: str, data: Any, settings: Mapping[str, Any]) -> str:
@@ -214,10 +252,12 @@ class InputFolder:
 
         if isinstance(data, str):
             return data
+        path = self.folder / name
+        if not self.writes:
+            return str(path)
         if not isinstance(data, Dataset):
             rows = list(itertools.islice(iter(data), _rows_needed(data, settings)))
             data = dataset_of_rows(rows)
-        path = self.folder / name
         data.save_to_disk(str(path))
         return str(path)
 
@@ -227,13 +267,14 @@ class InputFolder:
         if "<" in name or "." in name:
             what = f"{name} is inside of a function"
             why, fix = "other processes import it by its name", "define it outside of functions"
-            raise ConfigError(Problem(what, "tools", why, fix))
+            raise TRLValueError(Problem(what, "tools", why, fix))
         if module != "__main__":
             return f"{module}:{name}"
         path = self.folder / "code.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        source = Path(inspect.getsourcefile(code) or "")
-        write_text(path, definitions_of(source.read_text()))
+        if self.writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            source = Path(inspect.getsourcefile(code) or "")
+            write_text(path, definitions_of(source.read_text()))
         return f"{path}:{name}"
 
 
@@ -258,7 +299,16 @@ def _is_literal(node: ast.expr) -> bool:
     return True
 
 
-def _listed(items: Any) -> list[Any]:
+def _check_count(name: str, count: int, rewards: int) -> None:
+    if count != rewards:
+        what = f"the number of {name} ({count}) must match the number of reward_funcs ({rewards})"
+        why = "each of them belongs to the reward at its place"
+        fix = f"{name}=[...] with one for each reward, or leave it out"
+        raise TRLValueError(Problem(what, name, why, fix))
+
+
+def listed(items: Any) -> list[Any]:
+    """A list of what a script gave as one object or several."""
     if items is None:
         return []
     return list(items) if isinstance(items, Sequence) and not isinstance(items, str) else [items]
@@ -276,7 +326,7 @@ def _name_of(model: Any) -> str:
     if not name:
         what, fix = "the model says of itself no name", "pass its tokenizer as processing_class"
         why = "its config has no _name_or_path, or an empty one"
-        raise ConfigError(Problem(what, "model", why, fix))
+        raise TRLValueError(Problem(what, "model", why, fix))
     return name
 
 
@@ -294,7 +344,7 @@ def _rows_needed(data: Any, settings: Mapping[str, Any]) -> int | None:
     if steps < 1:
         what = "the data set is iterated over, and max_steps is not set"
         why = "its rows are saved before the run, as many as the steps use"
-        raise ConfigError(Problem(what, "train_dataset", why, "max_steps=N in the config"))
+        raise TRLValueError(Problem(what, "train_dataset", why, "max_steps=N in the config"))
     completions = int(settings.get("per_device_train_batch_size", 8))
     completions *= int(settings.get("gradient_accumulation_steps", 1))
     return steps * completions

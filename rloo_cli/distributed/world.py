@@ -122,24 +122,24 @@ class World:
         )
         return box[0]
 
-    def check_stop(self, frequent: bool = False) -> None:
+    def check_stop(self, frequent: bool = False, end_asked: bool = False) -> bool:
         """Raise Stopped on every rank if a signal has asked any of them to stop.
 
         `frequent`: this is called before each of many small pieces of work, equally often on all
-        ranks. They poll each other at the first, and then about once a second.
+        ranks. They poll each other at the first, and then about once a second. -> whether any rank
+        has called this with `end_asked`: the training is to end as if this were its last step.
         """
         if self.size == 1:
             signals.raise_if_stopped()
-            return
+            return end_asked
         if frequent and not self.stop_poll.is_due():
-            return
-        told = torch.tensor(
-            [float(signals.stop_requested_at() is not None), self.stop_poll.slowest_s]
-        ).double()
+            return False
+        asked = float(signals.stop_requested_at() is not None)
+        told = torch.tensor([asked, self.stop_poll.slowest_s, float(end_asked)]).double()
         _run_collective(
             "a signal", lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         )
-        asked, slowest = told.tolist()
+        asked, slowest, ends = told.tolist()
         self.stop_poll.record_poll(slowest, frequent)
         if asked:
             why, fix = "a signal asked one of the others to end", signals.STOPPED_FIX
@@ -150,6 +150,7 @@ class World:
                 stopped = found
             _mark_shared_error(stopped, is_remote=False)
             raise stopped
+        return bool(ends)
 
     def rank_shard(self, count: int) -> range:
         """This rank's share of `count` consecutive items."""
@@ -187,21 +188,9 @@ def join_world(run: RunConfig) -> World:
     size = environment_number("WORLD_SIZE", 1)
     if config.engine == "single" and size == 1:
         return single_process_world(config)
-    rank, local_ranks = environment_number("RANK", 0), environment_number("LOCAL_WORLD_SIZE", 1)
-    check_devices()
-    on_gpu = torch.cuda.is_available()
-    limit = timedelta(seconds=config.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    if not dist.is_initialized():
-        _run_collective(
-            "all ranks at the start", lambda: _init_process_group(backend, rank, size, limit)
-        )
-    threads = torch.get_num_threads()
-    os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the number of threads, which is set below
-        state = PartialState(cpu=not on_gpu, backend=None if on_gpu else "gloo")
-    device = state.device if on_gpu else torch.device("cpu")  # "cpu:0" there
+    local_ranks = environment_number("LOCAL_WORLD_SIZE", 1)
+    state, threads = join_process_group(config.timeout_s), torch.get_num_threads()
+    device = state.device if torch.cuda.is_available() else torch.device("cpu")  # "cpu:0" there
     if config.threads is not None:
         threads = config.threads
     elif local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:  # each would take all cores
@@ -209,10 +198,33 @@ def join_world(run: RunConfig) -> World:
     torch.set_num_threads(threads)
     if size == 1:
         return World(0, 1, device)
-    group = dist.new_group(backend="gloo", timeout=limit)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
     long_wait_s = config.timeout_s + RANK0_TIMEOUT_FACTOR * _generation_timeout_s(run)
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=long_wait_s))
     return World(state.process_index, state.num_processes, device, local_ranks, group, patient)
+
+
+def join_process_group(timeout_s: float) -> PartialState:
+    """Join the process group of RANK and WORLD_SIZE, unless this process is in one already.
+
+    -> accelerate's state of it. The number of CPU threads is left as it was. Raises MachineError
+    where torch does not see the GPUs, GenerationError if not all ranks come within `timeout_s`.
+    """
+    check_devices()
+    size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
+    on_gpu, threads = torch.cuda.is_available(), torch.get_num_threads()
+    limit = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    if not dist.is_initialized():
+        _run_collective(
+            "all ranks at the start", lambda: _init_process_group(backend, rank, size, limit)
+        )
+    os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the number of threads, which the caller sets
+        state = PartialState(cpu=not on_gpu, backend=None if on_gpu else "gloo")
+    torch.set_num_threads(threads)
+    return state
 
 
 def join_ranks(run: RunConfig) -> World:

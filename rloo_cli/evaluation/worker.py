@@ -7,7 +7,7 @@ about.json, which describes the run that the model is from. It writes the result
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -60,6 +60,7 @@ from rloo_cli.utils import fault_injection, paths, process_exit
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, read_json, write_json, write_text
 
+Functions = Mapping[str, Callable[..., object]]
 PROGRESS_INTERVAL_S = 10.0  # seconds between two lines of progress
 
 
@@ -76,10 +77,11 @@ class EvalWorkerSetup:
     world: World
 
 
-def run_evaluation(folder: Path) -> JsonObject:
+def run_evaluation(folder: Path, functions: Functions | None = None) -> JsonObject:
     """Evaluate as folder/config.yaml says, and return the metrics. Raises RunError.
 
-    Writes metrics.json and one file of samples per set into `folder`.
+    `functions`: rewards given as Python callables, by the name of their config entry. Writes
+    metrics.json and one file of samples per set into `folder`.
     """
     folder = paths.absolute_path(folder)  # a reward may change the current folder
     process_exit.silence_libraries()
@@ -87,7 +89,7 @@ def run_evaluation(folder: Path) -> JsonObject:
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
     state, world = _restore_run_state(about), join_ranks(settings)
-    setup, policy = _build_setup(settings, world, folder)
+    setup, policy = _build_setup(settings, world, folder, functions)
     setup.generator.load(policy, state.updates)  # each sample says which weights made it
     journal = Path(about["run"] or "", "metrics.jsonl")
     lines = read_training_lines(journal, state.step) if about["run"] else []
@@ -163,7 +165,9 @@ def _restore_run_state(about: JsonObject) -> RunState:
     return RunState(**{name: value for name, value in values.items() if name in names})
 
 
-def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalWorkerSetup, Policy]:
+def _build_setup(
+    settings: RunConfig, world: World, folder: Path, functions: Functions | None = None
+) -> tuple[EvalWorkerSetup, Policy]:
     """Build everything, in the order in which mistakes are cheapest: weights come last."""
 
     def note(line: str) -> None:
@@ -172,11 +176,10 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
 
     note("loading data ...")
     opened = splits.open_splits(settings, training=False)
-    rewards = build_rewards(settings, {})
+    rewards = build_rewards(settings, functions or {})
     tools = agent_build.load_tool_set(settings)
-    for code_note in user_code_notes(settings):
-        if not code_note.startswith("train."):
-            note(code_note)
+    for code_note in [n for n in user_code_notes(settings) if not n.startswith("train.")]:
+        note(code_note)
     check_reward_splits(settings, opened, rewards)
     # Made now: the timeout of a reward's call would be too short for it.
     for path in rules_paths.synthetic_model_paths(settings):
@@ -210,8 +213,8 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
         )  # fmt: skip
 
     generator = _generator_of_ranks(settings, world, policy, build)
-    algorithm = load_algorithm(settings.algorithm)
-    return EvalWorkerSetup(settings, algorithm, generator, rewards, sets, judge, world), policy
+    parts = (load_algorithm(settings.algorithm), generator, rewards, sets, judge, world)
+    return EvalWorkerSetup(settings, *parts), policy
 
 
 def _generator_of_ranks(

@@ -25,8 +25,11 @@ SHOWN_KEYS = (  # of the config, in the table of the card
 )  # fmt: skip
 
 
-def model_card(record: RunRecord) -> str:
-    """The card as Markdown, with the header that hubs read."""
+def model_card(record: RunRecord, dataset: str | None = None) -> str:
+    """The card as Markdown, with the header that hubs read.
+
+    `dataset`: the hub's name of the data; None = data.path, if that is one.
+    """
     header: JsonObject = {
         "library_name": "transformers",
         "tags": ["rloo", "reinforcement-learning"],
@@ -34,7 +37,9 @@ def model_card(record: RunRecord) -> str:
     model, data = _config_value(record, "model.path"), _config_value(record, "data.path")
     if HUB_NAME.fullmatch(str(model)) and not Path(str(model)).exists():
         header["base_model"] = model
-    if HUB_NAME.fullmatch(str(data)) and not Path(str(data)).exists():
+    if dataset is not None:
+        header["datasets"] = [dataset]
+    elif HUB_NAME.fullmatch(str(data)) and not Path(str(data)).exists():
         header["datasets"] = [data]
     algorithm = str(_config_value(record, "algorithm.name") or "rloo")
     parts = [

@@ -200,7 +200,7 @@ def launch_run(composed: ComposedConfig, multirun: bool = False) -> int:
     """Run one experiment from its composed config to its end. -> its exit code. Raises RunError."""
     fault_injection.arm_faults()
     run = check.check_config(name_sweep_job(composed) if multirun else composed)
-    topology, run = _find_topology(run, composed)
+    topology, run = find_run_topology(run, composed)
     if not topology.is_coordinator:
         return nodes.run_worker_node(run, topology)
     with nodes.coordinate_nodes(Path(run.root), str(run.name), topology) as coordinator:
@@ -213,7 +213,9 @@ def launch_run(composed: ComposedConfig, multirun: bool = False) -> int:
     return coordinator.exit_code
 
 
-def _find_topology(run: RunConfig, composed: ComposedConfig) -> tuple[ProcessTopology, RunConfig]:
+def find_run_topology(
+    run: RunConfig, composed: ComposedConfig
+) -> tuple[ProcessTopology, RunConfig]:
     """This process's topology, and the config as it holds there. Raises ConfigError."""
     try:
         topology, run, notes = find_topology(os.environ, run)

@@ -1,8 +1,8 @@
 """What a run tells code of the user's: that it began, made a step, was evaluated, saved, ended.
 
 `logging.events=[file.py:Class]` names subclasses of `Events`. They are told numbers and paths, and
-never the run: they cannot change it, and an error in one is a warning. The first process of a run
-tells them, and waits while they are told.
+never the run: all that they can change is its end (`wants_end`), and an error in one is a warning.
+The first process of a run tells them, and waits while they are told.
 """
 
 import copy
@@ -37,6 +37,13 @@ class Events:
     def on_error(self, error: str, code: int) -> None:
         """The run ends without its last step: the error as printed, and the exit code."""
 
+    def wants_end(self) -> bool:
+        """Whether the training ends with the step that was just made, as if it were the last.
+
+        It is asked after each step; the run is then evaluated, saved and finished as always.
+        """
+        return False
+
 
 class EventSender:
     """Tells all listeners, one after the other. `warn` shows a line to the user."""
@@ -51,10 +58,25 @@ class EventSender:
             try:
                 getattr(listener, note)(*copy.deepcopy(values))
             except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
-                if (number, note) not in self.failed:
-                    self.failed.add((number, note))
-                    name, why = type(listener).__name__, f"{type(error).__name__}: {error}"
-                    self.warn(f"warning: {KEY}: {name}.{note} failed, and the run goes on: {why}")
+                self._warn_once(number, note, error)
+
+    def end_asked(self) -> bool:
+        """Whether a listener wants the training to end here."""
+        asked = False
+        for number, listener in enumerate(self.listeners):
+            try:
+                if listener.wants_end():
+                    self.warn(f"{type(listener).__name__} ends the training with this step")
+                    asked = True
+            except BaseException as error:  # as in send
+                self._warn_once(number, "wants_end", error)
+        return asked
+
+    def _warn_once(self, number: int, note: str, error: BaseException) -> None:
+        if (number, note) not in self.failed:
+            self.failed.add((number, note))
+            name, why = type(self.listeners[number]).__name__, f"{type(error).__name__}: {error}"
+            self.warn(f"warning: {KEY}: {name}.{note} failed, and the run goes on: {why}")
 
 
 def load_listeners(specs: Sequence[str]) -> list[Events]:

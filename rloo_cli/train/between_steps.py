@@ -31,7 +31,9 @@ def evaluate_and_checkpoint(run: Run) -> bool:
             save.save_checkpoint(run)
             if not last:
                 run.log.draw_curves(rate_limited=True)
-    run.world.check_stop()
+    if run.world.check_stop(end_asked=run.log.events.end_asked()) and not last:
+        run.num_steps = state.step
+        return evaluate_and_checkpoint(run)
     if sweep_time_slices.is_sweep_trial() and not last:
         _wait_for_time_slice(run)
     return not last

@@ -58,7 +58,7 @@ class TimeSliceHooks:
     save: Callable[[], str | None]  # writes a checkpoint and returns its path
     offload: Callable[[], None]  # leaves the device
     reload: Callable[[], None]  # comes back to the device
-    check_stop: Callable[[], None]  # raises Stopped where a signal has come
+    check_stop: Callable[[], object]  # raises Stopped where a signal has come
 
 
 class SweepTrial:
@@ -106,7 +106,7 @@ class SweepTrial:
                     why = "the sweep that runs this trial asked it to end"
                     raise Stopped(Problem(what, "the sweep", why, STOPPED_TRIAL_FIX))
 
-    def _next_message(self, check_stop: Callable[[], None]) -> SweepMessage:
+    def _next_message(self, check_stop: Callable[[], object]) -> SweepMessage:
         while not self.messages:
             check_stop()
             if files.wait_until_readable(self.json_socket.connection, STOP_CHECK_S):

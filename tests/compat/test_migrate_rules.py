@@ -7,7 +7,8 @@ from migrate_cases import flags
 
 from rloo_cli.cli.migrate import run
 from rloo_cli.compat.migrate import tables
-from rloo_cli.compat.migrate.recipe import schema_field
+from rloo_cli.compat.migrate.recipe import Recipe, fitting_value, schema_field
+from rloo_cli.config.old_names import OLD_NAME_TABLE
 from rloo_cli.utils.errors import ConfigError
 
 # Corrections with arithmetic
@@ -286,3 +287,45 @@ def test_kwargs_of_sampler_and_model_get_keys_or_stay_together(migrate):
     found = migrate(*flags(command.removesuffix("--use_vllm")), *sampling)
     assert "generation.kwargs" not in found.keys  # transformers has no such penalty
     assert "generation_kwargs.presence_penalty 0.5" in found.text
+
+
+# One value or several
+
+ELEMENTS = {"int": 7, "float": 0.5, "Literal": "wandb"}  # of the lists that the schema has
+
+
+def list_settings():
+    """Old names whose key here is a list of any length, and an element of it."""
+    for row in OLD_NAME_TABLE:
+        field = schema_field(row.new_key or "") if "<" not in (row.new_key or "<") else None
+        kind = str(field.annotation) if field is not None else ""
+        if kind.startswith("list[") and not row.fix:
+            value = next((v for k, v in ELEMENTS.items() if k in kind.partition(",")[0]), "x")
+            yield from ((name, row.new_key, value) for name in row.names)
+
+
+@pytest.mark.parametrize(("name", "key", "value"), list_settings())
+def test_a_setting_of_several_values_takes_one_and_one_in_a_list_is_a_value(name, key, value):
+    for given in (value, [value]):
+        recipe = Recipe({name: given})
+        recipe.put_remaining()
+        assert recipe.written_value(key) == [value]
+    assert fitting_value("model.path", ["org/model"]) == "org/model"
+
+
+@pytest.mark.parametrize(
+    ("words", "trackers", "said"),
+    [
+        ("wandb", ["wandb"], ""),
+        ("wandb tensorboard", ["wandb", "tensorboard"], ""),
+        ("none", None, "off, as here"),
+        ("all", None, "report_to all: trackers are"),
+        ("wandb comet_ml", ["wandb"], "report_to comet_ml: trackers are"),
+    ],
+)
+def test_report_to_takes_one_tracker_or_several_and_names_those_that_are_not_here(
+    words, trackers, said, migrate
+):
+    found = migrate(*flags(f"python rloo.py --num_generations 4 --report_to {words}"))
+    assert found.keys.get("logging.trackers") == trackers
+    assert said in found.text.replace("\n#   ", " ") and "not in this version" not in found.text

@@ -15,6 +15,7 @@ from rloo_cli.reporting.curves import (
     read_metrics_lines,
     smooth_values,
 )
+from rloo_cli.reporting.events import EventSender
 from rloo_cli.train import between_steps, worker
 from rloo_cli.utils.errors import ConfigError, Problem, RewardError, Stopped
 from rloo_cli.utils.timers import StepTimer
@@ -223,9 +224,10 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         ),
         step_progress=None,
         clock=StepTimer(),
-        world=SimpleNamespace(check_stop=lambda often=False: None),
+        world=SimpleNamespace(check_stop=lambda often=False, end_asked=False: end_asked),
         log=SimpleNamespace(
             draw_curves=lambda rate_limited: did.append(rate_limited),
+            events=EventSender(),
             advisor=SimpleNamespace(levels={}),
         ),
     )

@@ -203,6 +203,7 @@ def write_duration(recipe: Recipe, dialect: Dialect, size: BatchSizes) -> int | 
     said_steps = recipe.original_text("max_steps")
     epochs = take_number(recipe, "num_train_epochs", None)
     updates = take_number(recipe, "max_steps", -1)
+    rows = take_whole_number(recipe, "train_rows", None)  # of a trainer called from Python
     steps: int | None = None
     if episodes:
         steps = -(-episodes // size.batch)
@@ -221,6 +222,8 @@ def write_duration(recipe: Recipe, dialect: Dialect, size: BatchSizes) -> int | 
             passes = passes / size.num_generations
         recipe.put("train.epochs", passes, why)
         epochs = None
+        if rows is not None:
+            steps = math.ceil(passes * rows / (size.batch // size.num_generations))
     if epochs is not None:
         said_epochs = recipe.original_text("num_train_epochs")
         recipe.dropped.append(f"{said_epochs}: the length above came first")

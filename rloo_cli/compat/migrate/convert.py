@@ -37,6 +37,11 @@ FROM_HINT = (
 
 def convert_to_recipe(old_run: OldRun, dialect_name: str, world: int) -> str:
     """The text of the recipe for an old run on `world` processes."""
+    return build_recipe(old_run, dialect_name, world).render()
+
+
+def build_recipe(old_run: OldRun, dialect_name: str, world: int) -> Recipe:
+    """The recipe for an old run on `world` processes, and what could not be carried over."""
     dialect = DIALECTS[dialect_name]
     recipe = Recipe(old_run.flags, old_run.setting_format, notes=old_run.notes)
     recipe.launcher_file, recipe.nodes = old_run.launcher_file, old_run.nodes
@@ -53,14 +58,14 @@ def convert_to_recipe(old_run: OldRun, dialect_name: str, world: int) -> str:
     objective.write_reward_shaping(recipe, dialect)
     objective.write_objective(recipe, dialect)
     rules.write_run_settings(recipe)
-    unknown = recipe.put_remaining()
+    recipe.unknown = recipe.put_remaining()
     _note_changed_defaults(recipe, dialect_name)
     for key, value in _dialect_defaults(dialect, recipe.original_flags).items():
         recipe.put_default(key, value, dialect.title)
     model.resolve_model_conflicts(recipe)
     per = f"{size.updates} update{'s' if size.updates > 1 else ''} per step"
-    title = f"Migrated from {dialect.title}: {size.batch} completions per step, {per}."
-    return recipe.render(title, unknown)
+    recipe.title = f"Migrated from {dialect.title}: {size.batch} completions per step, {per}."
+    return recipe
 
 
 def choose_dialect(old_run: OldRun, chosen: str) -> str:
@@ -204,6 +209,7 @@ def _spread(
             rest[name] = value
             continue
         flag = name if name in flags else f"{kwargs}.{name}"
+        flag = "model_revision" if flag == "revision" else flag  # as a command line calls it
         recipe.flags.setdefault(flag, value)
         recipe.original_flags.setdefault(flag, value)
     if rest:

@@ -231,11 +231,11 @@ def write_folder(recipe: Recipe, name: str) -> None:
 def finish_recipe(recipe: ForeignRecipe, tool: str, defaults: JsonObject) -> str:
     """The recipe's text, once the rules have written their parts."""
     title = tables.FOREIGN_TITLES[tool]
-    unknown = put_table_rows(recipe, tool)
+    recipe.unknown = put_table_rows(recipe, tool)
     for key, value in defaults.items():
         recipe.put_default(key, value, title)
     if not any(k.startswith("reward.") for k in recipe.lines) and "reward" not in recipe.groups:
         recipe.notes.append("no reward is named in the old settings: add reward=NAME")
     k, p = (recipe.lines[n][0] for n in ("algorithm.num_generations", "train.prompts_per_step"))
-    head = f"Migrated from {title}: {p} prompts of {k} completions per step."
-    return recipe.render(head, unknown)
+    recipe.title = f"Migrated from {title}: {p} prompts of {k} completions per step."
+    return recipe.render()

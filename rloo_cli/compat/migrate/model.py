@@ -145,9 +145,10 @@ def _write_reference_sync(recipe: Recipe, dialect: Dialect) -> None:
         return
     beta = recipe.original_flags.get("beta", dialect.defaults["algorithm.beta"])
     if not beta:
+        why = "beta is 0, and then there is no reference"
+        recipe.dropped.append(f"{text}: {why}")
         for name in names:
-            recipe.take(name)
-        recipe.dropped.append(f"{text}: beta is 0, and then there is no reference")
+            recipe.drop(name, why)
         return
     every, alpha = take_number(recipe, names[0], 512), take_number(recipe, names[1], 0.6)
     recipe.put("model.ref_sync.every", int(every), f"{text}, {names[0]}; in updates, as here")

@@ -81,6 +81,18 @@ def schema_refusal(key: str, value: object, algorithm: str = "rloo") -> str | No
     return None
 
 
+def fitting_value(key: str, value: object, algorithm: str = "rloo") -> object:
+    """The value as the schema takes it: old settings of one or several values are written either
+    way. A value becomes a list of one, and a list of one its value, where only that is valid."""
+    if isinstance(value, list | tuple):
+        value = list(value)
+        other = value[0] if len(value) == 1 else value
+    else:
+        other = [value]
+    fits = schema_refusal(key, value, algorithm) is None
+    return other if not fits and schema_refusal(key, other, algorithm) is None else value
+
+
 def schema_field(key: str, algorithm: str = "rloo") -> FieldInfo | None:
     """The schema's field for a dotted key; None if there is none."""
     section, *inner = key.split(".")
@@ -125,6 +137,8 @@ class Recipe:
     unsupported: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # flags of which no table knows anything
+    title: str = ""
     nodes: int = 1  # machines of the old run
     launcher_file: str = ""  # accelerate's config, which names the engine
     algorithm: str = "rloo"  # the choice of that group
@@ -148,6 +162,7 @@ class Recipe:
 
     def put(self, key: str, value: object, why: str, keep_unsupported: bool = True) -> None:
         """Add a line to the recipe, or to the unsupported settings if the schema refuses it."""
+        value = fitting_value(key, value, self.algorithm)
         reason = schema_refusal(key, value, self.algorithm)
         if reason is None:
             self.lines[key] = (value, why)
@@ -208,9 +223,9 @@ class Recipe:
                 self.put(key, value, f"{text}; {note}" if note else text)
         return unknown
 
-    def render(self, title: str, unknown: list[str], name: str = "my") -> str:
+    def render(self, name: str = "my") -> str:
         """The whole text: YAML, with everything else in comments."""
-        lines = _comment(title)
+        lines = _comment(self.title)
         if self.groups:
             lines.append("defaults:")
         for group, (choice, why) in self.groups.items():
@@ -220,7 +235,7 @@ class Recipe:
             "mind": self.notes,
             UNKNOWN: self.unsupported,
             "dropped": self.dropped,
-            "unknown flags, ignored": unknown,
+            "unknown flags, ignored": self.unknown,
         }
         for head, items in parts.items():
             if items:

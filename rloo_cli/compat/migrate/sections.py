@@ -122,6 +122,10 @@ def _write_prompt_limits(recipe: Recipe, dialect: Dialect) -> None:
 
 def write_generation(recipe: Recipe, dialect: Dialect) -> None:
     """Write when a completion stops, and the inference engine."""
+    if recipe.flags.get("router_aux_loss_coef") == 0:
+        text = recipe.original_text("router_aux_loss_coef")
+        recipe.take("router_aux_loss_coef")
+        recipe.put("generation.allow_moe", True, f"{text}: a router has no loss of its own here")
     ids = recipe.take("stop_token_id")
     if ids is not None:
         why = f"{recipe.original_text('stop_token_id')}, beside every EOS id"
@@ -215,6 +219,9 @@ def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
         what = "reward_weights does not fit the rewards"
         fix = "give reward_weights a number for each reward, or leave it out"
         raise ConfigError(Problem(what, "the old run", count, fix))
+    tokenizers = recipe.take("reward_tokenizers") or []  # of a trainer called from Python
+    for (_, entry, _), tokenizer in zip(rewards, tokenizers, strict=False):
+        entry |= {"tokenizer": tokenizer} if tokenizer else {}
     taken: set[str] = set()
     for index, (name, entry, why) in enumerate(rewards):
         name = name if name not in taken else f"{name}_{index + 1}"
@@ -266,10 +273,13 @@ def write_run_settings(recipe: Recipe) -> None:
             "name", slug_name(str(run)), f"{recipe.original_text(flag)}; no time stamp is added"
         )
     if folder and run:
-        recipe.dropped.append(f"{run}: output_dir names the run")
+        flag = "run_name" if "run_name" in recipe.original_flags else "exp_name"
+        recipe.dropped.append(f"{recipe.original_text(flag)}: output_dir names the run")
     kind = str(recipe.take("optim", "adamw"))
     name = "adamw" if kind.startswith("adamw_torch") or kind == "adamw_hf" else kind
-    if name != "adamw":
+    if name == "adamw" and "optim" in recipe.original_flags:
+        recipe.put("train.optimizer", name, recipe.original_text("optim"))
+    elif name != "adamw":
         recipe.unsupported.append(f"train.optimizer: {name}  ({recipe.original_text('optim')})")
     betas = [take_number(recipe, "adam_beta1", 0.9), take_number(recipe, "adam_beta2", 0.999)]
     eps = take_number(recipe, "adam_epsilon", 1e-8)
@@ -279,7 +289,9 @@ def write_run_settings(recipe: Recipe) -> None:
     if "max_grad_norm" in recipe.flags:
         norm = take_number(recipe, "max_grad_norm", None)
         recipe.put("train.max_grad_norm", norm or None, recipe.original_text("max_grad_norm"))
+    _write_kept_checkpoints(recipe)
     _write_printed_samples(recipe)
+    _write_trackers(recipe)
     if (resumed := recipe.take("resume_from_checkpoint")) is not None:
         text, mode = recipe.original_text("resume_from_checkpoint"), "never"
         if resumed:
@@ -300,6 +312,13 @@ def write_run_settings(recipe: Recipe) -> None:
         recipe.drop(name, why)
 
 
+def _write_kept_checkpoints(recipe: Recipe) -> None:
+    """Write checkpoint.keep_last, which is two at least."""
+    if (kept := take_number(recipe, "save_total_limit", None)) is not None and kept >= 1:
+        why = "; two at least, for one may be damaged" if kept < 2 else ""
+        recipe.put("checkpoint.keep_last", max(2, int(kept)), f"save_total_limit={kept}{why}")
+
+
 def _write_printed_samples(recipe: Recipe) -> None:
     """Write how many completions are printed: a number, or yes or no."""
     for name in ("num_completions_to_print", "log_completions"):
@@ -308,6 +327,22 @@ def _write_printed_samples(recipe: Recipe) -> None:
             recipe.put("logging.samples", int(shown), f"{recipe.original_text(name)}: printed")
         elif shown is not None:
             recipe.dropped.append(f"{recipe.original_text(name)}: logging.samples=N prints them")
+
+
+def _write_trackers(recipe: Recipe) -> None:
+    """Write logging.trackers from report_to: one name or several, `all` or `none`."""
+    text, named = recipe.original_text("report_to"), recipe.take("report_to")
+    given = named if isinstance(named, list | tuple) else [named]
+    names = [str(n) for n in given if n and n != "none"]
+    if not names and "report_to" in recipe.original_flags:
+        recipe.dropped.append(f"{text}: off, as here")
+    known = [n for n in names if schema_refusal("logging.trackers", [n]) is None]
+    if known:
+        recipe.put("logging.trackers", known, text)
+    for name in [n for n in names if n not in known]:
+        what = f"report_to {name}"
+        why = "trackers are tensorboard, wandb, trackio, mlflow and swanlab, each by its name"
+        recipe.dropped.append(f"{what}: {why}; metrics.jsonl has every step")
 
 
 def slug_name(name: str) -> str:
