@@ -4,9 +4,15 @@ They have vLLM's own names, and `null` leaves vLLM's own choice. `generation/vll
 turns them into arguments; `extra` passes the rest of vLLM's engine arguments through.
 """
 
+import ast
+import contextlib
+import functools
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import Frozen, Positive, Text, key
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -65,6 +71,41 @@ class EngineKeys(Frozen):
     extra: JsonObject = key("Any further argument of vLLM's engine, by its own name")
 
 
+@functools.cache
+def engine_argument_names() -> frozenset[str]:
+    """The arguments of the installed vLLM's engine, read from its source without importing it.
+
+    Empty where no vLLM is installed, or where its source is not as expected.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return frozenset()
+    source = Path(package.origin).parent / "engine" / "arg_utils.py"
+    names: set[str] = set()
+    with contextlib.suppress(OSError, SyntaxError):
+        for part in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs"):
+                fields = [line.target for line in part.body if isinstance(line, ast.AnnAssign)]
+                names |= {field.id for field in fields if isinstance(field, ast.Name)}
+    return frozenset(names)
+
+
+def _unknown_argument_problems(section: str, keys: EngineKeys) -> Iterator[Problem]:
+    """Arguments in `extra` that the installed vLLM's engine does not have.
+
+    A server takes others, too: its own process asks vLLM's parser.
+    """
+    known = engine_argument_names() if keys.extra and section.endswith(".colocate") else None
+    for name in keys.extra if known else ():
+        plain = name.lstrip("-").replace("-", "_")
+        if known and plain not in known:
+            close = nearest_names(plain, known)
+            key = f"{section}.extra.{name}"
+            fix = f"write {close[0]}, or leave {name} out" if close else f"leave {name} out"
+            why = "the engine of the installed vLLM takes other arguments (its EngineArgs)"
+            yield Problem(f"{key}: vLLM has no such argument", key, why, fix)
+
+
 def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:
     """What is wrong with these keys, found without vLLM. `section`: where they are."""
     for name in keys.extra:
@@ -73,6 +114,7 @@ def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Pr
             ours = RESERVED_ARGUMENTS.get(plain, f"{section}.{plain}")
             what = f"{section}.extra.{name} is rloo's own business"
             yield Problem(what, f"{section}.extra", f"set by {ours}", f"leave out extra.{name}")
+    yield from _unknown_argument_problems(section, keys)
     need = (run.data.max_prompt_length or 1) + run.generation.max_completion_length
     if keys.max_model_len is not None and keys.max_model_len < need:
         yield Problem(

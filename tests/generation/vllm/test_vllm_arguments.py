@@ -1,5 +1,6 @@
 """What a run's config becomes for a vLLM engine, and what a machine must have for one."""
 
+import dataclasses
 import logging
 import os
 import socket
@@ -14,10 +15,11 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments
+from rloo_cli.generation.vllm import config as vllm_config
 from rloo_cli.generation.vllm.plugin import OrderlyEnd
 from rloo_cli.launch import preflight
 from rloo_cli.utils import ports
-from rloo_cli.utils.errors import MachineError
+from rloo_cli.utils.errors import ConfigError, MachineError
 
 SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
 GPU = "GPU-5d5a"
@@ -406,3 +408,24 @@ def test_an_engine_that_is_gone_is_logged_unless_its_server_ends_as_asked() -> N
     assert of_process.filter(lost), "an engine that was lost shuts its client down, too"
     assert of_process.filter(asked)
     assert not of_process.filter(lost) and of_process.filter(asked)
+
+
+def test_an_unknown_argument_of_the_engine_is_refused_before_any_weights_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = frozenset({"max_num_seqs", "block_size"})
+    monkeypatch.setattr(vllm_config, "engine_argument_names", lambda: known)
+    extra = "generation.colocate.extra"
+    run_of("generation=vllm_colocate", f"{extra}.block_size=16")
+    with pytest.raises(ConfigError) as refused:
+        run_of("generation=vllm_colocate", f"{extra}.max_num_sequences=3")
+    [problem] = refused.value.problems
+    assert f"{extra}.max_num_sequences" in problem.where and "max_num_seqs" in problem.fix
+
+
+@pytest.mark.vllm
+def test_the_engines_arguments_are_read_as_vllm_itself_has_them() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert fields and fields <= vllm_config.engine_argument_names()
