@@ -7,6 +7,7 @@ import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -253,6 +254,12 @@ def _text(node: yaml.Node) -> str:
     """A scalar as it is written, or the scalars of a list with blanks between them; else ""."""
     parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     return " ".join(part.value for part in parts if isinstance(part, yaml.ScalarNode))
+
+
+def load_foreign_yaml(text: str) -> Any:
+    """The values of YAML from elsewhere, by libyaml: Python's own reader takes time with the square
+    of nested brackets. Raises one of YAML_ERRORS."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def yaml_value(text: str) -> object:

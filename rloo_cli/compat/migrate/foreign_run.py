@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.foreign_table import find_foreign_row
 from rloo_cli.compat.migrate.shell import parse_argument, simple_commands, split_tokens
-from rloo_cli.config.provenance import YAML_ERRORS
+from rloo_cli.config.provenance import YAML_ERRORS, load_foreign_yaml
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -54,7 +52,7 @@ def read_foreign_run(args: list[str], from_option: str = "") -> ForeignRun | Non
 
 def _read_settings(path: Path, tool: str) -> ForeignRun | None:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_foreign_yaml(path.read_text(encoding="utf-8"))
     except YAML_ERRORS:
         return None  # the reader of TRL's configs says so
     if not isinstance(values, dict):
@@ -188,7 +186,7 @@ def _hydra_words(words: list[str]) -> tuple[JsonObject, list[str]]:
 def _hydra_value(text: str) -> object:
     if text[:1] in "[{":
         try:
-            return yaml.safe_load(text)
+            return load_foreign_yaml(text)
         except YAML_ERRORS:
             return text
     return parse_argument(text.strip("'\""))

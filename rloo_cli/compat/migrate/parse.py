@@ -7,8 +7,6 @@ It is a command line (typed, or in a shell script), a YAML or JSON config, or a 
 import re
 from pathlib import Path
 
-import yaml
-
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.commands import server_command
 from rloo_cli.compat.migrate.foreign import refuse_foreign_trainer
@@ -16,7 +14,7 @@ from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.python import read_python
 from rloo_cli.compat.migrate.shell import parse_argument, simple_commands
 from rloo_cli.config.old_names import find_old_name
-from rloo_cli.config.provenance import YAML_ERRORS
+from rloo_cli.config.provenance import YAML_ERRORS, load_foreign_yaml
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -230,7 +228,7 @@ def _read_process_count(old_run: OldRun) -> None:
 def read_settings_file(path: Path) -> JsonObject:
     """Read a YAML or JSON file. Raises ConfigError unless it maps names to values."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        values = load_foreign_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
     except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
