@@ -38,7 +38,7 @@ def run(section: str, args: list[str]) -> int:
         what = f"{flags[0]} is not a flag of {verb}" if flags else f"rloo {verb} needs a recipe"
         raise ConfigError(Problem(what, "command line", why, usage))
     composed = compose.compose_config(args)
-    settings = check.check_config(composed)
+    settings = check.check_config(composed, needs_reward=False)
     wrong = list(supervised.training_problems(settings, section))
     if wrong:
         placed = [messages.locate_problem(p, composed.sources) for p in wrong]

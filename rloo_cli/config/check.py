@@ -58,8 +58,11 @@ def is_engine_placement_key(key: str) -> bool:
     return section in ENGINE_SECTIONS and leaf in ENGINE_PLACEMENT_KEYS
 
 
-def check_config(composed: ComposedConfig) -> RunConfig:
-    """Check a composed config and freeze it. Raises ConfigError with every problem found."""
+def check_config(composed: ComposedConfig, needs_reward: bool = True) -> RunConfig:
+    """Check a composed config and freeze it. Raises ConfigError with every problem found.
+
+    `needs_reward`: false for `rloo sft` and `rloo reward-model`, which learn from examples.
+    """
     sources = composed.sources
     values = merge_defaults(composed.values, sources)
     problems = list(messages.pre_schema_problems(values))
@@ -80,7 +83,7 @@ def check_config(composed: ComposedConfig) -> RunConfig:
                 raise ConfigError(*[messages.locate_problem(p, sources) for p in problems])
             if run.name is None:
                 run = build_run_config(values | {"name": default_run_name(run, composed.recipe)})
-            problems = list(rules.run_problems(run))
+            problems = list(rules.run_problems(run, needs_reward))
     problems += messages.underflow_problems(values, sources)
     if problems:
         problems.sort(key=lambda p: sources.sort_key(p.where))  # as they were written

@@ -199,11 +199,14 @@ LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup")
 RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 
 
-def run_problems(run: RunConfig) -> Iterator[Problem]:
+def run_problems(run: RunConfig, needs_reward: bool = True) -> Iterator[Problem]:
     """Everything wrong with a run each of whose keys is valid by itself."""
     yield from _length(run)
     yield from _warmup(run)
     yield from _batch(run)
+    if needs_reward and not run.rewards and not run.algorithm.learns_without_rewards:
+        why = "nothing would be learned"
+        yield Problem("no reward is chosen", "reward", why, "reward=accuracy")
     yield from distributed_problems(run)
     yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
     backend = registry.registered_module("generation", run.generation.backend)
@@ -271,9 +274,6 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
                 f"it counts completions, {k} per prompt (algorithm.num_generations)",
                 near,
             )
-    if not run.rewards and not run.algorithm.learns_without_rewards:
-        why = "nothing would be learned"
-        yield Problem("no reward is chosen", "reward", why, "reward=accuracy")
 
 
 def _rewards(run: RunConfig) -> Iterator[Problem]:

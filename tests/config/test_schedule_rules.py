@@ -83,3 +83,16 @@ def test_an_interval_above_the_number_of_steps_is_named(key: str) -> None:
     notes = idle_notes([key], held_out | {"max_steps": 10, section: {name: 11}})
     assert "max_steps" in str(notes)
     assert "max_steps" not in str(idle_notes([key], {"max_steps": 10, section: {name: 10}}))
+
+
+def test_a_supervised_training_needs_no_reward_and_a_run_does() -> None:
+    composed = compose_config(["+recipe=smoke", "reward=null"])
+    check_config(composed, needs_reward=False)
+    with pytest.raises(ConfigError) as refused:
+        check_config(composed)
+    assert "reward" in refused.value.problems[0].where
+
+
+def test_sft_trains_by_a_recipe_without_a_reward(rloo: Rloo) -> None:
+    ended = rloo("sft", "+recipe=smoke", "+debug=cpu", "reward=null")
+    assert ended.code == 0, ended.said
