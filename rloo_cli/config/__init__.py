@@ -28,6 +28,7 @@ rules_overlap  what sampling beside the training does not go with
 rules_paths   checks that configured paths exist
 rules_sampling  settings that make the sampler another distribution, and its masks
 schema        every fixed key: name, type, limits, meaning
+slurm_keys    what a batch script asks the cluster for
 supervised    settings of sft and reward-model, from a run's config
 synthetic     the names behind make:NAME
 teacher       keys of a teacher that is asked over HTTP
