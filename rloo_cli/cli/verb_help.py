@@ -263,6 +263,7 @@ VERBS: dict[str, VerbHelp] = {
             "--checkpoint NAME": "a checkpoint of the run instead of final/",
             "--message TEXT": "of the commit (rloo push)",
             "--revision BRANCH": "a branch, which is made if it is not there (the main one)",
+            "--dataset NAME": "the data set's name on the hub, for the card",
             "--dry-run": "print the card and the files, send nothing",
             "--json": "the result as data",
         },

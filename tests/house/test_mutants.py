@@ -16,7 +16,7 @@ def test_a_test_that_hangs_with_all_guards_is_killed_at_the_limit(
     )
     monkeypatch.setattr(mutants, "COPIED", ())
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    monkeypatch.setattr(mutants, "LIMIT_S", 2.0)
+    monkeypatch.setattr(mutants, "LIMIT_S", 10.0)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "copy").mkdir()
     slot = mutants.Slot(tmp_path / "copy")

@@ -23,6 +23,7 @@ READ = {
     "old_names.txt",
     "optimization_results.yaml",
     "tldr_mini.yaml",
+    "trl_fields.txt",
     "error.json",
 }
 
