@@ -25,17 +25,20 @@ def prompt_warnings(
     conversational: bool,
 ) -> list[str]:
     """Lines for the log, each with tokens or texts of the first such prompt and what helps."""
-    warnings = [*_end_warnings(ids, tokenizer, conversational)]
+    appended = _appended_ids(str(prompts[0]), ids[0], tokenizer) if not conversational else []
+    warnings = [*_end_warnings(ids, tokenizer, conversational, appended)]
     warnings += _beginning_warnings(prompts, ids, tokenizer, conversational)
     warnings += _answered_warnings(prompts) if conversational else _gold_warnings(prompts, examples)
     return [f"warning: {warning}" for warning in warnings]
 
 
 def _end_warnings(
-    ids: Sequence[list[int]], tokenizer: "PreTrainedTokenizerBase", conversational: bool
+    ids: Sequence[list[int]],
+    tokenizer: "PreTrainedTokenizerBase",
+    conversational: bool,
+    appended: Sequence[int],
 ) -> list[str]:
-    """Prompts whose last token says that the text is over."""
-    appended = [] if conversational else _appended_ids(tokenizer)
+    """Prompts whose last token says that the text is over. `appended`: the tokenizer's own."""
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id, *appended[-1:]} - {None}
     rows = [row for row, x in enumerate(ids) if x and x[-1] in ends]
     if not rows:
@@ -47,16 +50,18 @@ def _end_warnings(
     who, fix = "the rows hold it", "data.map=file.py:name takes it out"
     if conversational:
         who, fix = "the chat template writes it", "model.chat_template=FILE.jinja of another"
-    elif last[-1:] == appended[-1:]:
+    elif last[-1:] == [*appended[-1:]]:
         who, fix = "the tokenizer adds it", "model.tokenizer=FOLDER of one that adds none"
     text = f"{len(rows)} of {len(ids)} prompts end with a token that ends a text"
     return [f"{text}; {who}. Row {rows[0]} ends with {tokens}; {fix}"]
 
 
-def _appended_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The ids that the tokenizer puts after a text by itself."""
-    whole = list(tokenizer("a")["input_ids"])
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+def _appended_ids(text: str, whole: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The ids that the tokenizer puts after a text by itself, from a text and its ids.
+
+    It is a prompt of the data: a small vocabulary may lack the words of any other text.
+    """
+    plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     for start in range(len(whole) - len(plain) + 1):
         if plain and whole[start : start + len(plain)] == plain:
             return whole[start + len(plain) :]
