@@ -47,8 +47,10 @@ def add_row_gradients(gradient: Tensor, index: Tensor, num_rows: int, dtype: tor
 
     `num_rows`: T. `dtype`: of the result; in float64 sums are float64.
     """
-    total = gradient.new_empty((num_rows, gradient.shape[1]), dtype=dtype)
     sum_dtype = torch.promote_types(dtype, torch.float32)
+    if gradient.dtype == sum_dtype == dtype:
+        return gradient.new_zeros((num_rows, gradient.shape[1])).index_add_(0, index, gradient)
+    total = gradient.new_empty((num_rows, gradient.shape[1]), dtype=dtype)
     for start in range(0, gradient.shape[1], SUM_COLUMNS):
         columns = slice(start, start + SUM_COLUMNS)
         part = gradient[:, columns].to(sum_dtype)
