@@ -3,7 +3,7 @@
 . "${LEASE:-/tmp/lease}/scripts/env.sh"
 pack() { tar czf "$OUT/packing" -C "$LEASE" out && mv "$OUT/packing" "$OUT/results.tgz"; }
 end=$((SECONDS + ${LEASE_LIMIT:-565}))
-while [ ! -e "$LEASE/out/b.done" ] && [ $SECONDS -lt $end ]; do
+while [ -d "$LEASE/out" ] && [ ! -e "$LEASE/out/b.done" ] && [ $SECONDS -lt $end ]; do
   pack
   for _ in $(seq "${LEASE_EVERY:-20}"); do [ -e "$LEASE/out/b.done" ] || sleep 1; done
 done

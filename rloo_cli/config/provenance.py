@@ -259,7 +259,11 @@ def _text(node: yaml.Node) -> str:
 def load_foreign_yaml(text: str) -> Any:
     """The values of YAML from elsewhere, by libyaml: Python's own reader takes time with the square
     of nested brackets. Raises one of YAML_ERRORS."""
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def yaml_value(text: str) -> object:
