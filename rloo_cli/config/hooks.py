@@ -102,6 +102,16 @@ def _mismatch(name: str, returned: object, arguments: tuple[Any, ...]) -> str:
             whole = f" ({name} returned {_described(returned)})" if part is None else ""
             it_is = f"{of}it is {_described(part)}{whole}"
             return f"{it_is}\nexpected: {expected.dtype}, shape {expected.shape}"
+    return _metrics_mismatch(returned, arguments[1]) if name == "loss" else ""
+
+
+def _metrics_mismatch(loss: Any, inputs: Any) -> str:
+    """What is wrong with the `metrics` of a `Loss`: each has a number per token or completion."""
+    tokens, completions = tuple(inputs.logp.shape), (inputs.micro_batch.num_sequences,)
+    for name, values in loss.metrics.items():
+        if tuple(getattr(values, "shape", ())) not in (tokens, completions):
+            expected = f"a number for each token, {tokens}, or for each completion, {completions}"
+            return f"metrics[{name!r}]: it is {_described(values)}\nexpected: {expected}"
     return ""
 
 

@@ -46,18 +46,19 @@ class OpenedSplit:
         return list(self.dataset.column_names)
 
 
-def load_split(config: DataConfig, split: str) -> "Dataset":
+def load_split(config: DataConfig, split: str, needs_prompts: bool = True) -> "Dataset":
     """The examples of `open_split`."""
-    return open_split(config, split).dataset
+    return open_split(config, split, needs_prompts).dataset
 
 
-def open_split(config: DataConfig, split: str) -> OpenedSplit:
+def open_split(config: DataConfig, split: str, needs_prompts: bool = True) -> OpenedSplit:
     """Open a split, rename its columns, check that it has prompts, select its examples.
 
+    `needs_prompts`: refuse data without the column of prompts.
     Raises DataError (no such split or column, no examples) and MachineError (it was not found).
     """
     if config.streaming:
-        return _open_stream(config, split)
+        return _open_stream(config, split, needs_prompts)
     with _dataset_errors(config, split):
         data = _open(config, split)
         data, notes = value_types.clean_columns(data)
@@ -72,12 +73,12 @@ def open_split(config: DataConfig, split: str) -> OpenedSplit:
         if config.filter is None and config.max_samples is not None:
             data = data.select(range(min(config.max_samples, len(data))))
         data = mapping.map_dataset(data, config.map)
-    data = _check_prompts(data, config, split)
+    data = _check_prompts(data, config, split, needs_prompts)
     kept, left_out = filters.filter_dataset(data, config.filter, config.max_samples)
     return OpenedSplit(kept, left_out, (*_empty_cell_notes(config, kept), *notes))
 
 
-def _open_stream(config: DataConfig, split: str) -> OpenedSplit:
+def _open_stream(config: DataConfig, split: str, needs_prompts: bool) -> OpenedSplit:
     """The first `max_samples` examples that pass, read one by one."""
     changed: Counter[str] = Counter()
     with _dataset_errors(config, split):
@@ -92,7 +93,7 @@ def _open_stream(config: DataConfig, split: str) -> OpenedSplit:
             examples = mapping.map_examples(examples, config.map)
         kept, left_out = filters.filter_stream(examples, config.filter, config.max_samples)
         kept, notes = value_types.clean_columns(kept)
-    data = _check_prompts(kept, config, split)
+    data = _check_prompts(kept, config, split, needs_prompts)
     notes += value_types.conversion_notes(changed, config.types)
     return OpenedSplit(data, left_out, (*_empty_cell_notes(config, data), *notes))
 
@@ -107,7 +108,9 @@ def _empty_cell_notes(config: DataConfig, data: "Dataset") -> list[str]:
     return [f"{count} empty cells of {config.path} were read as None: {where}"] if count else []
 
 
-def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset":
+def _check_prompts(
+    data: "Dataset", config: DataConfig, split: str, needs_prompts: bool
+) -> "Dataset":
     """The split with its prompts; without a column of them, a user's message without a word each.
 
     TRL does the same: what the environment's reset returns is put at the end of that message.
@@ -123,17 +126,23 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> "Dataset"
             fix = f"data.prompt_column={column}, or data.columns={{{column}: task}}"
             raise DataError(Problem(what, where, why, fix))
         data = data.add_column(column, [EMPTY_PROMPT] * len(data))
-    if column not in data.column_names:
-        strings = [c for c in data.column_names if c in prompt_like_columns(data)]
-        close = nearest_names(column, data.column_names) or strings or data.column_names
-        where = f"data.prompt_column, {config.path} [{split}]"
-        why = f"columns: {', '.join(data.column_names)}"
-        fix = f"data.prompt_column={close[0]}" if close else "give data with a column of prompts"
-        note = "an environment's reset may say all of the first turn: data.prompt_column=null"
-        raise DataError(Problem(f"the data has no column {column!r}", where, why, fix, note))
+    if needs_prompts and column not in data.column_names:
+        raise missing_prompts_error(data, config, split)
     if not len(data):
         raise _empty_data_error(config, split)
     return data
+
+
+def missing_prompts_error(data: "Dataset", config: DataConfig, split: str) -> DataError:
+    """The error for data without the column of prompts."""
+    column = config.prompts_in
+    strings = [c for c in data.column_names if c in prompt_like_columns(data)]
+    close = nearest_names(column, data.column_names) or strings or data.column_names
+    where = f"data.prompt_column, {config.path} [{split}]"
+    why = f"columns: {', '.join(data.column_names)}"
+    fix = f"data.prompt_column={close[0]}" if close else "give data with a column of prompts"
+    note = "an environment's reset may say all of the first turn: data.prompt_column=null"
+    return DataError(Problem(f"the data has no column {column!r}", where, why, fix, note))
 
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:

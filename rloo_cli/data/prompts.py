@@ -250,8 +250,13 @@ def _render(value: Prompt, example: JsonObject, config: DataConfig) -> Prompt:
         if not config.chat:
             return text
         value = [{"role": "user", "content": text}]
-    messages = [_with_text(message) for message in value]
-    if config.system and value[0]["role"] != "system":  # the example's own replaces the key's
+    return with_system(value, config)
+
+
+def with_system(conversation: Sequence[JsonObject], config: DataConfig) -> list[JsonObject]:
+    """A conversation with the system message of the config, unless it has one of its own."""
+    messages = [_with_text(message) for message in conversation]
+    if config.system and messages[0]["role"] != "system":
         return [{"role": "system", "content": config.system}, *messages]
     return messages
 

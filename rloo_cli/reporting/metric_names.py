@@ -1,9 +1,9 @@
 """Every metric of a run: its name in metrics.jsonl, its unit, and what it means.
 
 `python -m rloo_cli.reporting.metric_names` prints docs/metrics.md. A name may hold `<reward>`
-(the name of a reward entry), `<k>` (a number) and `<phase>`; a metric of an evaluation begins with
-`eval_`, or with `eval_<set>_` for a set of eval.sets. A metric that a reward logs by `log_metric`
-has the name that the reward chose.
+(the name of a reward entry), `<k>` (a number), `<phase>` and `<name>`; a metric of an evaluation
+begins with `eval_`, or with `eval_<set>_` for a set of eval.sets. A metric that a reward logs by
+`log_metric` has the name that the reward chose.
 """
 
 import re
@@ -224,6 +224,11 @@ ALIAS_METRICS: list[MetricMeaning] = [
     ("rewards/<reward>/mean", "score", "reward/<reward>/mean, and so on for reward/..."),
 ]
 
+OWN_METRICS: list[MetricMeaning] = [
+    ("algorithm/<name>", "-", "a number that the loss of an algorithm of your own has in"
+     " `Loss.metrics`, mean over the tokens, or completions, that were trained on"),
+]  # fmt: skip
+
 METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
     "Progress and time": ("", PROGRESS_METRICS),
     "Scores, rewards and advantages": ("", SCORE_METRICS),
@@ -240,6 +245,7 @@ METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
         "With an agent, means over the step's episodes; behind `eval_` over greedy held-out ones.",
         EPISODE_METRICS,
     ),
+    "Your own algorithm": ("", OWN_METRICS),
     "TRL's spelling": ("With `logging.trl_aliases=true`, beside ours.", ALIAS_METRICS),
 }
 
@@ -271,6 +277,7 @@ def _metric_patterns() -> list[tuple[re.Pattern[str], MetricMeaning]]:
         for meaning in meanings:
             text = re.escape(meaning[0]).replace("<reward>", r"[^/]+")
             text = text.replace("<phase>", r"[\w ]+").replace("<k>", r"\d+")
+            text = text.replace("<name>", r".+")
             text = text.replace("rewards/[^/]+/mean", r"rewards/.+")  # an alias of each of them
             patterns.append((re.compile(prefix + text), meaning))
     return patterns

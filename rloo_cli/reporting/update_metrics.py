@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rloo_cli.distributed.optimizer import TrainingOptimizer
 
 MetricValues = dict[str, float]
+OWN_SUM, OWN_COUNT = "algorithm/", "algorithm_count/"  # before the name of one of Loss.metrics
 
 
 class UpdateMetrics:
@@ -130,6 +131,11 @@ class UpdateMetrics:
             self.add(entropy=(entropy * mask).sum(), entropy_tokens=mask.sum())
         if loss.weight is not None:
             _add_correction_weights(self, loss, micro_batch)
+        for name, values in loss.metrics.items():
+            per_token = values.shape == micro_batch.mask.shape
+            counted = micro_batch.mask.bool() if per_token else _trained_sequences(micro_batch)
+            total = values.detach().double().where(counted, 0.0).sum()
+            self.add(**{OWN_SUM + name: total, OWN_COUNT + name: counted.sum()})
 
     def add_old_logprobs(self, micro_batch: MicroBatch, kl: Tensor | None) -> None:
         """Add a micro-batch's log-probabilities of the step's first pass. `kl` is (S,)."""
@@ -188,6 +194,9 @@ class UpdateMetrics:
             metrics |= _sampler_metrics(sums, maxima)
         if sums.get("weights"):
             metrics |= _correction_metrics(sums, maxima)
+        for name in (n.removeprefix(OWN_COUNT) for n in sums if n.startswith(OWN_COUNT)):
+            if count := sums[OWN_COUNT + name]:
+                metrics[f"algorithm/{name}"] = sums[OWN_SUM + name] / count
         return metrics
 
 

@@ -387,6 +387,68 @@ def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
     assert pair.chosen == pair.rejected
 
 
+HI, YES = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "decoded"),
+    [
+        ({"messages": [HI, YES]}, (), "<|user|>Hi\n<|assistant|>Yes\n<eos>"),
+        (
+            {"messages": [HI, YES]},
+            ("data.system=Be kind.",),
+            "<|system|>Be kind.\n<|user|>Hi\n<|assistant|>Yes\n<eos>",
+        ),
+        ({"text": "Hi there."}, (), "Hi there.<eos>"),
+    ],
+)
+def test_texts_and_conversations_without_a_prompt_are_trained_on_whole(
+    place: Path, row: dict[str, object], words: tuple[str, ...], decoded: str
+) -> None:
+    (place / "mine.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    run, tokens = (
+        settings("data.path=mine.jsonl", "data.eval_split=null", *words),
+        tiny.tiny_tokenizer(),
+    )
+    source = training_data(run, "sft")
+    (data,) = worker._load_examples(source, run.sft, "sft")
+    example, *others = examples.sft_examples(data, source, run.sft, tokens, run, 99).examples
+    assert len(others) == 2 and tokens.decode(example.ids) == decoded
+    assert sft.SftObjective().loss_count(example) == len(example.ids) - 1
+
+
+def test_pairs_of_whole_conversations_need_no_prompt(place: Path) -> None:
+    no = {"role": "assistant", "content": "No"}
+    (place / "mine.jsonl").write_text(json.dumps({"chosen": [HI, YES], "rejected": [HI, no]}))
+    run, tokens = settings("data.path=mine.jsonl", "data.eval_split=null"), tiny.tiny_tokenizer()
+    source = training_data(run, "reward_model")
+    (data,) = worker._load_examples(source, run.reward_model, "reward_model")
+    read = examples.preference_pairs(data, source, run.reward_model, tokens, run, 99)
+    assert tokens.decode(read.examples[0].chosen) == "<|user|>Hi\n<|assistant|>Yes\n"
+    assert tokens.decode(read.examples[0].rejected) == "<|user|>Hi\n<|assistant|>No\n"
+
+
+@pytest.mark.parametrize("words", ["data.template='Q {prompt}'", "data.chat=true", "data.system=x"])
+def test_keys_for_prompts_are_refused_where_texts_have_none(place: Path, words: str) -> None:
+    (place / "mine.jsonl").write_text(json.dumps({"text": "Hi there."}) + "\n")
+    run = settings("data.path=mine.jsonl", "data.eval_split=null", words)
+    source = training_data(run, "sft")
+    (data,) = worker._load_examples(source, run.sft, "sft")
+    with pytest.raises(DataError) as refused:
+        examples.sft_examples(data, source, run.sft, tiny.tiny_tokenizer(), run, 99)
+    assert refused.value.problems[0].where == words.partition("=")[0]
+
+
+def test_data_of_no_known_format_is_refused_with_its_columns(place: Path) -> None:
+    (place / "mine.jsonl").write_text(json.dumps({"question": "Hi there."}) + "\n")
+    run = settings("data.path=mine.jsonl", "data.eval_split=null")
+    source = training_data(run, "sft")
+    (data,) = worker._load_examples(source, run.sft, "sft")
+    with pytest.raises(DataError) as refused:
+        examples.sft_examples(data, source, run.sft, tiny.tiny_tokenizer(), run, 99)
+    assert refused.value.problems[0].where.startswith("data.prompt_column")
+
+
 def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Yes"}
     (place / "mine.jsonl").write_text(json.dumps(row) + "\n")

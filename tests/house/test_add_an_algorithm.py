@@ -1,5 +1,6 @@
 """docs/ADD_AN_ALGORITHM.md does what it says: its two files, put where it says, train."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from loop_cases import EXACT, alone, apart, cache, leave_one_out, step
 from test_docs import PAGES, of_rloo, shown_files, table_rows
 
 from rloo_cli.config.hooks import HOOKS
+from rloo_cli.data.packing import MicroBatch
+from rloo_cli.plugin import Loss, LossInputs
+from rloo_cli.utils.errors import ConfigError
 
 PAGE = "ADD_AN_ALGORITHM.md"
 MEDIAN = ("--config-dir=my_conf", "algorithm=median")
@@ -25,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shown_files(tmp_path, PAGES[PAGE])
     monkeypatch.chdir(tmp_path)
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.*")) == [
-        "median.py", "my_conf/algorithm/median.yaml",
+        "median.py", "my_conf/algorithm/median.yaml", "my_conf/algorithm/near.yaml", "near.py",
     ]  # fmt: skip
     return tmp_path
 
@@ -33,6 +38,42 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_page_names_everything_that_a_file_may_define() -> None:
     names = {w for row in table_rows(PAGES[PAGE]) for w in re.findall(r"`(\w+)`", row[0])}
     assert set(HOOKS) <= names
+
+
+def test_the_page_names_every_field_that_a_loss_reads_and_returns() -> None:
+    rows = table_rows(PAGES[PAGE])
+    named = {word for row in rows for word in re.findall(r"`(\w+)`", row[0])}
+    fields = {f.name for part in (LossInputs, MicroBatch, Loss) for f in dataclasses.fields(part)}
+    assert fields <= named
+
+
+def test_a_loss_logs_numbers_of_its_own_over_all_that_is_trained_on(place: Path) -> None:
+    words = ("--config-dir=my_conf", "algorithm=near", "train.micro_batch_tokens=64")
+    run = alone(place, *words)
+    inner, calls = run.algorithm.loss, []
+
+    def watched(inputs: LossInputs) -> Loss:
+        calls.append(inputs)
+        return inner(inputs)
+
+    run.algorithm.loss = watched
+    row = step(run)[1]
+    change = [((c.logp - c.old_logp).square().detach(), c.micro_batch.mask.bool()) for c in calls]
+    every = torch.cat([values[counted].double() for values, counted in change])
+    assert len(calls) > 2 and float(every.mean()) > 0
+    assert row["algorithm/change"] == pytest.approx(float(every.mean()))
+
+
+@pytest.mark.parametrize("made", ["1.0", "change.sum()", "change[1:]"])
+def test_a_number_of_a_loss_that_is_not_per_token_or_completion_is_refused(
+    place: Path, made: str
+) -> None:
+    file = place / "near.py"
+    file.write_text(file.read_text().replace('{"change": change}', f'{{"change": {made}}}'))
+    run = alone(place, "--config-dir=my_conf", "algorithm=near")
+    with pytest.raises(ConfigError) as refused:
+        step(run)
+    assert refused.value.problems[0].where.startswith(str(file))
 
 
 def by_hand(rewards: list[list[float]], limit: float) -> list[list[float]]:

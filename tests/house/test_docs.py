@@ -20,6 +20,7 @@ from loop_cases import cache
 from rloo_cli.cli import main
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
+from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
@@ -265,3 +266,8 @@ def test_every_page_is_in_the_site_and_the_readme_leads_to_the_list_of_all() -> 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(PAGES["README.md"].read_text().split()) <= 1000
+
+
+def test_the_page_of_rewards_names_every_argument_of_a_reward() -> None:
+    named = {w for row in table_rows(PAGES["rewards.md"]) for w in re.findall(r"`(\w+)", row[0])}
+    assert named | {"completions_ids"} >= REWARD_KWARGS

@@ -24,7 +24,7 @@ FACE: dict[str, str | None] = {
     "ForwardPlan": "reference value_model by_scores separate every_completion",
     "Loss": (
         "total policy kl ratio low high delta unit_mask row_low row_high log_ratio_sq "
-        "weight raw_weight capped bonus"
+        "weight raw_weight capped bonus metrics"
     ),
     "LossInputs": (
         "logp old_logp ref_logp micro_batch advantage denominator kl_logp entropy num_tokens"

@@ -102,6 +102,14 @@ def test_the_page_says_how_the_run_went_and_no_text_of_a_model_is_markup() -> No
     assert outside == [{"rel": "icon", "href": "data:,"}]
 
 
+def test_numbers_that_a_reward_or_a_loss_logged_have_charts() -> None:
+    path = make_run() / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    own = {"my_reward/words": 3.0, "algorithm/change": 0.2}
+    path.write_text("".join(json.dumps(line | own) + "\n" for line in lines))
+    assert {*own} <= {*make_report(path.parent)[1]["charts"]}
+
+
 def test_an_episode_is_a_conversation_in_which_no_text_of_a_tool_is_markup() -> None:
     folder = make_run()
     path = folder / "samples/step_000012.jsonl"

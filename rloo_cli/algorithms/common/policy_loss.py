@@ -7,7 +7,8 @@ clipped surrogate is PPO's (arXiv 1707.06347, eq. 7), `delta` dual-clip PPO's (a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 from rloo_cli.algorithms.common import loss_types
@@ -92,6 +93,7 @@ class Loss:
     raw_weight: Tensor | None = None  # (N,) or (S,) weights before the correction's mode
     capped: Tensor | None = None  # (U,) bool, cispo: ratio > cap and A > 0
     bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # your own, by name, (N,) or (S,)
 
 
 def policy_ratios(

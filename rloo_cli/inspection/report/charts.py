@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence, finite_field
+from rloo_cli.reporting.metric_names import metric_meaning
 from rloo_cli.reporting.metrics_lines import MetricsMapping, metric_names
 from rloo_cli.reporting.panel import metric_history
 from rloo_cli.utils.files import JsonObject
@@ -20,6 +21,8 @@ SCORE_BINS = 24
 MAX_DOTS = 600  # completions in the plot of score and length
 PALETTE = ("#3b82f6", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#dc2626", "#64748b")
 HEIGHT = 170
+MAX_OWN_CHARTS = 12
+OWN_NOTE = "logged by a reward (log_metric) or by the algorithm's loss"
 
 # Title -> metric -> its name in the legend. A chart whose metrics a run lacks is left out.
 CURVES: dict[str, dict[str, str]] = {
@@ -106,7 +109,20 @@ def curve_charts(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> list[Re
         ]
         if values:
             charts.append(ReportChart(title, _lines_spec(values, title, advice)))
+    for name in own_metrics(run.record.step_metrics)[:MAX_OWN_CHARTS]:
+        values = [p | {"line": name} for p in metric_line(run.record.step_metrics, name)]
+        charts.append(ReportChart(name, _lines_spec(values, name, advice), OWN_NOTE))
     return charts
+
+
+def own_metrics(lines: Sequence[MetricsMapping]) -> list[str]:
+    """Names of the numbers that rewards logged, or the loss of an algorithm of the user's own."""
+    return [
+        name
+        for name in metric_names(lines)
+        if name.startswith("algorithm/") or metric_meaning(name) is None
+        if metric_line(lines, name)
+    ]
 
 
 def _reward_chart(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> ReportChart | None:

@@ -33,9 +33,9 @@ RESERVED_METRICS = frozenset((
     "delta_ratio",
 ))  # fmt: skip
 RESERVED_METRIC_PREFIXES = (
-    "advantages/", "clip_ratio/", "completions/", "data/", "eval_", "groups/", "loss/", "memory/",
-    "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/", "time/", "update/",
-    "val/", "value/",
+    "advantages/", "algorithm/", "clip_ratio/", "completions/", "data/", "eval_", "groups/",
+    "loss/", "memory/", "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/",
+    "time/", "update/", "val/", "value/",
 )  # fmt: skip
 RESERVED_REWARD_METRIC = re.compile(
     r"rewards?/(valid_frac|.+/(mean|std|none_frac|error_rate|time))"

@@ -8,7 +8,7 @@ is refused.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import DEFAULT_MAX_PROMPT_TOKENS
 from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, SftConfig
 from rloo_cli.data import prompts
-from rloo_cli.data.dataset import is_messages
+from rloo_cli.data.dataset import is_messages, missing_prompts_error
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.value_types import nested_columns
 from rloo_cli.train.supervised.reward_model import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Example = TypeVar("Example", SftExample, PreferencePair)
 Completion = str | list[JsonObject]
+WHOLE_COLUMNS = ("messages", "text")  # of a prompt together with its completion, as TRL names them
 DATA_KEY_PATTERN = re.compile(r"\bdata\.(path|name|revision|split|eval_split|prompt_column)\b")
 
 
@@ -61,8 +62,14 @@ def sft_examples(
     run: RunConfig,
     limit: int,
 ) -> PreparedExamples:
-    """Read prompts with their completions. `limit`: most tokens of an example. Raises DataError."""
+    """Read prompts with their completions. `limit`: most tokens of an example. Raises DataError.
+
+    Data of TRL's other formats for supervised training, without a column of prompts, is trained on
+    whole: `text`, or conversations in `messages`.
+    """
     key = "sft.completion_column"
+    if source.prompts_in not in data.column_names:
+        return _whole_examples(data, source, tokenizer, run, limit)
     values = _require_column(data, settings.completion_column, key)
     prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
 
@@ -86,6 +93,48 @@ def sft_examples(
     return _collect_examples(prepared, read, lambda example: len(example.ids), limit, key)
 
 
+def _whole_examples(
+    data: "Dataset",
+    source: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    limit: int,
+) -> PreparedExamples:
+    """Read texts or conversations that are trained on whole, as TRL does. Raises DataError."""
+    column = next((name for name in WHOLE_COLUMNS if name in data.column_names), None)
+    if column is None:
+        raise missing_prompts_error(data, source, source.split)
+    values = data[column]
+    prepared = _without_prompts(values, source)
+
+    def read(index: int, number: int) -> SftExample | None:
+        value = values[number]
+        if _is_empty_completion(value, prepared.conversational, column, number):
+            return None
+        if prepared.conversational:
+            messages = prompts.with_system(_as_messages(value), source)
+            ids = tokenize_with_eos(_render_chat(tokenizer, messages, run), tokenizer, False)
+        else:
+            ids = tokenize_with_eos(str(value), tokenizer, True)
+        return SftExample(ids, 1)  # nothing predicts the first token
+
+    return _collect_examples(prepared, read, lambda example: len(example.ids), limit, column)
+
+
+def _without_prompts(values: Sequence[Completion], source: DataConfig) -> Prompts:
+    """An empty prompt for each value. Raises DataError for keys that are for prompts alone."""
+    conversational = is_messages(values[0])
+    for key in ("template", "chat", *(() if conversational else ("system",))):
+        if getattr(source, key):
+            what, why = f"data.{key} is set", "the data has no column of prompts"
+            off = f"data.{key}={'false' if key == 'chat' else 'null'}"
+            raise DataError(Problem(what, f"data.{key}", why, off))
+    empty: list[Any] = [[] if conversational else "" for _ in values]
+    ids: list[list[int]] = [[] for _ in values]
+    numbers = list(range(len(values)))
+    return Prompts(empty, ids, [], conversational, "", example_numbers=numbers)
+
+
 def preference_pairs(
     data: "Dataset",
     source: DataConfig,
@@ -96,12 +145,16 @@ def preference_pairs(
 ) -> PreparedExamples:
     """Read pairs of completions. `limit`: most tokens of either. Raises DataError.
 
-    The chat template renders conversations, as it does for a reward of type `model`.
+    The chat template renders conversations, as it does for a reward of type `model`. Without a
+    column of prompts both columns hold them (TRL: an implicit prompt).
     """
     keys = ("reward_model.chosen_column", "reward_model.rejected_column")
     names = (settings.chosen_column, settings.rejected_column)
     columns = [_require_column(data, name, key) for name, key in zip(names, keys, strict=True)]
-    prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
+    if source.prompts_in in data.column_names:
+        prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
+    else:
+        prepared = _without_prompts(columns[0], source)
 
     def read(index: int, number: int) -> PreferencePair | None:
         prompt, values = prepared.prompts[index], [column[number] for column in columns]
@@ -113,7 +166,8 @@ def preference_pairs(
         if not conversational:
             chosen, rejected = map(str, values)
             return tokenize_pair(str(prompt), chosen, rejected, tokenizer)
-        texts = [_render_chat(tokenizer, [*prompt, *_as_messages(v)], run) for v in values]
+        whole = [prompts.with_system([*prompt, *_as_messages(v)], source) for v in values]
+        texts = [_render_chat(tokenizer, messages, run) for messages in whole]
         ids = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
         return PreferencePair(*ids)
 

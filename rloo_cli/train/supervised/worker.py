@@ -79,9 +79,9 @@ def run_supervised_training(folder: Path, section: str) -> MetricsObject:
 
 def _load_examples(source: DataConfig, settings: TrainingConfig, section: str) -> list["Dataset"]:
     """The examples to train on and, if there are any, those to evaluate on."""
-    data, eval_rows = dataset.load_split(source, source.split), settings.eval_rows
+    data, eval_rows = dataset.load_split(source, source.split, False), settings.eval_rows
     if source.eval_split is not None and eval_rows != 0:
-        eval_data = dataset.load_split(source, source.eval_split)
+        eval_data = dataset.load_split(source, source.eval_split, False)
         most = DEFAULT_EVAL_EXAMPLES if eval_rows is None else eval_rows
         return [data, eval_data.select(range(min(most, len(eval_data))))]
     count = min(DEFAULT_EVAL_EXAMPLES, len(data) // 10) if eval_rows is None else eval_rows
