@@ -106,7 +106,7 @@ def _mismatch(name: str, returned: object, arguments: tuple[Any, ...]) -> str:
 
 
 def _metrics_mismatch(loss: Any, inputs: Any) -> str:
-    """What is wrong with the `metrics` of a `Loss`: each has a number per token or completion."""
+    """What is wrong with the `metrics` of a Loss, which are numbers per token or completion."""
     tokens, completions = tuple(inputs.logp.shape), (inputs.micro_batch.num_sequences,)
     for name, values in loss.metrics.items():
         if tuple(getattr(values, "shape", ())) not in (tokens, completions):
