@@ -1,6 +1,7 @@
 """`rloo push RUN`: the trained model with its card to a hub, private unless it is said otherwise.
 
-    rloo push RUN --repo ORG/NAME        RUN/final and a model card, into a private repository
+    rloo push RUN --repo ORG/NAME        RUN/final and a model card, into a private repository;
+                                         NAME alone is one of your own account
     --public                             let everybody see it
     --checkpoint checkpoint-200          this one instead of final/
     --message TEXT                       of the commit
@@ -45,12 +46,14 @@ def run(args: list[str]) -> int:
     folder = find_run_folder(options.run, "push")
     model = _model_folder(folder, options.checkpoint)
     card, files = model_card(inspect_run_folder(folder), options.dataset), _model_files(model)
-    if not options.dry_run and not HUB_NAME.fullmatch(options.repo or ""):
+    whole_name = options.repo if "/" in (options.repo or "/") else f"me/{options.repo}"
+    if not options.dry_run and not HUB_NAME.fullmatch(whole_name or ""):
         what = (
             f"--repo {options.repo!r} is not a repository" if options.repo else "which repository?"
         )
         fix = f"rloo push {folder.name} --repo ORG/{folder.name}"
-        raise ConfigError(Problem(what, "command line", "its name is ORG/NAME", fix))
+        why = "its name is ORG/NAME, or NAME for your own account"
+        raise ConfigError(Problem(what, "command line", why, fix))
     told = {"repo": options.repo, "files": sorted(files), "private": not options.public}
     if options.dry_run:
         shown = (
@@ -101,6 +104,7 @@ def _send_model(
     adds += [CommitOperationAdd(name, path) for name, path in files.items()]
     try:
         url = api.create_repo(repo, private=not public, exist_ok=True)
+        repo = url.repo_id  # with the account's name, which the hub adds where there is none
         if not public and not api.repo_info(repo).private:
             what = f"{repo} is public, and --public was not said"
             why = "without --public a model is sent only where not everybody can see it"

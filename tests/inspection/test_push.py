@@ -77,6 +77,14 @@ def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     assert done.returncode == 2 and "org/mine is public" in done.stderr
 
 
+def test_a_name_alone_is_a_repository_of_the_account(hub: PushHub) -> None:
+    make_run()
+    for _ in range(2):
+        done = pushed(hub, "mine", "--repo", "named", "--json")
+        assert done.returncode == 0, done.stderr
+    assert hub.private == {"account/named": True} and hub.commits == 2
+
+
 def test_a_push_has_a_message_and_may_go_to_a_branch(hub: PushHub) -> None:
     make_run()
     done = pushed(hub, "mine", "--repo", "org/mine", "--message", "m1", "--revision", "b1")
@@ -106,7 +114,7 @@ def test_a_dry_run_sends_nothing_and_a_checkpoint_leaves_its_trainer_out(
 def test_what_is_not_there_is_refused() -> None:
     folder = make_run()
     for words, said in (
-        (["mine"], "which repository"), (["mine", "--repo", "mine"], "is not a repository"),
+        (["mine"], "which repository"), (["mine", "--repo", "a/b/c"], "is not a repository"),
         (["mine", "--dry-run", "--checkpoint", "checkpoint-3"], "is not a model"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):

@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._commit(path.removeprefix("/api/models/").partition("/commit/")[0], body)
 
     def _create(self, asked: dict[str, Any]) -> None:
-        name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+        name = f"{asked.get('organization') or 'account'}/{asked['name']}"
         known = name in self.server.private
         private = bool(asked.get("private")) or asked.get("visibility") == "private"
         self.server.private.setdefault(name, private)
