@@ -19,13 +19,14 @@ from fork_cases import fast, forked
 from rank_cases import launchers
 from slurm_cases import slurm
 from smollm2_cases import smollm2_folder
+from suite_guard import pytest_configure, pytest_unconfigure
 from sweep_cases import quick
 from xdist.scheduler import LoadScopeScheduling
 
-# Fixtures for all: defined once, so that a session's process or cluster is one for all files.
+# Fixtures and hooks for all: defined once, so that a session's process or cluster is one for all.
 __all__ = [
-    "fast", "forked", "launchers", "quick", "rloo", "rloo_without_torch", "serve", "slurm",
-    "smollm2_folder",
+    "fast", "forked", "launchers", "pytest_configure", "pytest_unconfigure", "quick", "rloo",
+    "rloo_without_torch", "serve", "slurm", "smollm2_folder",
 ]  # fmt: skip
 
 quick_compose.install()

@@ -46,7 +46,16 @@ def run(args: list[str]) -> int:
         fix = f"--from {next(iter(nearest_names(chosen, FROM_CHOICES)), 'trl')}"
         what = f"--from {chosen}: no such trainer"
         raise ConfigError(Problem(what, "command line", why, fix))
-    if foreign := read_foreign_run(old_args, chosen or ""):
+    try:
+        return _convert(old_args, chosen or "", options)
+    except RecursionError:
+        what, fix = "the old run cannot be read", "write its settings less deeply nested"
+        raise ConfigError(Problem(what, "the old run", "it is nested too deeply", fix)) from None
+
+
+def _convert(old_args: list[str], chosen: str, options: dict[str, str]) -> int:
+    """Print what these arguments become."""
+    if foreign := read_foreign_run(old_args, chosen):
         convert = convert_openrlhf if foreign.tool == "openrlhf" else convert_verl
         return _print_answer("recipe", convert(foreign), options)
     if chosen in tables.FOREIGN_TITLES:
@@ -62,7 +71,7 @@ def run(args: list[str]) -> int:
             return _print_answer("command", command, options)
         raise
     world = _world_size(options, old_run)
-    recipe = convert_to_recipe(old_run, choose_dialect(old_run, chosen or ""), world)
+    recipe = convert_to_recipe(old_run, choose_dialect(old_run, chosen), world)
     return _print_answer("recipe", recipe, options)
 
 

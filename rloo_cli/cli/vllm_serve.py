@@ -166,6 +166,7 @@ def _server_text(
     lines = [
         f"{server.url}: answers",
         f"  model    {server.model} ({server.dtype}, vLLM {server.vllm})",
+        f"  GPUs     {', '.join(server.devices) or 'none: it computes on the CPU'}",
         f"  token    in {server_file.server_file_path(folder)}, which you alone can read",
         f"  train    {train}",
         "  end      Ctrl-C",

@@ -261,7 +261,10 @@ def load_foreign_yaml(text: str) -> Any:
     of nested brackets. Raises one of YAML_ERRORS."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
-        return loader.get_single_data()
+        root = loader.get_single_node()
+        if root is not None and _node_size(root, {}) > MAX_YAML_VALUES:
+            raise yaml.YAMLError(f"over {MAX_YAML_VALUES} values, once aliases are written out")
+        return None if root is None else loader.construct_document(root)
     finally:
         loader.dispose()
 

@@ -79,14 +79,29 @@ def visible_gpus() -> list[str]:
     return list(_nvidia_smi_gpus(found))
 
 
+def gpu_uuids(gpus: Sequence[str]) -> list[str]:
+    """The UUIDs of GPUs that `visible_gpus` names, by nvidia-smi; a name that it does not list stays
+    as it is. UUIDs of different machines differ."""
+    listed = _listed_gpus()
+    numbered = {str(number): uuid for number, uuid in enumerate(listed)}
+    return [
+        numbered.get(gpu) or next((u for u in listed if gpu and u.startswith(gpu)), gpu)
+        for gpu in gpus
+    ]
+
+
+def _listed_gpus() -> tuple[str, ...]:
+    tool = shutil.which("nvidia-smi")
+    return _nvidia_smi_gpus(tool) if tool is not None else ()
+
+
 def numbered_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
     """The variables that show a process these GPUs by number, for a program that reads no UUIDs.
 
     nvidia-smi numbers GPUs in the order of the PCI bus, and CUDA only where it is told to. A name
     that nvidia-smi does not list stays as it is.
     """
-    tool = shutil.which("nvidia-smi")
-    listed = _nvidia_smi_gpus(tool) if tool is not None else ()
+    listed = _listed_gpus()
     numbers = {g: i for g in gpus for i, uuid in enumerate(listed) if g and uuid.startswith(g)}
     shown = {VISIBLE_DEVICES_VARIABLE: ",".join(str(numbers.get(gpu, gpu)) for gpu in gpus)}
     return shown | ({DEVICE_ORDER_VARIABLE: "PCI_BUS_ID"} if numbers else {})

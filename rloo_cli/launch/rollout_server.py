@@ -23,7 +23,11 @@ import yaml
 from rloo_cli.checkpoint.run_folder import SERVER_LOGS
 from rloo_cli.config import check
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, gpus_per_server
+from rloo_cli.distributed.device_count import (
+    VISIBLE_DEVICES_VARIABLE,
+    gpu_uuids,
+    gpus_per_server,
+)
 from rloo_cli.generation.vllm import arguments, server_file
 from rloo_cli.generation.vllm.server_file import ServerRecord
 from rloo_cli.launch.processes import WORKER_BOOT, default_environment
@@ -273,7 +277,8 @@ def gpus_left_by_server(
     """
     if not gpus or server.is_alive() is None:  # on another machine
         return {}
-    left = [gpu for gpu in gpus if gpu not in server.devices]
+    uuids = zip(gpus, gpu_uuids(gpus), strict=True)
+    left = [gpu for gpu, uuid in uuids if uuid not in server.devices]
     why = f"the server at {server.url} has {', '.join(server.devices)}"
     if not left:
         what = f"server and trainer would share GPU {', '.join(gpus)}"

@@ -99,6 +99,7 @@ def cpu_device(measured: bool = False) -> Device:
     if measured:
         flops, num_bytes = measured_cpu_speeds()
         source += f"; measured: {flops / 1e9:.0f} GFLOP/s, {num_bytes / 1e9:.0f} GB/s"
+        source += f" under a load of {os.getloadavg()[0]:.1f}"
     return Device(name, float(memory), flops, num_bytes, 1e10, 1e9, "cpu", source, CPU_SHARES)
 
 

@@ -31,6 +31,9 @@ SAMPLING_BYTES_PER_LOGIT = 16  # the model's own, in float32, processed, and its
 # Measured on a CPU (docs/plan.md): what libraries take that are loaded later, and the share of
 # activations that glibc keeps in pieces which the next micro-batch does not fit into.
 LATE_LIBRARY_BYTES, FRAGMENTED_SHARE = 0.1 * 2**30, 0.5
+IMAGE_LIBRARY_BYTES = 0.1 * 2**30  # more of them where a model sees images
+# What Python and torch hold before a run begins, and no phase counts; two processes share some.
+PROCESS_BYTES = 0.5 * 2**30
 NamedBytes = dict[str, float]
 
 
@@ -81,7 +84,7 @@ def estimate_peak_memory(inputs: PlanInputs) -> PeakMemory:
         "value model": static.value_model,
         "reward models": static.reward_models,
         "buffers": static.buffers,
-        "libraries": LATE_LIBRARY_BYTES if inputs.device.kind == "cpu" else 0.0,
+        "libraries": _late_library_bytes(inputs),
     }
     phases = {"rollout": resting | _rollout_memory(inputs)}
     if inputs.reward_models:
@@ -94,6 +97,12 @@ def estimate_peak_memory(inputs: PlanInputs) -> PeakMemory:
     phases["optimizer step"] = resting | _optimizer_step_memory(inputs, static)
     nonzero = {n: {part: v for part, v in p.items() if v > 0} for n, p in phases.items()}
     return PeakMemory(nonzero, forward, static, host_bytes=static.host_bytes)
+
+
+def _late_library_bytes(inputs: PlanInputs) -> float:
+    if inputs.device.kind != "cpu":
+        return 0.0
+    return LATE_LIBRARY_BYTES + (IMAGE_LIBRARY_BYTES if inputs.model.tower is not None else 0.0)
 
 
 def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemory:

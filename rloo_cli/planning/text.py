@@ -8,6 +8,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import plan as planning
 from rloo_cli.planning.model_spec import ModelSpec
 from rloo_cli.planning.overlap_times import MODES, advised_mode
+from rloo_cli.planning.peak_memory import PROCESS_BYTES
 from rloo_cli.planning.plan import UTILIZATION_STEPS, RunPlan
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import MOMENTS, trained_params, value_model_params
@@ -44,6 +45,9 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     what = "fits" if plan.fits else "DOES NOT FIT"
     usable = f"{format_gib(case.device.usable_bytes)} usable on each"
     yield f"memory     {format_gib(plan.needed_bytes)} of {usable}: {what}"
+    if case.device.kind == "cpu":
+        base = format_gib(PROCESS_BYTES)
+        yield f"           and about {base} that Python and torch hold in each process"
     if plan.memory.host_bytes:
         yield f"CPU memory {format_gib(plan.memory.host_bytes)} for each rank"
     if (fewest := planning.smallest_gpu_count(plan)) is not None and case.device.kind == "cuda":
@@ -212,6 +216,8 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     yield f"  time: {speed}, of which decoding reaches {shares.decode:.0%},"
     lengths = f"mean prompt {means.prompt:.0f}, completion {means.completion:.0f} tokens"
     yield f"  passes without gradient {shares.no_grad:.0%}, with it {shares.grad:.0%}; {lengths}"
+    if device.kind == "cpu":
+        yield "  Python's own time is not counted: it is most of a step of a tiny model"
     if device.kind == "cuda" or plan.duration.overlap_seconds:
         yield "  lengths of completions are spread exponentially, up to their limit"
     if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
@@ -265,6 +271,7 @@ def plan_values(plan: RunPlan) -> JsonObject:
         "fits": plan.fits,
         "need_bytes": plan.needed_bytes,
         "usable_bytes": case.device.usable_bytes,
+        "process_bytes": PROCESS_BYTES if case.device.kind == "cpu" else 0.0,
         "device": {"name": case.device.name, "memory_bytes": case.device.memory_bytes,
                    "source": case.device.source},
         "model": {"path": case.model.name, "parameters": case.model.total_params,

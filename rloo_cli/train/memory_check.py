@@ -5,6 +5,7 @@ held after its imports, which includes libraries that are loaded later and the a
 """
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from statistics import fmean, median
@@ -95,8 +96,10 @@ def compare_peak_memory(run: Run, bytes_before: float) -> JsonObject:
         return {}
     peak, gib = predicted.peak_bytes, planning_text.format_gib
     difference = f"{peak / measured - 1:+.0%}"
-    run.log.note(f"memory: {gib(measured)} at most, {gib(peak)} predicted ({difference})")
     parts = predicted.phases[predicted.worst_phase]
+    if (libraries := parts.get("libraries", 0.0)) > peak / 2:
+        difference += f"; {gib(libraries)} of it for libraries, which differ between machines"
+    run.log.note(f"memory: {gib(measured)} at most, {gib(peak)} predicted ({difference})")
     return {
         "measured_bytes": int(measured),
         "predicted_bytes": int(peak),
@@ -135,6 +138,7 @@ def compare_step_time(run: Run) -> JsonObject:
         "predicted_step_s": predicted.total_seconds,
         "predicted_parts_s": predicted.phase_seconds,
         "assumed_device": inputs.device.name,
+        "load_average": os.getloadavg()[0],  # of the last minute: a busy CPU makes steps longer
     }
 
 

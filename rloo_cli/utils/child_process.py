@@ -8,23 +8,31 @@ on other systems.
 import contextlib
 import ctypes
 import fcntl
+import logging
 import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 
 from rloo_cli.utils import paths
 from rloo_cli.utils.files import JsonObject
 
+log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
+MAX_LINE_CHARS = 2000  # of one printed line of a labelled child: a longer one is shown as several
+RELAY_END_S = 0.5
+# The threads that print what labelled children print.
+_relays: "WeakKeyDictionary[subprocess.Popen[Any], threading.Thread]" = WeakKeyDictionary()
 POLL_S = 0.05
 
 
@@ -45,26 +53,53 @@ def start_child(
     inherit: bool = True,
     log: Path | None = None,
     death_signal: int = 0,
+    label: str = "",
     **streams: Any,
 ) -> subprocess.Popen[Any]:
     """Start a process in a session of its own: a Ctrl-C reaches it through us alone.
 
     env: its variables, beside ours where it is to inherit them. log: the file that stdout and
     stderr are appended to; there is no stdin then. death_signal: what the kernel sends the process
-    when the thread that called this has ended; 0 sends nothing. streams: other arguments of Popen.
+    when the thread that called this has ended; 0 sends nothing. label: each line of its stdout and
+    stderr is printed to our stderr and written to the log behind these words. streams: other
+    arguments of Popen.
     """
     with contextlib.ExitStack() as stack:
+        if label:
+            source, target = os.pipe()
+            stack.callback(os.close, target)
+            streams |= {"stdout": target, "stderr": target}
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             out = stack.enter_context(log.open("ab"))
             streams |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(
-            command,
-            env={**(os.environ if inherit else {}), **(env or {})},
-            start_new_session=True,
-            preexec_fn=_ask_for_signal(death_signal) if death_signal else None,
-            **streams,
-        )
+        try:
+            child = subprocess.Popen(
+                command,
+                env={**(os.environ if inherit else {}), **(env or {})},
+                start_new_session=True,
+                preexec_fn=_ask_for_signal(death_signal) if death_signal else None,
+                **streams,
+            )
+        except BaseException:
+            if label:
+                os.close(source)
+            raise
+    if label:
+        relay = threading.Thread(target=_relay_lines, args=(source, label), daemon=True)
+        _relays[child] = relay
+        relay.start()
+    return child
+
+
+def _relay_lines(source: int, label: str) -> None:
+    """Print each line of a pipe with its label, until the last process that has it has ended."""
+    # User code in this process may close descriptors that are not its own.
+    with contextlib.suppress(OSError), open(source, encoding="utf-8", errors="replace") as file:
+        while line := file.readline(MAX_LINE_CHARS):
+            text = f"{label}: {line.rstrip()}"
+            log.info("%s", text)
+            print(text, file=sys.stderr, flush=True)
 
 
 def _ask_for_signal(death_signal: int) -> Callable[[], None] | None:
@@ -123,7 +158,10 @@ def stop_child(child: subprocess.Popen[Any], grace_s: float = 0.0) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(grace_s)
     kill_group(child.pid)
-    return child.wait()
+    code = child.wait()
+    if (relay := _relays.pop(child, None)) is not None:
+        relay.join(RELAY_END_S)  # its last lines; what has left its group may hold the pipe open
+    return code
 
 
 def kill_group(group: int) -> None:

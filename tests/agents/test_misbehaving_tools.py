@@ -65,6 +65,18 @@ def test_a_tool_that_misbehaves_is_an_answer_and_the_run_goes_on(tmp_path, name)
         assert row.turns[0].calls == [{"name": "tool", "arguments": {"items": [1, 2]}}]
 
 
+def test_what_a_tool_prints_is_labelled_on_the_screen_and_in_the_log(tmp_path, capsys, caplog):
+    caplog.set_level("INFO")
+    spec = function(tmp_path, TOLD["prints"][0])
+    generator = episode_generator(tools_agent([spec], **AGENT), once)
+    play(generator)
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert lines and all(line.startswith("printed by a tool: ") for line in lines)
+    assert "noise" in lines[0] and said.out == ""
+    assert any("printed by a tool: noise" in record.getMessage() for record in caplog.records)
+
+
 def test_an_error_may_leave_the_row_out_instead(tmp_path):
     spec = function(tmp_path, "raise ValueError('no such page')")
     generator = episode_generator(tools_agent([spec], on_tool_error="mask", **AGENT), once)

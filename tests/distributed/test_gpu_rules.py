@@ -61,6 +61,21 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
 # How many train, and which of them sees which GPU.
 
 
+def test_a_trainer_tells_its_servers_client_the_gpus_of_its_ranks(
+    eight: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(generator, "HttpEngine", lambda keys, folder, expected, note: expected)
+    monkeypatch.setattr(generator, "_build_vllm_generator", lambda engine, *more: told.update(
+        gpus=engine.trainer_gpus
+    ))  # fmt: skip
+    monkeypatch.setattr(generator.handshake, "tokenizer_fingerprint", lambda tokenizer: "")
+    for ranks, gpus in (("1", ("GPU-0",)), ("3", ("GPU-0", "GPU-1", "GPU-2"))):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        generator.build_server_generator(None, None, run_of(SERVER), 64, tmp_path, None)
+        assert told["gpus"] == gpus
+
+
 @pytest.mark.parametrize(
     ("words", "count"),
     [

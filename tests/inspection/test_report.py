@@ -163,13 +163,14 @@ def test_the_plan_stands_beside_what_was_measured() -> None:
     about = json.loads((folder / "run.json").read_text())
     parts = {"decoding": 0.2, "update": 0.3, "junk": "x"}
     seconds = {"measured_step_s": 0.4, "predicted_step_s": 0.5, "predicted_parts_s": parts}
+    seconds |= {"load_average": 6.25}
     memory = {"measured_bytes": 2**30, "predicted_bytes": 2**31, "predicted_parts": [1]}
     changes = [{"attempt": 2, "train.learning_rate": [1e-4, 1e-5]}]
     more = {"seconds": seconds, "memory": memory, "changes": changes}
     (folder / "run.json").write_text(json.dumps(about | more))
     text = Elements(make_report(folder)[0]).text
     assert "Predicted and measured" in text and "– decoding" in text
-    assert "The prediction is +100% off" in text
+    assert "The prediction is +100% off" in text and "load was 6.2" in text
     assert "attempt 2: train.learning_rate 0.0001 → 1e-05" in text
     assert "groups without the best score" in text and "std of the scores within groups" in text
 

@@ -10,6 +10,7 @@ import vllm_cases
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
+from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils import child_process
@@ -55,6 +56,20 @@ def test_a_server_that_runs_already_keeps_its_gpus() -> None:
     with pytest.raises(ConfigError) as refused:
         rollout_server.gpus_left_by_server(["GPU-b"], HERE)
     assert "generation=vllm_colocate" in refused.value.problems[0].fix
+
+
+def test_a_gpu_is_the_servers_whether_it_is_named_by_its_number_or_its_uuid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_count, "_listed_gpus", lambda: ("GPU-aa", "GPU-bb", "GPU-cc"))
+    assert device_count.gpu_uuids(["1", "GPU-c", "MIG-7", "9"]) == [
+        "GPU-bb", "GPU-cc", "MIG-7", "9",
+    ]  # fmt: skip
+    here = replace(HERE, devices=["GPU-bb"])
+    for gpus, left in ((["0", "1"], "0"), (["GPU-b", "GPU-c"], "GPU-c")):
+        assert rollout_server.gpus_left_by_server(gpus, here) == {"CUDA_VISIBLE_DEVICES": left}
+    with pytest.raises(ConfigError):
+        rollout_server.gpus_left_by_server(["1"], here)
 
 
 def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None:

@@ -229,6 +229,18 @@ def test_this_machines_gpu_is_taken_where_there_is_one(
     assert found.flops_per_s == device.GPUS["H200"].flops_per_s and found.source == "this machine"
 
 
+def test_a_plan_for_a_cpu_says_what_the_process_holds_and_how_busy_the_cpu_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device.os, "getloadavg", lambda: (6.25, 0.0, 0.0))
+    text, images = (told(capsys, f"+recipe={r}", "--gpu", "cpu") for r in ("smoke", "vision_mini"))
+    assert text["process_bytes"] > 0 and "load of 6.2" in text["device"]["source"]
+    libraries = [found["phases_bytes"]["update"]["libraries"] for found in (text, images)]
+    assert libraries[1] > libraries[0]
+    on_gpu = told(capsys, "+recipe=smoke", "--gpu", "H100")
+    assert on_gpu["process_bytes"] == 0 and "libraries" not in on_gpu["phases_bytes"]["update"]
+
+
 def test_plan_is_a_verb_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.find_verb(["plan", "+recipe=smoke"])() == 0
     assert "memory     " in capsys.readouterr().out

@@ -80,6 +80,13 @@ def test_a_budget_is_what_the_config_says_or_what_the_memory_holds(monkeypatch):
     )  # a reference is there too
 
 
+def test_a_pass_without_gradient_takes_what_still_gets_faster():
+    found, most = policy(), memory.MAX_USEFUL_TOKENS["cpu"]
+    for tokens, expected in ((100, 400), (300, most), (None, most), (5000, 5000)):
+        limits = memory.measure_forward_limits(found, config(tokens=tokens), 100, False)
+        assert limits.no_grad_tokens == expected
+
+
 def test_a_size_in_completions_counts_instead():
     limits = memory.measure_forward_limits(policy(), config(size=8), 100, False)
     assert (limits.completions, limits.no_grad_completions) == (8, 16)

@@ -159,6 +159,24 @@ def test_an_async_reward_has_no_workers() -> None:
         reward(fn, workers=2)
 
 
+def test_what_a_worker_prints_is_labelled_with_its_reward(tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import os, sys\ndef f(completions):\n"
+        "    print('on stdout'); os.system('echo of a process >&2')\n    return [1.0]\n"
+    )
+    keys = {"workers": 1, "kwargs": {}, "path": f"{tmp_path}/loud.py:f"}
+    one = build_reward("loud", Config(**COMMON | keys))
+    process_pool.start_reward_workers([one])
+    (worker,) = one.idle_workers
+    worker.request(([0], {"completions": ["a"]}, []), 60.0)
+    worker.kill()
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert {"printed by reward loud: on stdout", "printed by reward loud: of a process"} <= {
+        *said.err.splitlines()
+    }
+
+
 def test_workers_end_with_us_however_we_end(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(CODE)
     program = f"""

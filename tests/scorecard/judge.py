@@ -142,9 +142,7 @@ class Attempt:
         # rloo sets it for its own processes; pytest runs some of them in its own.
         if self.row.tests:
             env["TORCHINDUCTOR_CACHE_DIR"] = str(self.base / "cache" / "inductor")
-        if "RLOO_FAULTS" in (self.row.get("env", {}) | self.step.env):
-            env["RLOO_ALLOW_FAULTS"] = "1"
-        given = {k: str(v) for k, v in (self.row.get("env", {}) | self.step.env).items()}
+        given = self.row.environment(self.step)
         env |= {k: v.replace("HERE", str(self.folder)) for k, v in given.items()}
         if "PYTHONPATH" in given:
             path.insert(0, env["PYTHONPATH"])

@@ -36,6 +36,7 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REFUSALS = (2, 3, 4)  # exit codes of what is refused before a run begins
+SHOWN_VARIABLES = ("RLOO_ALLOW_FAULTS", "RLOO_FAULTS", "RANK", "PATH")  # with a command
 STEP_KEYS = {"run", "code", "says", "never", "env", "files", "send"}
 ROW_KEYS = STEP_KEYS | {
     "id", "promise", "given", "leaves", "absent", "present", "free", "limit", "test", "slow",
@@ -95,13 +96,17 @@ class Row:
         refused = not self.tests and self.steps[-1].code in REFUSALS
         return self.raw.get("leaves", "nothing" if refused else "anything") == "nothing"
 
+    def environment(self, step: Step) -> dict[str, str]:
+        """The variables of one of its commands; faults are allowed, unless the row says otherwise."""
+        given = {name: str(value) for name, value in (self.get("env", {}) | step.env).items()}
+        return ({"RLOO_ALLOW_FAULTS": "1"} if "RLOO_FAULTS" in given else {}) | given
+
     def shown(self) -> str:
         """Its commands, or its fault in words and then these, for the page; in backticks."""
         parts = [f"{self.raw['input']}"] if "input" in self.raw else []
-        faults = dict(self.raw.get("env", {}))
         for step in self.steps:
-            env = faults | step.env
-            named = [f'{k}="{env[k]}"' for k in env if k in ("RLOO_FAULTS", "RANK", "PATH")]
+            env = self.environment(step)
+            named = [f'{k}="{env[k]}"' for k in SHOWN_VARIABLES if k in env]
             parts.append("`" + " ".join([*named, step.shown()]) + "`")
             parts += [f"then {signal} once it says “{said}”" for said, signal in step.send]
         parts += [f"`python -m pytest {node}`" for node in self.tests]

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group
 from rloo_cli.data.synthetic import tiny
+from rloo_cli.distributed.device_count import gpu_uuids, visible_gpus
 from rloo_cli.generation.vllm import handshake, server_file
 from rloo_cli.generation.vllm.generator import VllmGenerator, build_server_generator
 from rloo_cli.generation.vllm.handshake import ExpectedServer
@@ -90,7 +91,8 @@ def right() -> dict[str, Any]:
     return {
         "protocol": 1, "model": "make:tiny", "dtype": "float32", "vllm": "0.32.0",
         "tokenizer": handshake.tokenizer_fingerprint(tokenizer()), "max_model_len": PLACES,
-        "logprobs_mode": "processed_logprobs", "transfer": "gloo", "devices": [],
+        "logprobs_mode": "processed_logprobs", "transfer": "gloo",
+        "devices": gpu_uuids(visible_gpus()[:1]),
     }  # fmt: skip
 
 

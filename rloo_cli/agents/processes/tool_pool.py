@@ -115,7 +115,7 @@ class Nursery:
             command,
             env=child_process.package_environment(),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a tool prints does not belong into the progress panel
+            label="printed by a tool",
             pass_fds=descriptors,
         )
         control.close()

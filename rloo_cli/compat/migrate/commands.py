@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rloo_cli.compat.migrate import tables
+from rloo_cli.compat.migrate.old_run import read_old_file
 from rloo_cli.compat.migrate.shell import simple_commands
 
 STARTS = ("vllm-serve", "vllm_serve.py", "rollout")  # after these come the flags of a server
@@ -62,7 +63,7 @@ def _commands_of(args: list[str]) -> Iterator[list[str]]:
     """The commands in the words after `rloo migrate`, or in the script that they name."""
     if len(args) == 1:
         path = Path(args[0])
-        text = path.read_text(errors="replace") if path.is_file() else args[0]
+        text = read_old_file(path) if path.is_file() else args[0]
         for words, _ in simple_commands(text):
             yield list(words)
     else:

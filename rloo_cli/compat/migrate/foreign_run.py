@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.foreign_table import find_foreign_row
+from rloo_cli.compat.migrate.old_run import read_old_file
 from rloo_cli.compat.migrate.shell import parse_argument, simple_commands, split_tokens
 from rloo_cli.config.provenance import YAML_ERRORS, load_foreign_yaml
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -52,7 +53,7 @@ def read_foreign_run(args: list[str], from_option: str = "") -> ForeignRun | Non
 
 def _read_settings(path: Path, tool: str) -> ForeignRun | None:
     try:
-        values = load_foreign_yaml(path.read_text(encoding="utf-8"))
+        values = load_foreign_yaml(read_old_file(path, errors="strict"))
     except YAML_ERRORS:
         return None  # the reader of TRL's configs says so
     if not isinstance(values, dict):
@@ -119,7 +120,7 @@ def _commands_of(args: list[str]) -> Iterator[list[str]]:
     if len(args) > 1:
         yield args
         return
-    text = path.read_text(errors="replace") if path.is_file() else args[0]
+    text = read_old_file(path) if path.is_file() else args[0]
     if path.suffix == ".py" and path.is_file():
         return
     found = False

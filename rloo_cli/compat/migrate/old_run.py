@@ -1,8 +1,12 @@
 """Holds what was read of an old run, before any of it is converted."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
+
+MAX_FILE_BYTES = 256_000  # of a script or a config: it is read by several readers in turn
 
 
 @dataclass
@@ -21,3 +25,12 @@ class OldRun:
     nodes: int = 1  # machines that these processes ran on
     launcher_file: str = ""  # accelerate's config, which names the engine
     notes: list[str] = field(default_factory=list)
+
+
+def read_old_file(path: Path, errors: str = "replace") -> str:
+    """The text of a file of an old run. Raises ConfigError for one that is too large."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        what, why = f"{path} is too large for an old run", f"over {MAX_FILE_BYTES // 1000} kB"
+        fix = "give a file that holds its command or its settings alone"
+        raise ConfigError(Problem(what, str(path), why, fix))
+    return path.read_text(encoding="utf-8", errors=errors)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.commands import server_command
 from rloo_cli.compat.migrate.foreign import refuse_foreign_trainer
-from rloo_cli.compat.migrate.old_run import OldRun
+from rloo_cli.compat.migrate.old_run import OldRun, read_old_file
 from rloo_cli.compat.migrate.python import read_python
 from rloo_cli.compat.migrate.shell import parse_argument, simple_commands
 from rloo_cli.config.old_names import find_old_name
@@ -37,7 +37,7 @@ def read_old_run(args: list[str]) -> OldRun:
     path = Path(args[0])
     if not path.is_file():
         raise _missing_file_error(path)
-    text = path.read_text(errors="replace")
+    text = read_old_file(path)
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_config(path)
     if path.suffix == ".py":
@@ -184,7 +184,7 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
 
 def _with_script(old_run: OldRun, script: Path) -> OldRun:
     """The settings of a command's script, with the command's flags over them."""
-    script_run = read_python(script.read_text(errors="replace"), str(script), old_run.flags)
+    script_run = read_python(read_old_file(script), str(script), old_run.flags)
     script_run.processes, script_run.processes_from = old_run.processes, old_run.processes_from
     script_run.launcher_file, script_run.nodes = old_run.launcher_file, old_run.nodes
     script_run.notes = old_run.notes + script_run.notes
@@ -228,7 +228,7 @@ def _read_process_count(old_run: OldRun) -> None:
 def read_settings_file(path: Path) -> JsonObject:
     """Read a YAML or JSON file. Raises ConfigError unless it maps names to values."""
     try:
-        values = load_foreign_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
+        values = load_foreign_yaml(read_old_file(path, errors="strict"))  # JSON is YAML
     except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.batch import Dialect, take_number
+from rloo_cli.compat.migrate.old_run import read_old_file
 from rloo_cli.compat.migrate.recipe import Recipe, schema_refusal
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -50,7 +51,7 @@ def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
         text = recipe.original_text("system")
         recipe.take("system")
         try:
-            recipe.put("data.system", Path(system).read_text(encoding="utf-8").strip(), text)
+            recipe.put("data.system", read_old_file(Path(system), errors="strict").strip(), text)
         except (OSError, ValueError):  # not here, or in another encoding
             recipe.notes.append(f"{text} is a file: set data.system to its text")
 

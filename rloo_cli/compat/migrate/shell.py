@@ -12,6 +12,9 @@ from collections.abc import Iterator
 WHITESPACE = " \t\r"
 TOKEN_BOUNDARIES = f"{WHITESPACE}\n;&|("  # characters after which a token may begin
 REDIRECT = re.compile(r"\d*(>>?|<)(&\d|.*)|&>>?.*")
+# Longer ones are left as they are written: shlex takes time with the square of a word's length, and
+# variables that hold each other twice grow without end.
+MAX_COMMAND_CHARS, MAX_VARIABLE_CHARS = 32_000, 8_000
 Variables = dict[str, list[str]]
 
 
@@ -23,20 +26,29 @@ def simple_commands(text: str) -> Iterator[tuple[list[str], Variables]]:
             continue
         if array := re.fullmatch(r"(?:export |declare -a )?(\w+)(\+?)=\((.*)\)", line, re.DOTALL):
             items = _expand_tokens(split_tokens(array[3]), variables)
-            variables[array[1]] = [*(variables.get(array[1], []) if array[2] else []), *items]
+            before = variables.get(array[1], []) if array[2] else []
+            _set_variable(variables, array[1], [*before, *items])
             continue
         args = list(_without_redirects(_expand_tokens(tokens, variables)))
         assignments = [re.fullmatch(r"(\w+)=(.*)", w, re.DOTALL) for w in args if w != "export"]
         if assignments and all(assignments):
-            variables |= {m[1]: [m[2]] for m in assignments if m}
+            for found in filter(None, assignments):
+                _set_variable(variables, found[1], [found[2]])
         elif args:
             yield args, variables
 
 
+def _set_variable(variables: Variables, name: str, values: list[str]) -> None:
+    variables.pop(name, None)
+    if sum(len(value) + 1 for value in values) <= MAX_VARIABLE_CHARS:
+        variables[name] = values
+
+
 def split_tokens(line: str) -> list[str]:
-    """The tokens of a line by shlex; [] for an open quote, which is prose."""
+    """The tokens of a line by shlex; [] for an open quote, and for a line too long for a command:
+    these are prose or data."""
     try:
-        return shlex.split(line)
+        return shlex.split(line) if len(line) <= MAX_COMMAND_CHARS else []
     except ValueError:
         return []
 
@@ -88,17 +100,20 @@ def _split_commands(text: str, multiline_quotes: bool) -> tuple[list[str], bool]
                 line += char
                 quote = "" if char == quote else quote
         elif char in "'\"":
-            line, quote = line + char, char
+            line += char  # in place: `line + char` would copy a long line at each quote
+            quote = char
         elif char == "#" and (not line or line[-1] in TOKEN_BOUNDARIES):
             end = text.find("\n", at)
             step = (end if end >= 0 else len(text)) - at
         elif pair == "$(":
             step = _substitution_length(text, at)
             line += "$(...)"
-        elif char == "(" and re.search(r"\w=$", line):
-            line, array = line + char, array + 1
+        elif char == "(" and re.search(r"\w=$", line[-2:]):
+            line += char
+            array += 1
         elif char == ")" and array:
-            line, array = line + char, array - 1
+            line += char
+            array -= 1
         elif char == "\n" and array:
             line += " "
         elif char == "\n" or (not array and _is_command_end(text, at)):
@@ -145,7 +160,7 @@ def _expand_token(token: str, variables: Variables) -> str:
         values = variables.get(match[1] or match[3])
         return " ".join(values) if values else match[2] or match[0]
 
-    pattern = r"\$(?:\{(\w+)(?::[-=]([^}]*))?\}|(\w+))"
+    pattern = r"\$(?:\{(\w+)(?::[-=]([^}]{0,500}))?\}|(\w+))"
     return re.sub(pattern, value, token)
 
 

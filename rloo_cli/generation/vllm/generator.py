@@ -22,7 +22,7 @@ from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.rules_sampling import keeps_masks
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.distributed.device_count import visible_gpus
+from rloo_cli.distributed.device_count import gpu_uuids, visible_gpus
 from rloo_cli.generation import (
     OnLength,
     check_prompt_lengths,
@@ -45,6 +45,7 @@ from rloo_cli.generation.vllm.handshake import ExpectedServer
 from rloo_cli.generation.vllm.http_engine import HttpEngine
 from rloo_cli.generation.vllm.weight_sync import WeightSync
 from rloo_cli.policy.vision import image_token_ids
+from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -373,6 +374,7 @@ def build_server_generator(
         transfer=_transfer_backend(given),
         allow_untested=config.allow_untested,
         sampling_mask=keeps_masks(config),
+        trainer_gpus=tuple(gpu_uuids(visible_gpus()[: environment_number("LOCAL_WORLD_SIZE", 1)])),
     )
     engine = HttpEngine(keys, folder, expected, note)
     most = keys.retries if keys.base_url else max(keys.retries, keys.max_restarts)

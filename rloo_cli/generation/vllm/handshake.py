@@ -32,7 +32,9 @@ FINGERPRINT_TEXTS = (
 FACT_TYPES: dict[str, type | tuple[type, ...]] = {  # those that are read here
     "model": str, "dtype": str, "tokenizer": str, "transfer": str, "logprobs_mode": str,
     "vllm": str, "max_model_len": (int, type(None)), "routes": list, "sampling_mask": bool,
+    "devices": list,
 }  # fmt: skip
+UUID_STARTS = ("GPU-", "MIG-")  # how the UUIDs of GPUs, and of parts of one, begin
 SAME_CONFIG = "rloo vllm-serve with the recipe and overrides of this run"
 
 
@@ -80,12 +82,16 @@ class ExpectedServer:
     transfer: str  # gloo, nccl: where a server does not say
     allow_untested: bool
     sampling_mask: bool = False  # whether it must send the ids that each token was chosen from
+    trainer_gpus: tuple[str, ...] = ()  # of the processes that train on this machine, by UUID
 
-    def check(self, http_client: HttpClient, url: str, token: str) -> tuple[str, bool, bool]:
-        """How this server takes weights; whether it has a route for whole groups, and counts there.
+    def check(
+        self, http_client: HttpClient, url: str, token: str
+    ) -> tuple[str, bool, bool, list[str]]:
+        """How this server takes weights; whether it has a route for whole groups, and counts there;
+        the GPUs that it says it takes.
 
-        Raises GenerationError with everything that differs, and ConfigError (exit 2) where it is
-        the sampling masks alone.
+        Raises GenerationError with everything that differs, and ConfigError (exit 2) for a GPU that
+        is the trainer's too, and where it is the sampling masks alone.
         """
         try:
             facts: JsonObject = http_client.get(url, "/rloo", token, HANDSHAKE_TIMEOUT_S)
@@ -94,6 +100,7 @@ class ExpectedServer:
                 raise
             facts = self._plain_vllm_info(http_client, url, token)
         _check_facts(facts, url)
+        self._refuse_shared_gpus(facts, url)
         problems = [*self._differences(facts, url)]
         if problems:
             raise GenerationError(*problems)
@@ -106,7 +113,20 @@ class ExpectedServer:
             raise ConfigError(Problem(what, MASK_KEY, why, SAME_CONFIG))
         routes = facts.get("routes", ())
         transfer = str(facts.get("transfer", self.transfer))
-        return transfer, GROUP_ROUTE in routes, GROUP_COUNTS in routes
+        devices = [str(gpu) for gpu in facts.get("devices", ())]
+        return transfer, GROUP_ROUTE in routes, GROUP_COUNTS in routes, devices
+
+    def _refuse_shared_gpus(self, facts: JsonObject, url: str) -> None:
+        """Raise ConfigError where the server has a GPU of this trainer. A GPU is known by its UUID:
+        number 0 of another machine is another GPU."""
+        theirs = facts.get("devices", [])  # a plain vLLM does not say
+        shared = [gpu for gpu in self.trainer_gpus if gpu in theirs and gpu.startswith(UUID_STARTS)]
+        if shared:
+            what = f"server and trainer would share GPU {', '.join(shared)}"
+            why = f"the server at {url} has {', '.join(map(str, theirs))}; the trainer takes"
+            why += f" {', '.join(self.trainer_gpus)}"
+            fix = "start one of them with CUDA_VISIBLE_DEVICES=OTHERS, or generation=vllm_colocate"
+            raise ConfigError(Problem(what, "generation.server.base_url", why, fix))
 
     def _plain_vllm_info(self, http_client: HttpClient, url: str, token: str) -> JsonObject:
         """A vLLM that `rloo vllm-serve` did not start."""

@@ -92,9 +92,12 @@ class HttpEngine:
         self.servers = self.finder.find_servers(reconnecting)
         for server in self.servers:
             url, token = server.url, server.token
-            server.transfer, server.has_group_route, server.tells_counts = self.expected.check(
-                client, url, token
+            server.transfer, server.has_group_route, server.tells_counts, devices = (
+                self.expected.check(client, url, token)
             )
+            if devices and not reconnecting:
+                ours = ", ".join(self.expected.trainer_gpus) or "none"
+                self.finder.note(f"{url} takes GPU {', '.join(devices)}; the trainer takes {ours}")
             reset_server_state(client, server)
             answer = client.get(url, "/get_world_size", token, SERVER_CALL_TIMEOUT_S)
             server.num_workers = int(answer["world_size"])

@@ -25,7 +25,11 @@ from rloo_cli.config import check
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE
+from rloo_cli.distributed.device_count import (
+    VISIBLE_DEVICES_VARIABLE,
+    gpu_uuids,
+    gpus_per_server,
+)
 from rloo_cli.generation.vllm import (
     api_processes,
     arguments,
@@ -114,7 +118,7 @@ def _run_server(folder: Path, by: str, run: RunConfig) -> None:
         log=os.environ.get(LOG_VARIABLE, ""), job=server_file.slurm_job_attempt(),
     )  # fmt: skip
     if VISIBLE_DEVICES_VARIABLE in os.environ:  # vLLM is not imported yet
-        os.environ |= arguments.visible_gpu_environment(record.devices)
+        os.environ |= arguments.visible_gpu_environment(arguments.visible_gpus())
     ready = api_processes.make_ready_flags(arguments.count_api_processes(keys))
     about_server = (folder, record, host, port, ready)
     threading.Thread(target=_write_when_ready, args=about_server, daemon=True).start()
@@ -172,7 +176,7 @@ def _server_info(run: RunConfig, keys: ServerSection, engine_arguments: JsonObje
         "max_model_len": engine_arguments.get("max_model_len"),
         "logprobs_mode": engine_arguments["logprobs_mode"],
         "transfer": arguments.weight_transfer_backend(run, keys),
-        "devices": arguments.visible_gpus(),
+        "devices": gpu_uuids(arguments.visible_gpus()[: gpus_per_server(run)]),
         "sampling_mask": bool(engine_arguments.get("return_sampling_mask")),
         "routes": [handshake.GROUP_ROUTE, handshake.GROUP_COUNTS],
     }

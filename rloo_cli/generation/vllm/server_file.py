@@ -39,7 +39,7 @@ class ServerRecord:
     dtype: str
     vllm: str  # version
     transfer: str  # gloo, nccl
-    devices: list[str]  # GPUs that it sees; [] without any
+    devices: list[str]  # GPUs that it takes, by UUID; [] without any
     log: str
     failed: str = ""  # why there will be no server
     job: str = ""  # id of the Slurm job, and how often it was requeued

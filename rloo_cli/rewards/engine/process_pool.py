@@ -53,7 +53,7 @@ class RewardWorker:
             command,
             env=child_process.package_environment(),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward prints does not belong into the progress panel
+            label=f"printed by reward {reward.name}",
             pass_fds=descriptors,
         )
         child_socket.close()

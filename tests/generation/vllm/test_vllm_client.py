@@ -201,6 +201,23 @@ def test_bm_4_a_server_of_another_model_names_both(fake, client, name, value):
     assert f"expected {right()[name]}, found {value}" in said and fake.url in said
 
 
+def test_a_server_on_a_gpu_of_the_trainer_is_refused_and_one_beside_it_is_shown(
+    fake, client, tmp_path
+):
+    fake.facts["devices"] = ["GPU-b", "GPU-c"]
+    with pytest.raises(ConfigError) as caught:
+        client(trainer_gpus=("GPU-a", "GPU-b")).connect()
+    (problem,) = caught.value.problems
+    assert problem.where == "generation.server.base_url" and "GPU GPU-b" in problem.what
+    noted = []
+    beside = client(trainer_gpus=("GPU-a",))
+    beside.finder.note = noted.append
+    beside.connect()
+    assert len(noted) == 1 and all(gpu in noted[0] for gpu in ("GPU-a", "GPU-b", "GPU-c"))
+    fake.facts["devices"] = ["0"]  # a number, which no nvidia-smi resolved: of whichever machine
+    client(trainer_gpus=("0",)).connect()
+
+
 def test_bm_4_an_older_vllm_is_named_with_the_key_that_allows_it(fake, client):
     fake.facts["vllm"] = "0.31.2"
     said = refused(client().connect)

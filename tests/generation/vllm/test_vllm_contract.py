@@ -99,6 +99,7 @@ def test_its_facts_have_the_names_that_are_compared(there):
     assert status == 200 and right().keys() <= told.keys()
     same = ("model", "dtype", "tokenizer", "max_model_len", "logprobs_mode", "transfer")
     assert {n: told[n] for n in same} == {n: right()[n] for n in same}
+    assert told["devices"] == right()["devices"]
     status, said = raw(there, "GET", "/version")
     assert status == 200 and said["version"].startswith("0.32")
     assert raw(there, "GET", "/v1/models")[1]["data"][0]["max_model_len"] == 48

@@ -1,0 +1,67 @@
+"""What `rloo migrate` is given may be huge, or grow without end: it answers in seconds."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rloo_cli.cli.migrate import run
+from rloo_cli.compat.migrate.old_run import MAX_FILE_BYTES
+from rloo_cli.utils.errors import ConfigError
+
+COMMAND = "python rloo.py --rloo_k 2 --learning_rate 1e-6"
+HALF = MAX_FILE_BYTES // 8
+DOUBLED_YAML = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)
+)
+
+
+@pytest.mark.parametrize("name", ["old.sh", "old.yaml", "old.json", "old.py", "system.txt"])
+def test_a_huge_file_is_refused_by_its_size(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("#" * (MAX_FILE_BYTES + 1))
+    words = [str(path)]
+    if name == "system.txt":
+        words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", "a/b", "--system", str(path)]
+    with pytest.raises(ConfigError) as refused:
+        run(["--world-size", "1", *words])
+    (problem,) = refused.value.problems
+    assert problem.where == str(path) and problem.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("brackets.sh", "(" * HALF),
+        ("arrays.sh", "a=(" * (HALF // 3)),
+        ("defaults.sh", "${a:-" * (HALF // 5)),
+        ("word.sh", COMMAND + ' "' + "a" * HALF),
+        ("quotes.sh", "'\n" * (HALF // 2)),
+        ("nested.py", "f" + "()" * (HALF // 2)),
+        ("sum.py", "x = " + "1 + " * (HALF // 4) + "1"),
+        ("doubled.yaml", DOUBLED_YAML),
+        ("itself.yaml", "a: &a {b: *a}\n"),
+    ],
+)  # fmt: skip
+def test_what_grows_without_end_is_refused_in_seconds(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    path, began = tmp_path / name, time.process_time()
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        run(["--world-size", "1", str(path)])
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "grown",
+    ["A=x\n" + "A=$A$A\n" * 40, "A=(x y)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40],
+    ids=["text", "array"],
+)
+def test_a_variable_that_doubles_is_left_as_it_is_written(
+    grown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.sh"
+    path.write_text(f"{grown}{COMMAND}\n")
+    assert run(["--world-size", "1", str(path)]) == 0
+    assert "num_generations: 2" in capsys.readouterr().out
