@@ -14,6 +14,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import image_prompts, order
 from rloo_cli.data.batch import Group, Prompt
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.data.exact_values import rows_of_dataset
 from rloo_cli.data.prompt_ends import prompt_warnings
@@ -329,11 +330,10 @@ def render_text(
 ) -> str:
     """The text of a conversation for the model to go on with. Raises what its template raises."""
     answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
-    text: str = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=not answered, continue_final_message=answered,
-        tokenize=False, **template_kwargs,
+    return apply_chat_template(
+        tokenizer, prompt, add_generation_prompt=not answered, continue_final_message=answered,
+        **template_kwargs,
     )  # fmt: skip
-    return text
 
 
 def _refuse_two_beginnings(

@@ -16,6 +16,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import DEFAULT_MAX_PROMPT_TOKENS
 from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, SftConfig
 from rloo_cli.data import prompts
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.value_types import nested_columns
@@ -171,10 +172,13 @@ def _as_messages(value: Completion) -> list[JsonObject]:
 
 
 def _render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: object, run: RunConfig, **options: object
+    tokenizer: PreTrainedTokenizerBase,
+    messages: object,
+    run: RunConfig,
+    **options: object,
 ) -> str:
     kwargs = options | run.generation.chat_template_kwargs
-    return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    return apply_chat_template(tokenizer, messages, **kwargs)
 
 
 def _collect_examples(
