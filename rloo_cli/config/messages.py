@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from rloo_cli.config import agent, judge, registry
 from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
+from rloo_cli.config.pasted import guess_name, paste_setting
 from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import redact
@@ -129,9 +130,8 @@ def missing_value_problems(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
         if value == "???" and (misspelt := _misspelt(key, values)):
             name, meant = misspelt
-            shown = _clipped(meant) if isinstance(meant, dict | list) else meant
             why = f"{key}, which it is near, has no value and no default"
-            yield Problem(f"{name} is not a key", name, why, f"{key}={shown}")
+            yield Problem(f"{name} is not a key", name, why, paste_setting(key, meant))
         elif value == "???":
             fix = f"{key}=VALUE, or a recipe that has it: +recipe=quickstart"
             yield Problem(f"{key} has no value", key, "it has no default", fix)
@@ -258,8 +258,7 @@ def _value_fix(item: ErrorDetails, key: str) -> str:
     form = next((text for start, text in forms.items() if kind.startswith(start)), "")
     if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", str(limits.get("expected")))
-        near = nearest_names(str(item["input"]), allowed) or allowed
-        form = next(iter(near), "")
+        form = guess_name(str(item["input"]), allowed, "ONE, of these")
     elif kind.startswith("bool"):
         form = "true, or false"
     elif kind in ("greater_than_equal", "less_than_equal"):
@@ -275,12 +274,14 @@ def _value_fix(item: ErrorDetails, key: str) -> str:
 
 
 def _with_quotes(item: ErrorDetails, key: str, why: str, fix: str) -> tuple[str, str]:
-    """`why` and `fix`, better where a list of texts has an entry that YAML reads as another."""
+    """`why` and `fix`, better where a text was meant that YAML reads as a number or a bool."""
     whole, _, last = key.rpartition(".")
     value = item["input"]
-    if item["type"] != "string_type" or not last.isdigit() or not isinstance(value, int | float):
+    if item["type"] != "string_type" or not isinstance(value, int | float):
         return why, fix
     in_file = on_line = str(value).lower()
+    if not last.isdigit():
+        return why, paste_setting(key, on_line)
     if isinstance(value, bool):
         in_file = "yes" if value else "no"
         bare = "yes, on and true" if value else "no, off and false"
@@ -381,6 +382,6 @@ def locate_problem(problem: Problem, sources: ConfigSources) -> Problem:
     fix = problem.fix
     good = _good_value(key, sources)
     if not fix and good is not None:
-        fix = f"{key}={str(good).lower() if isinstance(good, bool) else good}"
+        fix = paste_setting(key, good)
     more = problem.more or f"rloo config explain {key}"
     return Problem(problem.what, sources.location_of(key) or key, problem.why, fix, more)

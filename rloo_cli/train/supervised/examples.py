@@ -7,7 +7,7 @@ is refused.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, Sft
 from rloo_cli.data import prompts
 from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages
-from rloo_cli.data.prompts import Prompts
+from rloo_cli.data.prompts import TOO_LONG_KEY, Prompts
 from rloo_cli.data.value_types import nested_columns
 from rloo_cli.train.supervised.reward_model import (
     PreferenceObjective,
@@ -65,7 +65,7 @@ def sft_examples(
     """Read prompts with their completions. `limit`: most tokens of an example. Raises DataError."""
     key = "sft.completion_column"
     values = _require_column(data, settings.completion_column, key)
-    prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
+    prepared = _tokenize_prompts(data, source, tokenizer, run, limit, "sft")
 
     def read(index: int, number: int) -> SftExample | None:
         prompt, value = prepared.prompts[index], values[number]
@@ -102,7 +102,7 @@ def preference_pairs(
     keys = ("reward_model.chosen_column", "reward_model.rejected_column")
     names = (settings.chosen_column, settings.rejected_column)
     columns = [_require_column(data, name, key) for name, key in zip(names, keys, strict=True)]
-    prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
+    prepared = _tokenize_prompts(data, source, tokenizer, run, limit, "reward_model")
 
     def read(index: int, number: int) -> PreferencePair | None:
         prompt, values = prepared.prompts[index], [column[number] for column in columns]
@@ -136,8 +136,7 @@ def _require_column(data: "Dataset", name: str, key: str) -> Sequence[Completion
     data = nested_columns(data, [name])
     if name in data.column_names:
         return data[name]
-    close = nearest_names(name, data.column_names)
-    fix = f"{key}={close[0] if close else 'COLUMN'}"
+    fix = f"{key}={next(iter(nearest_names(name, data.column_names)), 'COLUMN')}"
     columns = f"columns: {', '.join(data.column_names)}"
     raise DataError(Problem(f"the data has no column {name!r}", key, columns, fix))
 
@@ -148,11 +147,19 @@ def _tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     limit: int,
+    section: str,
 ) -> Prompts:
     # A completion has at least one token.
     max_tokens = min(limit - 1, source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS)
     kwargs = run.generation.chat_template_kwargs
-    return prompts.tokenize_prompts(data, source, tokenizer, kwargs, max_tokens, run.seed)
+    try:
+        return prompts.tokenize_prompts(data, source, tokenizer, kwargs, max_tokens, run.seed)
+    except DataError as error:
+        # A prompt that is cut leaves no room for a completion, which has to fit as well.
+        fix = f"shorter prompts, or more room: data.max_prompt_length and {section}.max_length"
+        raise DataError(
+            *[replace(p, fix=fix) if p.where == TOO_LONG_KEY else p for p in error.problems]
+        ) from None
 
 
 def _is_empty_completion(value: Completion, conversational: bool, key: str, number: int) -> bool:
