@@ -172,7 +172,8 @@ def _unregistered(values: JsonObject) -> Iterator[Problem]:
     rewards = values.get("reward") or {}
     if not isinstance(rewards, dict) or any(not isinstance(e, dict) for e in rewards.values()):
         why = f"found {_clipped(rewards)}, expected for each name the keys of a reward"
-        yield Problem("reward is not a mapping of entries", "reward", why, "reward=accuracy")
+        fix = "defaults: [override /reward: NAME] in the file, or take reward out of it"
+        yield Problem("reward is not a mapping of entries", "reward", why, fix)
         return
     for name, entry in rewards.items():
         reserved = not str(name).isidentifier() or hasattr(BaseModel, str(name))

@@ -36,7 +36,9 @@ def paste_into(
     words = iter(command)
     for word in words:
         named = word.partition("=")[0].lstrip("+~") or word
-        is_wrong = problem["what"].startswith((f"{named} is not", f"'{word}'", f"{named} cannot"))
+        is_wrong = problem["what"].startswith(
+            (f"{named} is not", f"'{word}'", f"{named} cannot", f"{word}:")
+        )
         if is_wrong and word.startswith("-") and "=" not in word:
             following = next(words, "")  # the value of a flag
             if SETTING.fullmatch(following):
