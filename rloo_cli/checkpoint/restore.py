@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rloo_cli.checkpoint import manifest, resume, rollback, save, step_state
 from rloo_cli.checkpoint.resume import ResumePlan
+from rloo_cli.checkpoint.run_folder import read_run_metadata
 from rloo_cli.checkpoint.save import (
     AHEAD_FILE,
     CARRY_FILE,
@@ -19,6 +20,7 @@ from rloo_cli.checkpoint.save import (
 )
 from rloo_cli.config.schema import RunConfig, TrainConfig
 from rloo_cli.config.user_code import code_files, code_fingerprints
+from rloo_cli.data import chat_templates
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.generation.common.ahead import AheadSampler
@@ -28,6 +30,8 @@ from rloo_cli.run import Run, RunState
 from rloo_cli.utils import paths, rng
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject, read_json, update_json, write_text
+
+PROMPT_CODE = ("data.map", "data.filter", "data.mixture.", "model.chat_template", "agent.")
 
 
 def restore_run(run: Run, checkpoint: Path) -> None:
@@ -182,6 +186,7 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
         began=attempt,
         fingerprint=run.prompts.fingerprint,
         code_files=code_fingerprints(run.config),
+        template_clock=chat_templates.template_clock(),
         teacher=None if run.teacher is None else run.teacher.model,
         prompts=len(run.prompts),
         checkpoint=checkpoint.name if checkpoint else None,
@@ -198,6 +203,20 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
     return renames
 
 
+def template_clock_of(resume_plan: ResumePlan) -> str:
+    """The time that chat templates see in this attempt: that of the run's beginning.
+
+    For checkpoints of older versions, which do not know it, it is when the run's folder was made.
+    """
+    checkpoint = resume_plan.checkpoint
+    if checkpoint is None:
+        return chat_templates.local_time()
+    if known := manifest.read_trainer_state(checkpoint).get("template_clock"):
+        return str(known)
+    started = read_run_metadata(checkpoint.parent).get("started")
+    return chat_templates.local_time(started)
+
+
 def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig) -> None:
     """Raises DataError when the prompts are not those that the checkpoint was trained on."""
     if resume_plan.checkpoint is None or config.resume_allow_changes:
@@ -208,6 +227,11 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig
         what = "the data changed since the checkpoint: prompts would be skipped or repeated"
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
         fix = "the data as it was, or resume_allow_changes=true (it is recorded)"
+        codes = [f"{k}={s}" for k, s in code_files(config).items() if k.startswith(PROMPT_CODE)]
+        if codes:  # check_same_code has found their files unchanged
+            why += f"\n{', '.join(codes)}: rows that depend on the time, the environment or chance"
+            why += " are other rows each time"
+            fix = f"{' and '.join(codes)} with the same rows each time, or {fix}"
         if limit is not None and config.data.max_prompt_length is None:
             fix = f"data.max_prompt_length={limit}, as it was, and {fix}"
         raise DataError(Problem(what, f"data.path, {resume_plan.checkpoint}", why, fix))

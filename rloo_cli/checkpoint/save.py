@@ -23,6 +23,7 @@ from torch import OutOfMemoryError, Tensor
 from rloo_cli.checkpoint import export, manifest, rollback, step_state
 from rloo_cli.checkpoint.resume import read_run_config
 from rloo_cli.config import check
+from rloo_cli.data import chat_templates
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.gather import CPU
 from rloo_cli.distributed.world import is_rank_lost
@@ -232,6 +233,7 @@ def _trainer_state(run: Run, state: CollectedState) -> JsonObject:
         "fingerprint": run.prompts.fingerprint,
         # As they were when this attempt began, and its code was imported.
         "code_files": read_json(run.folder / "run.json").get("code_files", {}),
+        "template_clock": chat_templates.template_clock(),
         "teacher": None if run.teacher is None else run.teacher.model,
         "steps": run.num_steps,
         "optimizer": state.optimizer_metadata,

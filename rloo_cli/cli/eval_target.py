@@ -249,7 +249,7 @@ def _run_provenance(checkpoint: Path) -> PlainConfig:
         raise ConfigError(Problem(what, where, why, fix))
     prompts = facts.get("prompts", 0)
     return {"source": str(checkpoint), "run": str(folder), "state": state, "steps": steps,
-            "prompts": prompts}  # fmt: skip
+            "prompts": prompts, "template_clock": facts.get("template_clock")}  # fmt: skip
 
 
 def _results_label(model: str, overrides: Sequence[str]) -> str:

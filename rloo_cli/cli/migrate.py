@@ -26,7 +26,7 @@ from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.openrlhf import convert_openrlhf
 from rloo_cli.compat.migrate.parse import USAGE, read_old_run
 from rloo_cli.compat.migrate.verl import convert_verl
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils.errors import ConfigError, Problem
 
 FROM_CHOICES = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
@@ -43,7 +43,7 @@ def run(args: list[str]) -> int:
         raise ConfigError(Problem(what, "command line", why, USAGE))
     if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
         why = f"one of {', '.join(FROM_CHOICES)}"
-        fix = f"--from {next(iter(nearest_names(chosen, FROM_CHOICES)), 'trl')}"
+        fix = f"--from {guess_name(chosen, FROM_CHOICES)}"
         what = f"--from {chosen}: no such trainer"
         raise ConfigError(Problem(what, "command line", why, fix))
     try:

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rloo_cli.config import user_files
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.reporting import eval_lines
 from rloo_cli.utils import redact
@@ -88,9 +88,8 @@ def objective_value(run: RunConfig) -> float | None:
     if not run.logging.objective:
         return None
     known = list(dict.fromkeys(name for row in rows for name in row))
-    close = nearest_names(wanted[0], known)
     why = f"metrics are: {', '.join(known)}" if known else "it has no lines"
-    fix = f"logging.objective={(close or known or ['reward'])[0]}"
+    fix = f"logging.objective={guess_name(wanted[0], known)}"
     what = f"no line of {path} has {wanted[0]!r}"
     raise ConfigError(Problem(what, "logging.objective", why, fix))
 

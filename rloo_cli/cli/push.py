@@ -71,8 +71,9 @@ def _model_folder(folder: Path, checkpoint: str | None) -> Path:
     model = folder / (checkpoint or "final")
     if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
         there = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        close = nearest_names(checkpoint or "final", there) or there
-        fix = f"--checkpoint {close[-1]}" if close else "rloo train ... resume=auto"
+        close = nearest_names(checkpoint or "final", there)
+        fix = "--checkpoint NAME, one of these" if there else "rloo train ... resume=auto"
+        fix = f"--checkpoint {close[0]}" if close else fix
         why = f"models in this run: {', '.join(there)}" if there else "the run has saved none yet"
         raise ConfigError(Problem(f"{model} is not a model", "command line", why, fix))
     return model
@@ -115,6 +116,10 @@ def _send_model(
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         fix = "hf auth login, or HF_TOKEN; the token needs the right to write"
+        if isinstance(error, HFValidationError):
+            fix = "--repo ORG/NAME, of letters, digits, -, _ and ."
+        elif not isinstance(error, HfHubHTTPError):  # the hub has not answered
+            fix = "push again where the hub can be reached, without HF_HUB_OFFLINE"
         raise TrackerError(
             Problem(f"the hub does not take {repo}", "command line", why, fix)
         ) from None

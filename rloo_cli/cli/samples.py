@@ -23,7 +23,7 @@ from rich.style import Style
 from rich.text import Text
 
 from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.template import content_text
 from rloo_cli.data.images import BadImage, read_thumbnail
 from rloo_cli.inspection.run_folders import find_run_folder
@@ -94,10 +94,9 @@ def rank_samples(samples: list[SampleRecord], options: argparse.Namespace) -> li
         return sorted(samples, key=lambda sample: sample.get("k", 0))
     names = list(dict.fromkeys(n for sample in samples for n in sample.get("rewards") or {}))
     if options.reward is not None and options.reward not in names:
-        close = nearest_names(options.reward, names) or names
         why, fix = (
             f"rewards: {', '.join(names)}",
-            f"--reward {close[0]}" if close else "leave --reward out",
+            f"--reward {guess_name(options.reward, names)}" if names else "leave --reward out",
         )
         raise ConfigError(Problem(f"no reward {options.reward!r} here", "command line", why, fix))
     sign = -1.0 if options.best else 1.0

@@ -18,6 +18,7 @@ mistakes      answers to typical first mistakes on the command line
 old_algorithm_file  an algorithm file written for an older version, in the new form
 old_names     names of TRL's and ms-swift's settings, and the nearest key
 prompt_limit  how long a prompt may be
+pasted        settings that can be pasted, and good guesses, for the fix of an error
 provenance    the file and line that each value comes from
 registry      names to modules, and a user's own code
 rules         what one key forbids another

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field
 
 from rloo_cli.config import registry
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import Frozen, Positive, RunConfig, key
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -183,9 +183,8 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
         fix = f"agent=NAME too, one of: {', '.join(names)}"
         yield Problem(f"{name} is set, and there is no agent", name, why, fix)
     elif not isinstance(kind, str) or kind not in names:
-        close = nearest_names(str(kind), names) or sorted(names)
         what, why = f"agent.kind = {kind!r}: there is no such agent", f"one of: {', '.join(names)}"
-        yield Problem(what, "agent.kind", why, f"agent={close[0]}")
+        yield Problem(what, "agent.kind", why, f"agent={guess_name(str(kind), names)}")
 
 
 def agent_problems(run: RunConfig) -> Iterator[Problem]:

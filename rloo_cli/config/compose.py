@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rloo_cli.config import mistakes
+from rloo_cli.config import mistakes, pasted
 from rloo_cli.config.accelerate_file import apply_accelerate_file
 from rloo_cli.config.escapes import decode_escapes
 from rloo_cli.config.messages import walk_values
@@ -296,7 +296,7 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
         name, _, value = override.partition("=")
         why = "a key is letters, digits, _ and dots; a value with anything else stands in quotes"
         is_key = re.fullmatch(r"[\w.]+", name, re.ASCII)
-        fix = f"'{name}=\"{value}\"'" if is_key else "write key=value in letters a to z"
+        fix = pasted.paste_setting(name, value) if is_key else "write key=value in letters a to z"
         return Problem(f"{override!r} cannot be read", where, why, fix)
     for name, path in USER_RECIPE_FILES.items():
         text = text.replace(f"recipe/{name}", str(path)).replace(name, str(path))

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from rloo_cli.config import agent, judge, registry
 from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
+from rloo_cli.config.pasted import guess_name, paste_setting
 from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import redact
@@ -129,9 +130,8 @@ def missing_value_problems(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
         if value == "???" and (misspelt := _misspelt(key, values)):
             name, meant = misspelt
-            shown = _clipped(meant) if isinstance(meant, dict | list) else meant
             why = f"{key}, which it is near, has no value and no default"
-            yield Problem(f"{name} is not a key", name, why, f"{key}={shown}")
+            yield Problem(f"{name} is not a key", name, why, paste_setting(key, meant))
         elif value == "???":
             fix = f"{key}=VALUE, or a recipe that has it: +recipe=quickstart"
             yield Problem(f"{key} has no value", key, "it has no default", fix)
@@ -172,7 +172,8 @@ def _unregistered(values: JsonObject) -> Iterator[Problem]:
     rewards = values.get("reward") or {}
     if not isinstance(rewards, dict) or any(not isinstance(e, dict) for e in rewards.values()):
         why = f"found {_clipped(rewards)}, expected for each name the keys of a reward"
-        yield Problem("reward is not a mapping of entries", "reward", why, "reward=accuracy")
+        fix = "defaults: [override /reward: NAME] in the file, or take reward out of it"
+        yield Problem("reward is not a mapping of entries", "reward", why, fix)
         return
     for name, entry in rewards.items():
         reserved = not str(name).isidentifier() or hasattr(BaseModel, str(name))
@@ -258,8 +259,7 @@ def _value_fix(item: ErrorDetails, key: str) -> str:
     form = next((text for start, text in forms.items() if kind.startswith(start)), "")
     if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", str(limits.get("expected")))
-        near = nearest_names(str(item["input"]), allowed) or allowed
-        form = next(iter(near), "")
+        form = guess_name(str(item["input"]), allowed, "ONE, of these")
     elif kind.startswith("bool"):
         form = "true, or false"
     elif kind in ("greater_than_equal", "less_than_equal"):
@@ -275,12 +275,14 @@ def _value_fix(item: ErrorDetails, key: str) -> str:
 
 
 def _with_quotes(item: ErrorDetails, key: str, why: str, fix: str) -> tuple[str, str]:
-    """`why` and `fix`, better where a list of texts has an entry that YAML reads as another."""
+    """`why` and `fix`, better where a text was meant that YAML reads as a number or a bool."""
     whole, _, last = key.rpartition(".")
     value = item["input"]
-    if item["type"] != "string_type" or not last.isdigit() or not isinstance(value, int | float):
+    if item["type"] != "string_type" or not isinstance(value, int | float):
         return why, fix
     in_file = on_line = str(value).lower()
+    if not last.isdigit():
+        return why, paste_setting(key, on_line)
     if isinstance(value, bool):
         in_file = "yes" if value else "no"
         bare = "yes, on and true" if value else "no, off and false"
@@ -381,6 +383,6 @@ def locate_problem(problem: Problem, sources: ConfigSources) -> Problem:
     fix = problem.fix
     good = _good_value(key, sources)
     if not fix and good is not None:
-        fix = f"{key}={str(good).lower() if isinstance(good, bool) else good}"
+        fix = paste_setting(key, good)
     more = problem.more or f"rloo config explain {key}"
     return Problem(problem.what, sources.location_of(key) or key, problem.why, fix, more)

@@ -23,7 +23,7 @@ from rloo_cli.config import (
     template,
 )
 from rloo_cli.config import judge as config_judge
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -245,7 +245,8 @@ def _length(run: RunConfig) -> Iterator[Problem]:
         return
     what = "exactly one of max_steps, total_episodes, train.epochs says how long to train"
     why = f"found {' and '.join(f'{k}={lengths[k]}' for k in keys) or 'none of them'}"
-    fix = " ".join(f"{k}=null" for k in keys[1:]) or f"{keys[0] if keys else 'max_steps'}=100"
+    kept = [" ".join(f"{k}=null" for k in keys if k != one) for one in reversed(keys)]
+    fix = ", or ".join(kept) or "max_steps=100"
     yield Problem(what, keys[-1] if keys else "max_steps", why, fix)
 
 
@@ -301,9 +302,13 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
     shipped = {"train.optimizer": ("adamw",), "train.lr_scheduler": LR_SCHEDULES}
     for key, value in trained_by.items():
         if ":" not in value and value not in shipped[key]:
-            close = nearest_names(value, shipped[key]) or shipped[key][:1]
             why = f"one of: {', '.join(shipped[key])}; or file.py:name of your own"
-            yield Problem(f"{key} = {value!r} is unknown", key, why, f"{key}={close[0]}")
+            yield Problem(
+                f"{key} = {value!r} is unknown",
+                key,
+                why,
+                f"{key}={guess_name(value, shipped[key])}",
+            )
 
 
 def local_model_config(path: str) -> JsonObject:
@@ -323,12 +328,11 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
             f"eval.num_generations={max(too_many)}",
         )
     if reward is not None and reward not in run.rewards:
-        close = nearest_names(reward, run.rewards) or list(run.rewards)
         yield Problem(
             f"eval.pass_reward = {reward!r} is not a reward of this run",
             "eval.pass_reward",
             f"rewards: {', '.join(run.rewards)}",
-            f"eval.pass_reward={close[0]}" if close else "",
+            f"eval.pass_reward={guess_name(reward, run.rewards)}",
         )
 
 
@@ -355,7 +359,9 @@ def _context(run: RunConfig) -> Iterator[Problem]:
     if limit is None or longest + prompt <= limit:
         return
     needed = f"max_prompt_length {prompt}" if run.data.max_prompt_length else "a prompt of 1 token"
-    fix = f"{key}={max(1, limit // 2)}"
+    fix = f"{key}={limit // 2}" if limit > 1 else "another model: this one has no room"
+    if (run.data.max_prompt_length or 1) > limit - limit // 2:
+        fix += f" data.max_prompt_length={limit - limit // 2}"
     if limit > longest:
         key, fix = "data.max_prompt_length", f"data.max_prompt_length={limit - longest}"
     what = f"prompt and completion do not fit the model's context of {limit} tokens"
@@ -378,5 +384,5 @@ def _sampling(run: RunConfig) -> Iterator[Problem]:
             f"generation.min_tokens = {least} is more than a completion may have",
             "generation.min_tokens",
             f"generation.max_completion_length = {most}: none could end by itself",
-            f"generation.min_tokens={most}, or generation.ignore_eos=true",
+            f"generation.min_tokens={most}",
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rloo_cli.config import hf_cache
+from rloo_cli.config.pasted import paste_setting
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -62,7 +63,7 @@ def init_kwargs_problems(run: RunConfig) -> Iterator[Problem]:
         if not plain and told.get(name) != value:
             what = f"{run.generation.backend} would sample without model.init_kwargs.{name}"
             why = "vLLM reads the model's config.json by itself"
-            fix = f"generation.{section}.extra={{hf_overrides: {{{name}: {value}}}}}"
+            fix = paste_setting(f"generation.{section}.extra", {"hf_overrides": {name: value}})
             yield Problem(what, "model.init_kwargs", why, fix + ", or generation=transformers")
 
 

@@ -12,7 +12,7 @@ from typing import cast
 
 from rloo_cli.config import hf_cache, synthetic, value_model
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import RewardConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
@@ -98,9 +98,8 @@ def _synthetic_path_problems(
     name = path.removeprefix(synthetic.MAKE_PREFIX)
     if name not in synthetic_names:
         kind = "data set" if synthetic_names is synthetic.SYNTHETIC_DATA else "model"
-        close = nearest_names(name, synthetic_names) or sorted(synthetic_names)
         why = f"one of: {', '.join(synthetic.MAKE_PREFIX + n for n in sorted(synthetic_names))}"
-        fix = f"{key}={synthetic.MAKE_PREFIX}{close[0]}"
+        fix = f"{key}={synthetic.MAKE_PREFIX}{guess_name(name, synthetic_names)}"
         yield Problem(f"{key} = {path!r}: rloo has no such {kind}", key, why, fix)
 
 

@@ -2,6 +2,7 @@
 
 batch           rollouts, groups and the batch of a step
 bin_packing     which completions share a forward pass
+chat_templates  renders conversations, with the clock that the run began with
 csv_files       rows of CSV files, every cell as text
 dataset         find and open a data set's split, check its columns
 episode_media   the images of an episode's row

@@ -6,6 +6,7 @@ loaded. `prompts` turns the examples into token ids.
 
 import ast
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_prompt_column, rename_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import filters, mapping, tasks, value_types
 from rloo_cli.data.csv_files import csv_rows
@@ -123,7 +125,7 @@ def _check_prompts(
         if column in data.column_names:
             what, where = f"the data has a column {column!r}", "data.prompt_column"
             why = "data.prompt_column = null: an environment's reset says all of the first turn"
-            fix = f"data.prompt_column={column}, or data.columns={{{column}: task}}"
+            fix = f"data.prompt_column={column}, or {rename_column(column, 'task')}"
             raise DataError(Problem(what, where, why, fix))
         data = data.add_column(column, [EMPTY_PROMPT] * len(data))
     if needs_prompts and column not in data.column_names:
@@ -136,13 +138,31 @@ def _check_prompts(
 def missing_prompts_error(data: "Dataset", config: DataConfig, split: str) -> DataError:
     """The error for data without the column of prompts."""
     column = config.prompts_in
-    strings = [c for c in data.column_names if c in prompt_like_columns(data)]
-    close = nearest_names(column, data.column_names) or strings or data.column_names
     where = f"data.prompt_column, {config.path} [{split}]"
     why = f"columns: {', '.join(data.column_names)}"
-    fix = f"data.prompt_column={close[0]}" if close else "give data with a column of prompts"
+    fix = _prompt_column_fix(data, config, column)
     note = "an environment's reset may say all of the first turn: data.prompt_column=null"
     return DataError(Problem(f"the data has no column {column!r}", where, why, fix, note))
+
+
+def _prompt_column_fix(data: "Dataset", config: DataConfig, column: str) -> str:
+    """What gives the data a column of prompts; in words where no column looks like one."""
+    if len(data.column_names) == 1 and re.search(r"[;\t|]", data.column_names[0]):
+        return f"{config.path} with a comma between two columns: it was read as one column"
+    strings = prompt_like_columns(data)
+    if not strings:
+        return "data with a column of prompts: strings, or lists of messages"
+    guess = guess_prompt_column(column, strings)
+    asking = [name for name in strings if _ends_with_user(data[name][0])]
+    if guess == "COLUMN" and len(asking) == 1:
+        guess = asking[0]
+    words = f", one of these: {', '.join(strings)}" if guess == "COLUMN" else ""
+    return f"data.prompt_column={guess}{words}"
+
+
+def _ends_with_user(value: object) -> bool:
+    """Whether a value is a conversation that waits for an answer."""
+    return is_messages(value) and value[-1]["role"] == "user"
 
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:
@@ -185,7 +205,7 @@ def _check_names(column_names: list[str], new_names: dict[str, str]) -> None:
     if double:
         what = f"data.columns makes two columns named {double[0]!r}"
         old = next(old for old, new in new_names.items() if new == double[0])
-        fix = f"data.columns={{{old}: my_{double[0]}}}, or any name that no other column has"
+        fix = f"{rename_column(old, f'my_{double[0]}')}, or any name that no other column has"
         raise DataError(Problem(what, "data.columns", columns, fix))
 
 

@@ -78,7 +78,7 @@ def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
     if unknown:
         close = nearest_names(unknown[0], columns)
         what = f"data.filter names {unknown[0]!r}, which is not a column"
-        fix = f"data.filter={{{close[0]}: ...}}" if close else ""
+        fix = f"{(close or ['a column of these'])[0]} in place of {unknown[0]} in data.filter"
         raise DataError(Problem(what, "data.filter", f"columns: {', '.join(columns)}", fix))
     return lambda _, example: matches_columns(example, row_filter)
 

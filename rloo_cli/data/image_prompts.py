@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.batch import Prompt
 from rloo_cli.data.images import BadImage, ImageReader, require_pillow
@@ -104,7 +105,7 @@ class PromptImages:
         """The ids of the rendered prompts. Raises DataError, ConfigError."""
         if load_vision is None:
             what, why = "the prompts have images", "they are for training and evaluation alone"
-            fix = f"data.columns={{{self.column or 'image'}: picture}} takes the column for another"
+            fix = f"{rename_column(self.column or 'image', 'picture')} takes the column for another"
             raise DataError(Problem(what, "data.path", why, fix))
         self.vision, self.texts = load_vision(), texts
         self.token_ids = [
@@ -128,7 +129,7 @@ def collect_images(
     if not conversational:
         what, where = "prompts of plain text have images", f"data.path={config.path}"
         why = "only a chat template says where a model looks for an image"
-        fix = f"data.chat=true; or, to train without them: data.columns={{{column}: picture}}"
+        fix = f"data.chat=true; or, without them, {rename_column(str(column), 'picture')}"
         raise DataError(Problem(what, where, why, fix))
     alone = None if column is None else undecoded(data, column)
     structured: list[Prompt] = []
@@ -166,7 +167,7 @@ def image_column(data: "Dataset", config: DataConfig) -> str | None:
     ]  # fmt: skip
     if len(names) > 1:
         what, why = "the data has two columns of images", "one of them is to be shown"
-        fix = "data.columns={images: pictures} takes the second for any other column"
+        fix = f"{rename_column('images', 'pictures')} takes the second for any other column"
         raise DataError(Problem(what, "data.columns", why, fix))
     return names[0] if names else None
 

@@ -7,6 +7,7 @@ the columns of all sources, None where its source lacks one, and `source`, that 
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.order import Source
@@ -30,7 +31,7 @@ def mixture_columns(
             key = f"data.mixture.{name}"
             what = f"{key} has a column named {SOURCE_COLUMN!r}"
             why = "in a mixture that column says which of its sources a row is from"
-            fix = f"{key}.columns={{{SOURCE_COLUMN}: its_{SOURCE_COLUMN}}}"
+            fix = rename_column(SOURCE_COLUMN, f"its_{SOURCE_COLUMN}", f"{key}.columns")
             raise DataError(Problem(what, f"{key}.columns", why, fix))
         union |= dict.fromkeys(own)
     return [*union, SOURCE_COLUMN]

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.config import registry, template
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_prompt_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import image_prompts, order
 from rloo_cli.data.batch import Group, Prompt
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.data.exact_values import rows_of_dataset
 from rloo_cli.data.prompt_ends import prompt_warnings
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rloo_cli.data.media import Media
 
 ToolsOf = Callable[[JsonObject], list[JsonObject]]  # an example -> descriptions of its tools
+TOO_LONG_KEY = "data.max_prompt_length"  # where the error is of prompts that are too long
 TEXTS_AT_ONCE = 10_000  # that a tokenizer is given
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
 
@@ -190,7 +193,8 @@ def _check_values(data: "Dataset", values: Sequence[object], config: DataConfig)
         if not (is_messages(value) if conversational else isinstance(value, str)):
             kind = "a list of messages" if conversational else "a string"
             strings = [c for c in prompt_like_columns(data) if c != config.prompts_in]
-            fix = f"data.prompt_column={strings[0]}" if strings and not row else ""
+            guess = guess_prompt_column("prompt", strings)
+            fix = f"data.prompt_column={guess}" if strings and not row else "correct that row"
             column = f"the column is of type {data.features[config.prompts_in]}"[:200]
             raise DataError(
                 Problem(
@@ -334,11 +338,10 @@ def render_text(
 ) -> str:
     """The text of a conversation for the model to go on with. Raises what its template raises."""
     answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
-    text: str = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=not answered, continue_final_message=answered,
-        tokenize=False, **template_kwargs,
+    return apply_chat_template(
+        tokenizer, prompt, add_generation_prompt=not answered, continue_final_message=answered,
+        **template_kwargs,
     )  # fmt: skip
-    return text
 
 
 def _refuse_two_beginnings(
@@ -418,7 +421,7 @@ def _too_long(
         fix = f"a smaller generation.max_completion_length {now}"
     return Problem(
         f"{sum(over)} of {len(over)} prompts are longer than {max_length} tokens",
-        "data.max_prompt_length",
+        TOO_LONG_KEY,
         f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
         f"{fix}, or data.overlong=truncate_left",
     )

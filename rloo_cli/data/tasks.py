@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import TaskConfig
 from rloo_cli.config.synthetic import TASK_PREFIX
 from rloo_cli.data.synthetic.cache import cached_folder
@@ -157,16 +158,18 @@ def _check_task(name: str, difficulty: JsonObject) -> None:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        close = nearest_names(name, DATASETS) or ["chain_sum"]
-        why = f"it has {len(DATASETS)} tasks; the nearest: {', '.join(close)}"
+        close = nearest_names(name, DATASETS)
+        why = f"it has {len(DATASETS)} tasks; the nearest: {', '.join(close) or 'none'}"
         what = f"reasoning-gym has no task {name!r}"
-        raise DataError(Problem(what, "data.path", why, f"data.path={TASK_PREFIX}{close[0]}"))
+        raise DataError(
+            Problem(what, "data.path", why, f"data.path={TASK_PREFIX}{guess_name(name, DATASETS)}")
+        )
     names = [f.name for f in fields(DATASETS[name][1]) if f.name not in KEYS_OF_OUR_OWN]
     unknown = [key for key in difficulty if key not in names]
     if unknown:
         close = nearest_names(unknown[0], names)
         what = f"the task {name} has no difficulty {unknown[0]!r}"
-        fix = f"data.task.difficulty.{close[0]}" if close else ""
+        fix = f"{(close or ['one of these'])[0]} in place of {unknown[0]}"
         why = f"it has: {', '.join(names)}"
         raise DataError(Problem(what, "data.task.difficulty", why, fix))
     try:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from rloo_cli.config.column_names import field_or_none, is_field_of_rows
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import paste_setting
 from rloo_cli.data.exact_values import replace_column
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -74,7 +75,7 @@ def convert_columns(data: "Dataset", types: Mapping[str, str]) -> tuple["Dataset
         if column not in data.column_names:
             close = nearest_names(column, data.column_names)
             what = f"data.types names {column!r}, which is not a column"
-            fix = f"data.types={{{(close or ['COLUMN'])[0]}: {kind}}}"
+            fix = f"{(close or ['a column of these'])[0]} in place of {column} in data.types"
             why = f"columns: {', '.join(data.column_names)}"
             raise DataError(Problem(what, "data.types", why, fix))
         rows = enumerate(data[column])
@@ -98,7 +99,7 @@ def _converted(value: object, number: int, column: str, kind: str) -> object:
         return convert_value(value, kind)
     except (ValueError, OverflowError) as error:
         what = f"row {number} of column {column!r} is not of type {kind}: {value!r:.80}"
-        fix = f"correct the row, or data.types={{{column}: str}}"
+        fix = f"correct the row, or {paste_setting('data.types', {column: 'str'})}"
         raise DataError(Problem(what, f"data.types.{column}", str(error), fix)) from None
 
 

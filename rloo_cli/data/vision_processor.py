@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.config.vision_models import VISION_FAMILIES, VisionFamily, vision_family
 from rloo_cli.utils.errors import ConfigError, DataError, MachineError, Problem
@@ -139,7 +140,7 @@ def load_vision_processor(
     family = vision_family(values)
     if family is None:
         why = f"{config.path} takes text alone (model_type {values.get('model_type')!r})"
-        fix = f"a model of {', '.join(VISION_FAMILIES)}; or data.columns={{image: picture}}, to"
+        fix = f"a model of {', '.join(VISION_FAMILIES)}; or {rename_column('image', 'picture')}, to"
         what = "the prompts have images, and the model takes none"
         raise DataError(Problem(what, "model.path", why, f"{fix} train without the images"))
     name = family.processor or PROCESSOR_MAPPING_NAMES[str(values["model_type"])]

@@ -22,7 +22,7 @@ from rloo_cli.config import check, registry, rules_paths, synthetic
 from rloo_cli.config.judge import AGAINST_REFERENCE
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
-from rloo_cli.data import splits
+from rloo_cli.data import chat_templates, splits
 from rloo_cli.data.image_rules import check_image_run
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed import device_count, gather
@@ -88,6 +88,7 @@ def run_evaluation(folder: Path, functions: Functions | None = None) -> JsonObje
     settings = check.read_config(folder / "config.yaml")
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
+    chat_templates.set_template_clock(about.get("template_clock"))  # prompts as in the run
     state, world = _restore_run_state(about), join_ranks(settings)
     setup, policy = _build_setup(settings, world, folder, functions)
     setup.generator.load(policy, state.updates)  # each sample says which weights made it

@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -56,9 +56,8 @@ def find_samples_file(
     if wanted not in files or (set_name is None and wanted and len(files) > 1):
         names = [name for name in files if name]
         why = f"held-out sets: {', '.join(names)}" if names else "there is only one, without a name"
-        close = nearest_names(set_name or "", names) or names
         what = f"there is no held-out set {set_name!r}" if set_name else "which held-out set?"
-        fix = f"--set {close[0]}" if close else "--eval"
+        fix = f"--set {guess_name(set_name or '', names)}" if names else "--eval"
         raise ConfigError(Problem(what, "command line", why, fix))
     steps = files[wanted]
     if step is None:

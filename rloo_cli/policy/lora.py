@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rloo_cli.config.pasted import paste_setting
 from rloo_cli.config.rules_lora import LAYER_KEYS, PEFT_ORIGIN
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization, vision
@@ -459,7 +460,7 @@ def _check_arguments(keys: LoraConfig) -> None:
                        for v in (ours[name], theirs.get(name, ours[name])))  # fmt: skip
         if mine != found:
             what = f"model.lora.kwargs: {name} is {mine}, and the adapter's is {found}"
-            fix = f"model.lora.kwargs={{{name}: {found}}}"
+            fix = paste_setting("model.lora.kwargs", {name: found})
             raise ConfigError(Problem(what, "model.lora.kwargs", f"it lies in {keys.path}", fix))
 
 

@@ -22,6 +22,7 @@ from rloo_cli.checkpoint.restore import (
     check_same_data,
     check_same_teacher,
     start_attempt,
+    template_clock_of,
 )
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.checkpoint.save import VALUE_FILE
@@ -39,7 +40,7 @@ from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.config.value_model import choose_value_init, needs_value_model
-from rloo_cli.data import splits, vocabulary
+from rloo_cli.data import chat_templates, splits, vocabulary
 from rloo_cli.data.bin_packing import ForwardLimits, forward_tokens
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.image_rules import check_image_run, image_examples
@@ -182,6 +183,8 @@ class RunBuilder:
         """Tokenise the prompts, and count the steps. Raises DataError."""
         config, log = self.config, self.log
         log.phase("loading the tokenizer")
+        clock = self.world.run_on_rank0(lambda: template_clock_of(self.resume_plan))
+        chat_templates.set_template_clock(clock)
         self.tokenizer = load.load_policy_tokenizer(config.model)
         self.context_length = load.read_max_positions(config.model)
         if problems := [*rules_model.expert_problems(config)]:  # a hub model's files are here now

@@ -43,9 +43,7 @@ def test_a_huge_file_is_refused_by_its_size(name: str, tmp_path: Path) -> None:
         ("itself.yaml", "a: &a {b: *a}\n"),
     ],
 )  # fmt: skip
-def test_what_grows_without_end_is_refused_in_seconds(
-    name: str, text: str, tmp_path: Path
-) -> None:
+def test_what_grows_without_end_is_refused_in_seconds(name: str, text: str, tmp_path: Path) -> None:
     path, began = tmp_path / name, time.process_time()
     path.write_text(text)
     with pytest.raises(ConfigError):

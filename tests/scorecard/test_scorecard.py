@@ -45,7 +45,9 @@ def test_the_page_has_these_rows_in_this_order() -> None:
 def test_the_page_shows_each_rows_commands_with_the_variables_that_they_need() -> None:
     lines = {found[1]: found.string for line in scorecard_page.PAGE.read_text().splitlines()
              if (found := LINE.match(line))}  # fmt: skip
-    wrong = [r.id for r in CARD.rows if f" | {scorecard_page.cell(r.shown())} | " not in lines[r.id]]
+    wrong = [
+        r.id for r in CARD.rows if f" | {scorecard_page.cell(r.shown())} | " not in lines[r.id]
+    ]
     assert not wrong, "make scorecard"
     broken = [r.shown() for r in CARD.rows for s in r.steps if "RLOO_FAULTS" in r.environment(s)]
     assert broken and all('RLOO_ALLOW_FAULTS="' in shown for shown in broken)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rloo_cli.config.agent import VLLM_PREFIX
 from rloo_cli.config.old_names import list_nearest_first, nearest_names
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -153,7 +154,7 @@ def response_parser(tokenizer: Any) -> CallParser:
     It is told how an answer begins, since a chat template may write the first of it itself.
     """
     asked = [{"role": "user", "content": ""}]
-    begun = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    begun = apply_chat_template(tokenizer, asked, add_generation_prompt=True)
     # Before transformers 5.13 a response has no prefix.
     takes_prefix = "prefix" in inspect.signature(tokenizer.parse_response).parameters
     prefix = {"prefix": begun} if takes_prefix else {}

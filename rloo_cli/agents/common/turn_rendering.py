@@ -9,6 +9,7 @@ The shorter must be a prefix of the longer up to that end, else the template is 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -171,11 +172,10 @@ class TurnRenderer:
     def _text(
         self, messages: Sequence[JsonObject], schemas: Sequence[JsonObject], generate: bool
     ) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), tools=list(schemas) or None, add_generation_prompt=generate,
-            tokenize=False, **self.template_kwargs,
+        return apply_chat_template(
+            self.tokenizer, list(messages), tools=list(schemas) or None,
+            add_generation_prompt=generate, **self.template_kwargs,
         )  # fmt: skip
-        return text
 
     def _template_name(self) -> str:
         name = getattr(self.tokenizer, "name_or_path", "")

@@ -32,6 +32,7 @@ from rloo_cli.cli.compare import charts, configurations, results, tables
 from rloo_cli.cli.compare.configurations import Configuration
 from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.inspection import first_difference, run_folders, run_record
 from rloo_cli.inspection.first_difference import FirstDifference
 from rloo_cli.inspection.run_record import RunRecord
@@ -136,8 +137,7 @@ def _baseline_index(configs: list[Configuration], label: str | None) -> int:
     if label is None:
         return next(i for i, one in enumerate(configs) if one.runs)
     if label not in labels:
-        close = nearest_names(label, labels)
-        fix = f"--against {(close or labels)[0]!r}"
+        fix = f"--against {guess_name(label, labels)!r}"
         why = f"configurations: {', '.join(labels)}"
         raise ConfigError(Problem(f"there is no configuration {label!r}", "--against", why, fix))
     return labels.index(label)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rloo_cli.config.column_names import field_or_none, is_field_of_rows
+from rloo_cli.config.pasted import guess_name, rename_column
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.rewards.common.text import texts
@@ -115,12 +116,15 @@ def reference_text(example: Mapping[str, object], column: str) -> str:
 def check_reference_column(name: str, prompts: Prompts, column: str, where: str) -> None:
     """Raises DataError when `column` of a set holds no reference texts."""
     location = f"{where}, {name}" if name else where
-    columns, fix = list(prompts.examples[0]), f"{where}=COLUMN"
+    columns = list(prompts.examples[0])
+    fix = f"{where}={guess_name(column, columns, 'COLUMN')}"
     if not is_field_of_rows(prompts.examples, column):
         what, why = f"there is no column {column!r}", f"columns found: {', '.join(columns) or '-'}"
         if column in ("completion", "prompt"):
             why = "columns of this name are not kept"
-            fix = f"data.columns={{{column}: reference}} {where}=reference"
+        if column == "completion":
+            key = f"eval.sets.{name}.columns" if name else "data.columns"
+            fix = f"{rename_column(column, 'reference', key)} {where}=reference"
         raise DataError(Problem(what, location, why, fix))
     for number, example in enumerate(prompts.examples):
         try:

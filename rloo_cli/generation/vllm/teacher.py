@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import sampled_positions, store_column
@@ -224,12 +225,12 @@ class TeacherServer:
         names = ", ".join(served)
         if name is None and len(served) != 1:
             what = f"the server at {self.url} has {len(served)} models"
-            fix = f"{MODEL_KEY}={next(iter(served), 'NAME')}"
+            fix = f"{MODEL_KEY}=NAME, one of these"
             raise ConfigError(Problem(what, MODEL_KEY, f"found {names or 'none'}", fix))
         chosen = next(iter(served)) if name is None else name
         if chosen not in served:
             what = f"the server at {self.url} has no model {chosen}"
-            fix = f"{MODEL_KEY}={next(iter(served), 'NAME')}"
+            fix = f"{MODEL_KEY}={guess_name(chosen, served)}"
             raise ConfigError(Problem(what, MODEL_KEY, f"it has {names or 'none'}", fix))
         if self.model and chosen != self.model:
             what = f"the server at {self.url} has another model than it had"

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, read_json, write_json
@@ -130,9 +130,8 @@ def find_sweep(name: str, verb: str) -> Path:
         if (folder / SWEEP_FILE).is_file():
             return folder
     names = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
-    close = nearest_names(Path(name).name, names) or names[:1]
     why = f"sweeps here: {', '.join(names)}" if names else f"there is none in {ROOT}/"
-    fix = f"rloo sweep {verb} {close[0] if close else 'FOLDER'}"
+    fix = f"rloo sweep {verb} {guess_name(Path(name).name, names, 'FOLDER')}"
     raise ConfigError(Problem(f"there is no sweep {name!r}", "command line", why, fix))
 
 

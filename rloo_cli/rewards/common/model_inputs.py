@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.files import JsonObject
 
@@ -119,7 +120,7 @@ class RewardInputEncoder:
         return self._drop_second_bos([*ids, *([eos] if ends else [])])
 
     def _encode_conversation(self, messages: list[JsonObject]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        text = apply_chat_template(self.tokenizer, messages)
         return self._drop_second_bos(self._encode_marked(text))
 
     def _encode_plain(self, text: str) -> list[int]:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.column_names import column_of_field, is_field_of_rows
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import mixture, splits
 from rloo_cli.data.dataset import OpenedSplit
@@ -57,9 +59,7 @@ def _check_returned(returned: Sequence[str], columns: Iterable[str]) -> list[str
     for column in sorted({*returned} & {*names}):
         what = f"agent.fields names {column!r}, and the data set has a column of that name"
         why = "a reward could be given only one of the two"
-        raise ConfigError(
-            Problem(what, "agent.fields", why, f"data.columns={{{column}: my_{column}}}")
-        )
+        raise ConfigError(Problem(what, "agent.fields", why, rename_column(column, f"my_{column}")))
     return names
 
 
@@ -87,7 +87,7 @@ def _argument_clash(column: str) -> Problem:
         f"the data set has a column named {column!r}",
         where="data.columns",
         why=f"rewards are called with {column} of ours; they could not tell the two apart",
-        fix=f"data.columns={{{column}: my_{column}}}",
+        fix=rename_column(column, f"my_{column}"),
     )
 
 
@@ -96,15 +96,19 @@ def _kwarg_clash(reward: Reward, column: str) -> Problem:
         f"{column!r} is a data column and in kwargs",
         where=f"reward.{reward.name}.kwargs.{column}",
         why=f"{reward.location} can be given only one of the two",
-        fix=f"data.columns={{{column}: my_{column}}}, or take it out of kwargs",
+        fix=f"{rename_column(column, f'my_{column}')}, or take it out of kwargs",
     )
 
 
 def _missing_column(reward: Reward, column: str, column_names: list[str]) -> Problem:
+    near = nearest_names(column, column_names)
+    fix = f"data with {column}, or data.columns where a column of another name holds it"
+    if near and "." not in column:
+        fix = rename_column(near[0], column)
     return Problem(
         f"reward {reward.name!r} needs the data column {column!r}, which is not there",
         where=f"reward.{reward.name} ({reward.location})",
         why=f"columns found: {', '.join(column_names) or 'none but the prompt'}",
-        fix=f"rename one with data.columns={{old: {column}}}",
+        fix=fix,
         more=f"rewards also get: {', '.join(sorted(REWARD_KWARGS))}",
     )

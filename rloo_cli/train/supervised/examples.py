@@ -7,7 +7,7 @@ is refused.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +16,9 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import DEFAULT_MAX_PROMPT_TOKENS
 from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, SftConfig
 from rloo_cli.data import prompts
+from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, missing_prompts_error
-from rloo_cli.data.prompts import Prompts
+from rloo_cli.data.prompts import TOO_LONG_KEY, Prompts
 from rloo_cli.data.value_types import nested_columns
 from rloo_cli.train.supervised.reward_model import (
     PreferenceObjective,
@@ -71,7 +72,7 @@ def sft_examples(
     if source.prompts_in not in data.column_names:
         return _whole_examples(data, source, tokenizer, run, limit)
     values = _require_column(data, settings.completion_column, key)
-    prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
+    prepared = _tokenize_prompts(data, source, tokenizer, run, limit, "sft")
 
     def read(index: int, number: int) -> SftExample | None:
         prompt, value = prepared.prompts[index], values[number]
@@ -118,7 +119,8 @@ def _whole_examples(
             ids = tokenize_with_eos(str(value), tokenizer, True)
         return SftExample(ids, 1)  # nothing predicts the first token
 
-    return _collect_examples(prepared, read, lambda example: len(example.ids), limit, column)
+    key = "sft.completion_column"
+    return _collect_examples(prepared, read, lambda example: len(example.ids), limit, key)
 
 
 def _without_prompts(values: Sequence[Completion], source: DataConfig) -> Prompts:
@@ -152,7 +154,7 @@ def preference_pairs(
     names = (settings.chosen_column, settings.rejected_column)
     columns = [_require_column(data, name, key) for name, key in zip(names, keys, strict=True)]
     if source.prompts_in in data.column_names:
-        prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
+        prepared = _tokenize_prompts(data, source, tokenizer, run, limit, "reward_model")
     else:
         prepared = _without_prompts(columns[0], source)
 
@@ -189,8 +191,7 @@ def _require_column(data: "Dataset", name: str, key: str) -> Sequence[Completion
     data = nested_columns(data, [name])
     if name in data.column_names:
         return data[name]
-    close = nearest_names(name, data.column_names)
-    fix = f"{key}={close[0] if close else 'COLUMN'}"
+    fix = f"{key}={next(iter(nearest_names(name, data.column_names)), 'COLUMN')}"
     columns = f"columns: {', '.join(data.column_names)}"
     raise DataError(Problem(f"the data has no column {name!r}", key, columns, fix))
 
@@ -201,11 +202,19 @@ def _tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     limit: int,
+    section: str,
 ) -> Prompts:
     # A completion has at least one token.
     max_tokens = min(limit - 1, source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS)
     kwargs = run.generation.chat_template_kwargs
-    return prompts.tokenize_prompts(data, source, tokenizer, kwargs, max_tokens, run.seed)
+    try:
+        return prompts.tokenize_prompts(data, source, tokenizer, kwargs, max_tokens, run.seed)
+    except DataError as error:
+        # A prompt that is cut leaves no room for a completion, which has to fit as well.
+        fix = f"shorter prompts, or more room: data.max_prompt_length and {section}.max_length"
+        raise DataError(
+            *[replace(p, fix=fix) if p.where == TOO_LONG_KEY else p for p in error.problems]
+        ) from None
 
 
 def _is_empty_completion(value: Completion, conversational: bool, key: str, number: int) -> bool:
@@ -225,10 +234,13 @@ def _as_messages(value: Completion) -> list[JsonObject]:
 
 
 def _render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: object, run: RunConfig, **options: object
+    tokenizer: PreTrainedTokenizerBase,
+    messages: object,
+    run: RunConfig,
+    **options: object,
 ) -> str:
     kwargs = options | run.generation.chat_template_kwargs
-    return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    return apply_chat_template(tokenizer, messages, **kwargs)
 
 
 def _collect_examples(

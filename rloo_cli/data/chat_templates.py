@@ -1,0 +1,47 @@
+"""Renders conversations by a tokenizer's chat template, with one clock for the whole run.
+
+Templates may write the date (`strftime_now`). A run keeps the clock that it began with: else its
+prompts would be others the next day, and it could not go on. This file imports no torch.
+"""
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CLOCK_FUNCTION = "strftime_now"  # as transformers names it in a template
+
+_clock: datetime | None = None  # of the run in this process; None: the machine's
+
+
+def local_time(seconds: float | None = None) -> str:
+    """A moment in local time without a zone. `seconds`: since 1970; None: now."""
+    moment = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
+    return moment.isoformat()
+
+
+def template_clock() -> str | None:
+    """The time that templates see, as `local_time` writes it. None: the machine's."""
+    return None if _clock is None else _clock.isoformat()
+
+
+def set_template_clock(time: str | None) -> None:
+    """Let templates see this time from now on, as `local_time` writes it. None: the machine's."""
+    global _clock
+    _clock = datetime.fromisoformat(time) if time else None
+
+
+def has_clock(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the tokenizer's chat template asks for the time."""
+    return CLOCK_FUNCTION in str(getattr(tokenizer, "chat_template", None))
+
+
+def apply_chat_template(
+    tokenizer: "PreTrainedTokenizerBase", messages: object, **options: object
+) -> str:
+    """The text of a conversation. Raises what its template raises."""
+    if _clock is not None and has_clock(tokenizer):
+        options = {CLOCK_FUNCTION: _clock.strftime, **options}
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return text
