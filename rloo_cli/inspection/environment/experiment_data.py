@@ -7,7 +7,7 @@ at. What may be long is read in part: generated tasks, mapped rows and large fil
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,10 @@ def check_first_rows(run: RunConfig) -> list[str]:
     """
     opened: dict[str | None, OpenedSplit] = {}
     notes = []
-    with _cache_alone():
-        for key, source in splits.split_configs(run, training=True).items():
+    sources = splits.split_configs(run, training=True)
+    is_any_here = any(map(_is_here, sources.values()))  # else `datasets` is not imported
+    with _cache_alone() if is_any_here else nullcontext():
+        for key, source in sources.items():
             if not _is_here(source):
                 notes.append(f"{_data_name(key):<10} {_not_here_text(source)}")
                 continue
