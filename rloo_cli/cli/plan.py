@@ -1,11 +1,13 @@
 """`rloo plan +recipe=NAME`: memory, disk, tokens, steps and time of a run, before it is started.
 
-Needs neither a GPU nor weights nor torch. `rloo train --dry-run` prints its head, and the resolved
-config, for what a machine would do at once.
+Needs neither a GPU nor weights nor torch. `rloo train --dry-run` checks the data's first rows and
+the rewards as well, and prints the plan's head and the resolved config.
 """
 
 import argparse
+import contextlib
 import json
+import sys
 from typing import NoReturn
 
 import yaml
@@ -162,10 +164,14 @@ def _plan_summary(run: RunConfig) -> list[str]:
 
 def dry_run(composed: ComposedConfig, multirun: bool = False) -> int:
     """`rloo train --dry-run`: check everything, print the plan, train nothing. Raises RunError."""
+    from rloo_cli.inspection.environment import experiment_data  # lazy: `rloo plan` reads no data
+
     fault_injection.arm_faults()
     run = check.check_config(launcher.name_sweep_job(composed) if multirun else composed)
     preflight.check_machine(run, downloads=False)
-    print(dry_run_text(run))
+    with contextlib.redirect_stdout(sys.stderr):  # what a reward's file prints
+        notes = experiment_data.check_first_rows(run)
+    print("".join(f"{note}\n" for note in notes) + dry_run_text(run))
     print(
         "".join(f"{note}\n" for note in idle_notes(composed.changed_keys, check.dump_config(run))),
         end="",

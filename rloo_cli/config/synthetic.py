@@ -32,6 +32,7 @@ SYNTHETIC_CONTEXT_LENGTHS = {  # of the models, in tokens, for checks that come 
     "game": 256, "products": 256, "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
     "vision": 256,
 }  # fmt: skip
+SYNTHETIC_VISION_TYPES = {"vision": "qwen2_5_vl"}  # model_type of those that take images
 SYNTHETIC_DATA = {
     "addition": "rloo_cli.data.synthetic.addition:addition_examples",
     "game": "rloo_cli.data.synthetic.tool_tasks:game_examples",

@@ -7,6 +7,8 @@ a model would train without an error on the wrong numbers.
 
 from dataclasses import dataclass, replace
 
+from rloo_cli.config.pasted import rename_column
+from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
 
@@ -51,6 +53,14 @@ def vision_family(values: JsonObject) -> VisionFamily | None:
 def has_tower(values: JsonObject) -> bool:
     """Whether config.json describes a model with a vision tower."""
     return isinstance(values.get("vision_config"), dict)
+
+
+def text_model_problem(path: str, values: JsonObject) -> Problem:
+    """Prompts with images for the model of this config.json, which takes text alone."""
+    why = f"{path} takes text alone (model_type {values.get('model_type')!r})"
+    fix = f"a model of {', '.join(VISION_FAMILIES)}; or {rename_column('image', 'picture')}, to"
+    what = "the prompts have images, and the model takes none"
+    return Problem(what, "model.path", why, f"{fix} train without the images")
 
 
 def unknown_vision_reason(values: JsonObject) -> str:

@@ -172,6 +172,12 @@ def image_column(data: "Dataset", config: DataConfig) -> str | None:
     return names[0] if names else None
 
 
+def shows_images(data: "Dataset", config: DataConfig) -> bool:
+    """Whether a prompt of these rows has an image, which is not read. Raises DataError."""
+    prompts = data.select_columns([config.prompts_in])[:][config.prompts_in]
+    return image_column(data, config) is not None or any(map(has_image_parts, prompts))
+
+
 def undecoded(data: "Dataset", column: str) -> "Dataset":
     """The data with this one column, whose images stay the bytes or paths that they are."""
     from datasets import Image, List  # lazy: `rloo --help` does without

@@ -1,49 +1,47 @@
 """What a run whose prompts have images cannot do, said before any weights load.
 
 Each of these would train on other numbers than the config asks for: a value model that reads image
-tokens as words, a model whose engine cannot be imported, a tower whose weights no rank has whole.
+tokens as words, a model whose engine cannot be imported.
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.vision_models import VISION_FAMILIES, has_tower
+from rloo_cli.config.vision_models import VISION_FAMILIES, has_tower, text_model_problem
 from rloo_cli.data.batch import Group
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
 NUM_EXAMPLES = 2  # prompts with images that layouts are tried on
 # Of the families, those that vLLM 0.32 runs without torchvision (its CPU build has none).
 WITHOUT_TORCHVISION = ("idefics3", "qwen2_5_vl", "qwen2_vl", "llava_next")
-WHOLE_WEIGHTS_ENGINES = ("single", "ddp")
 AGENTS_WITH_IMAGES = ("tools", "class")
 
 
-def check_image_run(
-    config: RunConfig, prompts_by_set: Mapping[str | None, Prompts], has_gpu: bool
-) -> None:
-    """Raises ConfigError, once for everything, where a prompt has images and a key rules them out.
+def check_image_run(config: RunConfig, has_gpu: bool | None) -> None:
+    """Check a run whose prompts, or those of a held-out set, have images.
 
-    Held-out sets count too. `has_gpu`: whether this machine has one.
+    `has_gpu`: whether this machine has one; None = the run is planned for another machine. Raises
+    ConfigError, once for every key that rules images out, and DataError for a model of text.
     """
-    engine, backend, problems = config.distributed.engine, config.generation.backend, []
-    if config.model.freeze and engine not in WHOLE_WEIGHTS_ENGINES:
-        what, why = f"model.freeze with distributed.engine = {engine!r}", "it shards every weight"
-        problems.append(Problem(what, "model.freeze", why, "model.freeze=[] or distributed=ddp"))
-    if any(any(prompts.media) for prompts in prompts_by_set.values()):
-        kind = _model_type(config.model.path, config.model.revision)
-        found = [*_obstacles(config, kind)]
-        if backend in VLLM_SECTIONS and _engine_is_here(config):
-            why, fix = _vllm_obstacle(kind, has_gpu)
-            found += [Problem(f"{backend} samples", "generation", why, fix)] if why else []
-        problems += [replace(p, what=f"the prompts have images, and {p.what}") for p in found]
+    values = _model_values(config.model.path, config.model.revision)
+    if values and not has_tower(values):
+        raise DataError(text_model_problem(config.model.path, values))
+    backend, kind = config.generation.backend, str(values.get("model_type"))
+    problems = [*_obstacles(config, kind if values else None)]
+    if has_gpu is not None and backend in VLLM_SECTIONS and _engine_is_here(config):
+        why, fix = _vllm_obstacle(kind, has_gpu)
+        problems += [Problem(f"{backend} samples", "generation", why, fix)] if why else []
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(
+            *[replace(p, what=f"the prompts have images, and {p.what}") for p in problems]
+        )
 
 
 def why_no_tool_images(config: RunConfig) -> str | None:
@@ -57,10 +55,6 @@ def why_no_tool_images(config: RunConfig) -> str | None:
 
 def _obstacles(config: RunConfig, kind: str | None) -> Iterator[Problem]:
     """What rules out images in a run's rows, wherever they come from."""
-    engine = config.distributed.engine
-    if engine not in WHOLE_WEIGHTS_ENGINES:
-        why = "a tower is run apart from the layers, whose weights are gathered one by one"
-        yield Problem(f"{engine} shards the model", "distributed.engine", why, "distributed=ddp")
     if config.algorithm.teacher_server is not None:
         key, why = "algorithm.teacher.base_url", "it is sent ids alone"
         yield Problem("a server has the teacher", key, why, f"{key}=null model.ref_path=TEACHER")
@@ -100,11 +94,20 @@ def _vllm_obstacle(kind: str | None, has_gpu: bool) -> tuple[str, str]:
 
 def _model_type(path: str, revision: str | None) -> str | None:
     """The model's family; None where it has no tower, or its config.json cannot be read here."""
-    try:
-        values = hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
-    except ValueError:
-        return None
+    values = _model_values(path, revision)
     return str(values.get("model_type")) if has_tower(values) else None
+
+
+def _model_values(path: str, revision: str | None) -> JsonObject:
+    """The model's config.json, of one that is made here its kind; {} if it cannot be read here."""
+    name = path.removeprefix(synthetic.MAKE_PREFIX)
+    if name != path:
+        kind = synthetic.SYNTHETIC_VISION_TYPES.get(name)
+        return {"model_type": kind or name} | ({"vision_config": {}} if kind else {})
+    try:
+        return hf_cache.read_model_config(path, revision)
+    except ValueError:
+        return {}
 
 
 def image_examples(prompts: Prompts) -> list[Group]:

@@ -174,6 +174,18 @@ def media_of_rows(
     )
 
 
+def unseen_image(vision: VisionProcessor, input_ids: Tensor) -> MediaInputs:
+    """An image that the tower sees and no row shows, for rows of text. `input_ids`: (rows, L)
+
+    Ranks gather a tower's shards, and add up its gradients, together: one whose rows have no image
+    has to run the tower too. No row gets the vectors, so the gradients are 0.
+    """
+    tensors, count = vision.blank_image
+    types = torch.zeros_like(input_ids) if vision.family.two_way_images else None
+    inputs = MediaInputs(tensors, torch.zeros(0, dtype=torch.long), types, count)
+    return inputs.move_to(input_ids.device)
+
+
 def parts_of(media: Media | None) -> list[ImagePart]:
     """The images of a row; none for a row of text."""
     return [] if media is None else media.parts

@@ -9,6 +9,7 @@ sampled its images are processed for real, and must become the same ids.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import ModelConfig
-from rloo_cli.config.vision_models import VISION_FAMILIES, VisionFamily, vision_family
+from rloo_cli.config.vision_models import VisionFamily, text_model_problem, vision_family
 from rloo_cli.utils.errors import ConfigError, DataError, MachineError, Problem
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # What a processor may return beside its family's tensors.
 OTHER_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+BLANK_SIZE = (32, 32)  # pixels; processors scale it up where a tower needs more
 VIDEO_ATTRIBUTE = "video_processor"
 PROCESSOR_FILES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
@@ -101,6 +102,13 @@ class VisionProcessor:
         ids = self.expand_prompt(text, [image.size for image in images])
         return self.image_tensors(text, images, ids), ids.count(self.image_token_id)
 
+    @cached_property
+    def blank_image(self) -> tuple[dict[str, Tensor], int]:
+        """`tensors_of` a small black image."""
+        from PIL import Image  # lazy: a run without images does not need Pillow
+
+        return self.tensors_of([Image.new("RGB", BLANK_SIZE)])
+
     def image_tensors(
         self, text: str, images: "Sequence[Image]", prompt_ids: Sequence[int]
     ) -> dict[str, Tensor]:
@@ -139,10 +147,7 @@ def load_vision_processor(
     values = hf_cache.read_model_config(path, config.revision)
     family = vision_family(values)
     if family is None:
-        why = f"{config.path} takes text alone (model_type {values.get('model_type')!r})"
-        fix = f"a model of {', '.join(VISION_FAMILIES)}; or {rename_column('image', 'picture')}, to"
-        what = "the prompts have images, and the model takes none"
-        raise DataError(Problem(what, "model.path", why, f"{fix} train without the images"))
+        raise DataError(text_model_problem(config.path, values))
     name = family.processor or PROCESSOR_MAPPING_NAMES[str(values["model_type"])]
     processor_class = getattr(transformers, str(name))
     if VIDEO_ATTRIBUTE in processor_class.get_attributes():

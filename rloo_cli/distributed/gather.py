@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rloo_cli.distributed.world import World
-from rloo_cli.policy import lora
+from rloo_cli.policy import lora, vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,8 @@ class WeightGatherer(Protocol):
 def decoder_layers(model: "PreTrainedModel") -> list[nn.Module]:
     """The decoder layers, in order: the modules of the list that is as long as the config says."""
     count = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    modules = vision.language_modules(model)  # a tower may have as many layers
+    lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(lists[0]) if lists else []
 
 

@@ -14,7 +14,7 @@ from rloo_cli.config.schema import ModelConfig, RunConfig
 from rloo_cli.config.value_model import ValueInit
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.world import World
-from rloo_cli.policy import load, lora, reference, value
+from rloo_cli.policy import load, lora, reference, value, vision
 
 ModelConfigs = tuple[PretrainedConfig, GenerationConfig]
 ReadModel = Callable[[], PreTrainedModel]  # on rank 0, in CPU memory
@@ -40,6 +40,7 @@ def load_policy_shell(
     def attach(shell: PreTrainedModel) -> None:
         if keys.lora is not None:
             attach_empty_adapters(shell, config, second)
+        vision.freeze_parts(shell, keys.freeze)
 
     return load_causal_shell(keys, world, read, attach)
 

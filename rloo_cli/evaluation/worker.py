@@ -191,7 +191,8 @@ def _build_setup(
     tools_of = None if tools is None else tools.schemas_of
     prepared = splits.tokenize_splits(settings, opened, tokenizer, context, tools_of)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
-    check_image_run(settings, prepared, bool(device_count.visible_gpus()))
+    if any(any(prompts.media) for prompts in prepared.values()):
+        check_image_run(settings, bool(device_count.visible_gpus()))
     for data_note in splits.data_notes(settings, prepared, context):
         note(data_note)
     length = settings.generation.max_completion_length

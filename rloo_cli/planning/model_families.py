@@ -225,6 +225,17 @@ def _qwen2(h: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, v: in
     }  # fmt: skip
 
 
+def _qwen3_config(
+    h: int, layers: int, heads: int, kv: int, mlp: int, v: int, positions: int, tied: bool
+) -> JsonObject:
+    return {
+        "model_type": "qwen3", "hidden_size": h, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 32,
+        "intermediate_size": mlp, "vocab_size": v, "tie_word_embeddings": tied,
+        "max_position_embeddings": positions,
+    }  # fmt: skip
+
+
 def _known_neox(h: int, layers: int, heads: int, vocabulary: int = 50304) -> JsonObject:
     return {
         "model_type": "gpt_neox", "hidden_size": h, "num_hidden_layers": layers,
@@ -265,6 +276,7 @@ KNOWN_CONFIGS: dict[str, JsonObject] = {
     "Qwen/Qwen2.5-Math-1.5B": ONE_AND_HALF | {"max_position_embeddings": 4096},
     "Qwen/Qwen2.5-7B": SEVEN, "Qwen/Qwen2.5-7B-Instruct": SEVEN,
     "Qwen/Qwen2.5-72B": SEVENTY_TWO, "Qwen/Qwen2.5-72B-Instruct": SEVENTY_TWO,
+    "Qwen/Qwen3-0.6B": _qwen3_config(1024, 28, 16, 8, 3072, SMALL, 40960, True) | {"head_dim": 128},
     "EleutherAI/pythia-1b": PYTHIA_1B, "EleutherAI/pythia-1b-deduped": PYTHIA_1B,
     "EleutherAI/pythia-6.9b": PYTHIA_7B, "EleutherAI/pythia-6.9b-deduped": PYTHIA_7B,
     "Qwen/Qwen2.5-VL-3B-Instruct": _qwen2_5_vl(2048, 36, 16, 2, 11008, True, SMALL),
@@ -276,17 +288,6 @@ KNOWN_CONFIGS: dict[str, JsonObject] = {
 for _size, _values in (("1b", PYTHIA_1B), ("6.9b", PYTHIA_7B)):
     for _kind in ("sft", "reward"):
         KNOWN_CONFIGS[f"cleanrl/EleutherAI_pythia-{_size}-deduped__{_kind}__tldr"] = _values
-
-
-def _qwen3_config(
-    h: int, layers: int, heads: int, kv: int, mlp: int, v: int, positions: int, tied: bool
-) -> JsonObject:
-    return {
-        "model_type": "qwen3", "hidden_size": h, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 32,
-        "intermediate_size": mlp, "vocab_size": v, "tie_word_embeddings": tied,
-        "max_position_embeddings": positions,
-    }  # fmt: skip
 
 
 # The models that `rloo_cli.config.synthetic` makes: none is made for a plan (a test compares them).

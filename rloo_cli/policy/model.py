@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rloo_cli.data import packing, segments
 from rloo_cli.data.batch import Group
-from rloo_cli.data.media import Media
+from rloo_cli.data.media import Media, unseen_image
 from rloo_cli.data.packing import GroupSlice, KeptIds, MicroBatch
 from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.policy import vision
@@ -194,8 +194,12 @@ class LogprobModule(nn.Module):
 
     def _forward_inputs(self, micro_batch: MicroBatch) -> JsonObject:
         inputs = forward_inputs(micro_batch, self.takes_position_ids)
-        if micro_batch.media is not None:
-            inputs |= vision.media_arguments(self.model, micro_batch.media)
+        if (media := micro_batch.media) is not None:
+            with replaced_forward(
+                self.model.base_model, lambda: vision.image_vectors(self.model, media)
+            ):
+                vectors = self.model.base_model()
+            inputs |= vision.media_arguments(self.model, media, vectors)
         return inputs
 
 
@@ -278,6 +282,8 @@ class Policy:
         self.teacher: tuple[Policy, float] | None = None
         self.image_examples: list[Group] = []  # prompts with images, for the check of layouts
         self.vision: VisionProcessor | None = None  # of images that episodes were shown
+        # Shows the tower an image in micro-batches of text, where ranks meet in every forward.
+        self.blank_vision: VisionProcessor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -300,9 +306,12 @@ class Policy:
         masked: Tensor | None = None,
     ) -> MicroBatch:
         """Pack these completions in the layout of this model, on its device."""
-        return packing.pack_micro_batch(
+        micro_batch = packing.pack_micro_batch(
             groups, group_slices, masked, self.device, self.layout, True, self.vision
         )
+        if micro_batch.media is None and self.blank_vision is not None:
+            micro_batch.media = unseen_image(self.blank_vision, micro_batch.input_ids)
+        return micro_batch
 
     def logp(self, micro_batch: MicroBatch, want_entropy: bool = False) -> LogProbs:
         """Log-probabilities of the completion tokens, with gradient; entropy if wanted."""

@@ -36,9 +36,15 @@ def image_token_ids(config: PretrainedConfig) -> set[int]:
     return {i for i in found if isinstance(i, int) and 0 <= i < size}
 
 
-def media_arguments(model: PreTrainedModel, media: MediaInputs) -> JsonObject:
-    """The arguments of a forward of the model that show it these images."""
-    vectors = image_vectors(model, media).index_select(0, media.feature_index)
+def media_arguments(
+    model: PreTrainedModel, media: MediaInputs, vectors: Tensor | None = None
+) -> JsonObject:
+    """The arguments of a forward of the model that show it these images.
+
+    `vectors`: the images' own, if they are known (F, H).
+    """
+    vectors = image_vectors(model, media) if vectors is None else vectors
+    vectors = vectors.index_select(0, media.feature_index)
     shown = BaseModelOutputWithPooling(pooler_output=_as_model_reads(model, vectors))
     arguments: JsonObject = {"mm_encoder_outputs": {"image": shown}}
     if media.token_type_ids is not None:
@@ -67,7 +73,8 @@ def _as_model_reads(model: PreTrainedModel, vectors: Tensor) -> Any:
     config = model.config
     if config.model_type == "smolvlm":  # it puts whole tiles in place, and asks how long one is
         side = config.vision_config.image_size // config.vision_config.patch_size
-        return vectors.view(-1, side**2 // config.scale_factor**2, vectors.shape[-1])
+        length = side**2 // config.scale_factor**2
+        return vectors.view(len(vectors) // length, length, vectors.shape[-1])
     listed = config.model_type in ("qwen2_vl", "qwen2_5_vl", "llava_next")
     return [vectors] if listed else vectors[None]
 

@@ -44,6 +44,7 @@ from rloo_cli.data import chat_templates, splits, vocabulary
 from rloo_cli.data.bin_packing import ForwardLimits, forward_tokens
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.image_rules import check_image_run, image_examples
+from rloo_cli.data.media import vision_of
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic.cache import listen_to_progress
 from rloo_cli.distributed import device_count, gather, meta_load
@@ -193,7 +194,8 @@ class RunBuilder:
             config, self.opened_splits, self.tokenizer, self.context_length,
             None if self.tools is None else self.tools.schemas_of,
         )  # fmt: skip
-        check_image_run(config, self.prompts_by_set, bool(device_count.visible_gpus()))
+        if any(any(prompts.media) for prompts in self.prompts_by_set.values()):
+            check_image_run(config, bool(device_count.visible_gpus()))
         notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
@@ -360,6 +362,8 @@ class RunBuilder:
         for model in (policy, frozen) if frozen is not None else (policy,):
             model.logprob_module.float32_head = self.config.model.lm_head_fp32
             model.image_examples = image_examples(self.prompts)
+            if self.engine.lockstep:
+                model.blank_vision = policy.vision or vision_of(self.prompts.media)
         choice = layouts.choose_policy_layout(policy, wanted, max_length)
         # The fused head's entropy has no gradient.
         if self.algorithm.config.entropy_coef > 0:

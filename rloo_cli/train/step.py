@@ -6,6 +6,7 @@ batch (`update_with_old_logprobs`). An update's loss is divided by what the algo
 the whole update, never averaged over micro-batches.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rloo_cli.algorithms.common.kl import charge_tokens
 from rloo_cli.algorithms.common.loss import LossInputs
-from rloo_cli.data.batch import Batch
+from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
 from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.stream import StreamCut
@@ -208,12 +209,11 @@ def dummy_pass(
         if is_last is not None:
             run.engine.skip_micro_batch(is_last)
         return
-    group, rollout = batch.groups[0], batch.groups[0].rollouts[0]
-    ids = rollout.completion_ids[:1]
-    unknown: JsonObject = dict.fromkeys(("mask", "behaviour_logp", "sampling_mask"))
-    rollout = replace(rollout, completion_ids=ids, **unknown)
+    group, never_sampled = batch.groups[0], run.policy.logprob_module.never_sampled
+    ids = [next(i for i in itertools.count() if i not in never_sampled)]
     blank: JsonObject = dict.fromkeys((*TOKEN_COLUMNS, "media"))
-    dummy = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], **blank)]
+    rollouts = [Rollout(ids, "", "length", False, 0, 0)]
+    dummy = [replace(group, prompt_ids=ids, rollouts=rollouts, **blank)]
     micro_batch = run.policy.pack(dummy, [(0, (0,))])
     with torch.no_grad():  # in the order of a real pass, as all ranks gather the same weights
         if is_last is None:

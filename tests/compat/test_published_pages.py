@@ -21,6 +21,7 @@ CONVERTED = [row for _, row in ROWS if "run" in row]
 def test_a_printed_command_is_converted(row, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in row.get("files", {}).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     words = [row["run"]] if row["run"] in row.get("files", {}) else shlex.split(row["run"])
     assert run(words) == 0
@@ -38,7 +39,7 @@ def test_a_printed_command_is_converted(row, capsys, tmp_path, monkeypatch):
 
 def value_of(config: Any, key: str) -> Any:
     for part in key.split("."):
-        config = getattr(config, part)
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
     return config
 
 

@@ -145,6 +145,7 @@ def test_well_known_models_have_as_many_parameters_as_their_names_say() -> None:
     assert sizes["Qwen/Qwen2.5-7B"] == pytest.approx(7.6156, abs=1e-3)
     assert sizes["Qwen/Qwen2.5-1.5B"] == pytest.approx(1.5437, abs=1e-3)
     assert sizes["Qwen/Qwen2.5-0.5B"] == pytest.approx(0.4940, abs=1e-3)
+    assert sizes["Qwen/Qwen3-0.6B"] == pytest.approx(0.5960, abs=1e-3)
     assert sizes["EleutherAI/pythia-1b"] == pytest.approx(1.0118, abs=1e-3)
     assert sizes["EleutherAI/pythia-6.9b"] == pytest.approx(6.857, abs=1e-2)
     assert sizes["meta-llama/Llama-3.1-8B"] == pytest.approx(8.0303, abs=1e-3)

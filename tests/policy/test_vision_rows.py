@@ -10,10 +10,11 @@ from policy_cases import fresh
 from rloo_cli.data import segments
 from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
+from rloo_cli.distributed import gather
 from rloo_cli.policy import layouts, load, lora, shared_attention
 from rloo_cli.policy.layout_support import why_not_shared
 from rloo_cli.policy.model import PlainSequence, Policy
-from rloo_cli.policy.vision import freeze_parts
+from rloo_cli.policy.vision import freeze_parts, modules_beside_language
 from rloo_cli.utils.errors import ConfigError, NumbersError
 
 CASES = [
@@ -169,3 +170,35 @@ def test_an_adapter_of_the_language_model_alone_is_not_beside_it():
     assert lora.adapted_beside_language(model) == []
     lora.attach_adapter(text := fresh("qwen3"), keys(), seed=1)
     assert lora.adapted_beside_language(text) == []
+
+
+@pytest.mark.parametrize("name", v.FAMILY_NAMES)
+def test_rows_of_text_may_run_the_tower_and_are_what_they_were(name):
+    """Ranks that meet in every forward have the same weights to gather, and to add up."""
+    policy, vision, groups = made(name)
+    expected = row_by_row(policy, groups[1:2]).detach()
+    policy.blank_vision = vision
+    trained = []
+    for shown in (groups[1:2], groups[:1]):
+        policy.model.zero_grad(set_to_none=True)
+        logp = policy.logp(policy.pack(shown, whole_group_slices(shown, [0]))).logp
+        logp.sum().backward()
+        trained.append(
+            {n: w.grad for n, w in policy.model.named_parameters() if w.grad is not None}
+        )
+        if shown == groups[1:2]:
+            assert torch.allclose(logp, expected, atol=1e-5)
+    of_text, of_image = trained
+    beside = modules_beside_language(policy.model)
+    tower = [n for n in of_image if beside & {*n.split(".")}]
+    assert of_text.keys() == of_image.keys() and tower
+    assert not any(of_text[n].any() for n in tower) and all(of_image[n].any() for n in tower[:1])
+
+
+@pytest.mark.parametrize("name", v.FAMILY_NAMES)
+def test_the_layers_that_shards_are_made_of_are_the_language_models(name):
+    model, _ = v.fresh(name)  # its tower has as many
+    beside = modules_beside_language(model)
+    names = {module: n for n, module in model.named_modules()}
+    layers = [names[layer] for layer in gather.decoder_layers(model)]
+    assert len(layers) == 2 and not any(beside & {*n.split(".")} for n in layers)

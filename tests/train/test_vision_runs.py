@@ -118,7 +118,6 @@ def test_equal_words_with_other_images_are_not_scored_from_the_cache(tmp_path):
 
 
 REFUSED = {
-    "a sharded model": (["distributed=fsdp2"], "shards the model"),
     "vLLM without torchvision": (["generation=vllm_colocate"], "vllm_colocate samples"),
     "a value model": (["algorithm=ppo", "algorithm.num_generations=2"], "PPO has a value model"),
     "completions that are carried on": (
@@ -162,12 +161,6 @@ def test_where_images_see_both_ways_vllm_without_a_gpu_is_refused(tmp_path, file
 def test_a_model_of_text_alone_is_refused_for_prompts_with_images(tmp_path, file):
     with pytest.raises(DataError, match="the model takes none"):
         make(tmp_path, *words_of(file), "model.path=make:tiny")
-
-
-def test_a_tower_is_not_frozen_where_the_model_is_sharded(tmp_path):
-    words = (f"model.path={v.folder('qwen2_5_vl')}", "model.freeze=[vision]", "distributed=fsdp2")
-    with pytest.raises(ConfigError, match=r"model\.freeze"):
-        make(tmp_path, *words)
 
 
 def test_weights_move_with_every_layout_of_images(tmp_path, file):

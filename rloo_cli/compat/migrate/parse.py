@@ -124,7 +124,10 @@ def read_command_line(args: list[str]) -> OldRun:
         why = " ".join(args)[:200]
         fix = "rloo migrate FILE, where the file is"
         raise ConfigError(Problem(what, "the old run", why, fix))
-    elif old_run.script and old_run.script != "-":
+    elif old_run.script in tables.AGENT_SCRIPTS:
+        what, why = f"{script} is not a file here", "its tools and rewards are in it alone"
+        raise ConfigError(Problem(what, "the old run", why, f"put it at {script}"))
+    elif old_run.script and old_run.script not in ("-", *tables.VISION_SCRIPTS):
         old_run.notes.append(
             f"{script} is not a file here: what it sets by itself (data, rewards, its own defaults)"
             " is not in this recipe"
@@ -148,7 +151,9 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
     """Sort arguments into flags, the tool, its method and the script. Returns the script's path."""
     name, script, extras = "", Path("-"), []
     for word in args:
-        if word.startswith("--") and len(word) > 2:
+        if word == "...":
+            old_run.notes.append("what the dots stand for is not in the command")
+        elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             old_run.flags[name] = [value] if equals else []

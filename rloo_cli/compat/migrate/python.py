@@ -132,6 +132,9 @@ def read_python(text: str, where: str, flags: JsonObject | None = None) -> OldRu
     elif not has_parser:
         what = f"{class_name} has no config in {where}"
         old_run.notes.append(f"{what}: all its settings are the defaults")
+    for of, name, value in script.attributes if has_parser else ():
+        if _is_parsed(script.resolve_name(of)):
+            _read_setting(script, name, value, old_run)
     for trainer in trainers[:1]:
         _read_trainer_call(script, trainer, old_run)
     if not configs and not has_parser and (path := old_run.flags.get("model_name_or_path")):
@@ -287,6 +290,12 @@ def _is_from_command_line(node: ast.expr | None) -> bool:
     return node is not None and "args." in ast.unparse(node)
 
 
+def _is_parsed(node: ast.expr | None) -> bool:
+    """Whether it is one of the settings that a parser made of the command line."""
+    call = node.value if isinstance(node, ast.Subscript) else node
+    return isinstance(call, ast.Call) and called_name(call).startswith("parse_args")
+
+
 def _read_tokenizer(script: Script, node: ast.expr, old_run: OldRun) -> None:
     value = script.resolve_name(node)
     if isinstance(value, ast.Call) and value.args:
@@ -417,8 +426,7 @@ def _read_reward_funcs(script: Script, node: ast.expr, old_run: OldRun) -> None:
     if isinstance(value, ast.Name):
         value = node  # a function, or a name that is assigned several times
     items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value else []
-    functions = script.top_level_functions | script.nested_functions
-    rewards = [_reward_spec(script, item, functions) for item in items]
+    rewards = [_reward_spec(script, item) for item in items]
     if any(rewards):
         old_run.flags["reward_funcs"] = [r for r in rewards if r]
     for item, reward in zip(items, rewards, strict=True):
@@ -427,7 +435,11 @@ def _read_reward_funcs(script: Script, node: ast.expr, old_run: OldRun) -> None:
             old_run.notes.append(f"reward {what}: add it, type function with path module:{what}")
 
 
-def _reward_spec(script: Script, node: ast.expr, functions: set[str]) -> str | None:
+def _reward_spec(script: Script, node: ast.expr) -> str | None:
+    """How a reward is named in a recipe: TRL's own, a model, or file.py:name; None = it cannot be.
+
+    A function within another one cannot be imported: one named as TRL's is taken for that.
+    """
     value = script.resolve_name(node)
     if isinstance(value, ast.Constant):
         return str(value.value)
@@ -439,7 +451,10 @@ def _reward_spec(script: Script, node: ast.expr, functions: set[str]) -> str | N
         return None  # its lengths are arguments of its own
     name = ast.unparse(node)
     is_trl_reward = name.rpartition(".")[2] in tables.TRL_REWARDS
-    return f"{script.where}:{name}" if name in functions else name if is_trl_reward else None
+    functions = script.top_level_functions | script.nested_functions
+    if is_trl_reward and name not in script.top_level_functions:
+        return name
+    return f"{script.where}:{name}" if name in functions else None
 
 
 def _read_agent_code(script: Script, name: str, node: ast.expr, old_run: OldRun) -> None:

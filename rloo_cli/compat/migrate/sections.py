@@ -66,6 +66,9 @@ def _write_vision_script(recipe: Recipe, script: str) -> None:
     recipe.put("data.max_pixels", tables.VISION_PIXELS, f"{script} left images of 512 pixels out")
     if not recipe.flags.get("reward_funcs"):
         recipe.groups["reward"] = (["think_format", "accuracy"], why)
+    recipe.put(
+        "data.system", tables.VISION_SYSTEM, f"it stands for {script}'s, which says the same"
+    )
     recipe.notes.append(f"set data.system to the SYSTEM_PROMPT of {script}")
 
 

@@ -242,6 +242,8 @@ TRL_LAUNCHERS = {"single_gpu": 1} | dict.fromkeys(EIGHT_PROCESS_LAUNCHERS.split(
 VISION_SCRIPTS = ("grpo_vlm.py", "rloo_vlm.py")
 VISION_DATASET = "lmms-lab/multimodal-open-r1-8k-verified"
 VISION_PIXELS = 512 * 512
+VISION_SYSTEM = "First think about the question, between <think> and </think>, then answer it."
+AGENT_SCRIPTS = ("grpo_agent.py", "rloo_agent.py")  # whose tools no flag says
 TRL_REWARDS = {
     "accuracy_reward": "accuracy",
     "reasoning_accuracy_reward": "reasoning_accuracy",

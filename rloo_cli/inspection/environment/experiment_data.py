@@ -5,8 +5,9 @@ at. What may be long is read in part: generated tasks, mapped rows and large fil
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.data import dataset, splits
 from rloo_cli.data.dataset import OpenedSplit
+from rloo_cli.data.image_prompts import shows_images
+from rloo_cli.data.image_rules import check_image_run
+from rloo_cli.distributed import device_count
 from rloo_cli.inspection.environment.check_lines import CheckLines
 from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
 from rloo_cli.rewards.engine.build import Reward, build_reward
@@ -22,7 +26,7 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.errors import RunError
 
 PROBE_ROWS = 16  # that are generated, mapped, or read of a large file
-LARGE_FILE_BYTES = 256e6
+LARGE_FILE_BYTES, QUICK_FILE_BYTES = 256e6, 16e6  # of doctor, of a dry run
 SHOWN_CHARACTERS = 100  # of each value of a row
 OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
 
@@ -37,14 +41,64 @@ def check_data_rows(lines: CheckLines, run: RunConfig) -> dict[str | None, Opene
         for key, source in splits.split_configs(run, training=True).items():
             name = _data_name(key)
             if not _is_here(source):
-                what = f"{source.path} is not in the cache, so its rows were not looked at"
-                lines.add_warning(name, what, hf_cache.fetch_command())
+                lines.add_warning(name, _not_here_text(source), hf_cache.fetch_command())
                 continue
             with lines.noting_refusal(name), splits.errors_naming_split(key, source):
                 probe = _probe_config(source)
                 opened[key] = dataset.open_split(probe, probe.split)
                 _describe_split(lines, name, source, opened[key], whole=probe == source)
+    with lines.noting_refusal("images"):
+        _check_images(run, opened, bool(device_count.visible_gpus()))
     return opened
+
+
+def check_first_rows(run: RunConfig) -> list[str]:
+    """Open the first rows of every split that is here, and build the rewards, as a start would.
+
+    -> a line for each split that is only on a hub. Raises what a start raises about them. A reward
+    of this run's own is imported: its file runs.
+    """
+    opened: dict[str | None, OpenedSplit] = {}
+    notes = []
+    sources = splits.split_configs(run, training=True)
+    is_any_here = any(map(_is_here, sources.values()))  # else `datasets` is not imported
+    with _cache_alone() if is_any_here else nullcontext():
+        for key, source in sources.items():
+            if not _is_here(source):
+                notes.append(f"{_data_name(key):<10} {_not_here_text(source)}")
+                continue
+            with splits.errors_naming_split(key, source):
+                probe = _probe_config(source, QUICK_FILE_BYTES)
+                opened[key] = dataset.open_split(probe, probe.split)
+        rewards = [build_reward(name, entry) for name, entry in run.rewards.items()]
+        if _has_training_splits(run, opened):
+            check_reward_splits(run, opened, rewards)
+        _check_images(run, opened, None)
+    return notes
+
+
+def _check_images(
+    run: RunConfig, opened: Mapping[str | None, OpenedSplit], has_gpu: bool | None
+) -> None:
+    """What rules out images, where the first rows of a split show some. Raises RunError."""
+    for key, source in splits.split_configs(run, training=True).items():
+        if key in opened:
+            rows = opened[key].dataset
+            with splits.errors_naming_split(key, source):
+                shown = shows_images(rows.select(range(min(len(rows), PROBE_ROWS))), source)
+            if shown:
+                check_image_run(run, has_gpu)
+                return
+
+
+def _has_training_splits(run: RunConfig, opened: Mapping[str | None, OpenedSplit]) -> bool:
+    """Whether the split, or all sources of the mixture, that the run trains on could be opened."""
+    wanted = splits.split_configs(run, training=True)
+    return opened.keys() >= {k for k in wanted if k is None or splits.is_mixture_key(k)}
+
+
+def _not_here_text(source: DataConfig) -> str:
+    return f"{source.path} is not in the cache, so its rows were not looked at"
 
 
 def _data_name(key: str | None) -> str:
@@ -82,16 +136,17 @@ def _cache_alone() -> Iterator[None]:
             os.environ[OFFLINE_VARIABLE] = before
 
 
-def _probe_config(source: DataConfig) -> DataConfig:
-    """The source, cut down where the whole of it would take long."""
+def _probe_config(source: DataConfig, large: float = LARGE_FILE_BYTES) -> DataConfig:
+    """The source, cut down where the whole of it would take long. `large`: bytes of a file."""
     changes: dict[str, Any] = {}
     few = min(source.max_samples or PROBE_ROWS, PROBE_ROWS)
     path = Path(source.path or "").expanduser()
     if source.task is not None and (source.path or "").startswith(synthetic.TASK_PREFIX):
         sizes = {n: min(getattr(source.task, n), PROBE_ROWS) for n in ("size", "eval_size")}
         changes["task"] = source.task.model_copy(update=sizes)
-    if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
-        changes |= {"streaming": True, "max_samples": few}
+    if path.is_file() and path.stat().st_size > large:
+        split = re.split(r"[+\[]", source.split)[0].strip()  # a part of it needs the whole
+        changes |= {"streaming": True, "max_samples": few, "split": split}
     elif source.streaming or (source.map is not None and source.filter is None):
         changes["max_samples"] = few
     return source.model_copy(update=changes) if changes else source
@@ -120,16 +175,13 @@ def check_reward_signatures(
 
     A reward of this run's own is imported: its file runs.
     """
-    wanted = splits.split_configs(run, training=True)
     rewards = []
     for name, entry in run.rewards.items():
         label = f"reward {name}"
         try:
             reward = build_reward(name, entry)
             rewards.append(reward)
-            if opened.keys() >= {
-                key for key in wanted if key is None or splits.is_mixture_key(key)
-            }:
+            if _has_training_splits(run, opened):
                 check_reward_splits(run, opened, [reward])
         except RunError as error:
             for problem in error.problems:
