@@ -170,6 +170,8 @@ def test_each_fix_pasted_behind_its_command_ends_that_error(tmp_path: Path) -> N
     meant: dict[str, str] = {}
     for name, answer in ask(asked, tmp_path / "first").items():
         for problem in problems_of(answer.err):
+            if ".yaml:" in problem["where"] and problem["what"].endswith("is not a key"):
+                continue  # the line is to be corrected there: no word behind the command does it
             for words in pasted_words(problem["fix"]):
                 number = f"{name}: {shlex.join(words)}"
                 case = asked[name]
