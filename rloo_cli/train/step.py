@@ -242,9 +242,8 @@ def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
 
 
 def _policy_logprobs(run: Run, micro_batch: MicroBatch) -> LogProbs:
-    """Forward the policy with gradient; with the entropy if this step is logged."""
-    want_entropy = run.log.is_due(run.state.step + 1, run.num_steps)
-    return run.policy.logp(micro_batch, want_entropy)
+    """Forward the policy with gradient, and measure the entropy."""
+    return run.policy.logp(micro_batch, want_entropy=True)
 
 
 def _zero_scalar(run: Run) -> Tensor:

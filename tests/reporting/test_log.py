@@ -73,7 +73,9 @@ def test_every_third_step_and_the_last_are_written_with_the_means_of_all(tmp_pat
     assert found[0]["completions/max_length"] == max(r["completions/max_length"] for r in first)
     assert found[0]["ratio/min"] == min(r["ratio/min"] for r in first)
     assert found[0]["num_tokens"] == first[-1]["num_tokens"]
-    assert found[0]["entropy"] == first[-1]["entropy"]  # only measured on steps that are written
+    for name in ("entropy", "sampling/entropy"):
+        weighted = sum(r[name] * n for r, n in zip(first, tokens, strict=True))
+        assert found[0][name] == pytest.approx(weighted / sum(tokens)), name
     assert timeless(found[1]) == timeless(every[3])
 
 
