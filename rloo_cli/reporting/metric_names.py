@@ -150,7 +150,7 @@ TRAINING_METRICS: list[MetricMeaning] = [
     ("update/changed_frac", "share", "mean:sampled_weights",
      "weights that an update changed, in the dtype that computes: near 0 where the dtype rounds "
      "the updates away. Seen in a sample of 4096 weights at most, with fsdp2 of each rank's "
-     "shards. Absent with zero1, zero2, zero3, a value model, and fsdp2's float32 masters"),
+     "shards. Absent with zero1, zero2, zero3, and with fsdp2's float32 masters"),
     ("kl", "nats", "mean:tokens", "KL to the reference per token"),
     ("entropy", "nats", "mean:entropy_tokens",
      "entropy of the next token, mean over the tokens that were forwarded. With beta 0 groups of "
@@ -320,6 +320,20 @@ METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
     "TRL's spelling": ("With `logging.trl_aliases=true`, beside ours.", ALIAS_METRICS),
 }
 
+# Those that tests/reporting/test_recomputed_metrics.py does not compute once more, and why.
+# (Clocks and memory are not among them: nothing that a run writes shows those again.)
+NOT_RECOMPUTED = {
+    "overlap/begun_anew": "it happens by chance of timing: tests/train/test_stream.py makes it",
+    "vllm/restarts": "needs a server: tests/generation/vllm",
+    "vllm/weight_version": "needs a server: tests/generation/vllm",
+    "vllm/synced_bytes": "needs a server: tests/generation/vllm",
+    "agent/refused": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
+    "agent/wrong_keys": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
+    "win_rate/low": "an interval: tests/evaluation holds it by simulation",
+    "win_rate/high": "an interval: tests/evaluation holds it by simulation",
+    "win_rate/length_controlled": "a fitted regression: tests/evaluation holds it by simulation",
+}
+
 METRICS_PAGE_HEAD = """\
 # Metrics
 
@@ -343,6 +357,17 @@ out of both.
 
 A metric that a reward logs by `log_metric(name, value)` stands beside these under that name, as the
 mean over the step's calls.
+"""
+
+NOT_RECOMPUTED_HEAD = """\
+## Not recomputed
+
+`tests/reporting/test_recomputed_metrics.py` computes every metric of this page once more, from the
+samples, rollouts and checkpoints of short runs, with code of its own. Beside clocks and memory
+these are left out:
+
+| metric | why |
+|---|---|
 """
 
 
@@ -407,6 +432,8 @@ def metrics_page() -> str:
         lines = [f"| `{name}` | {unit or '-'} | {text} |" for name, unit, _, text in meanings]
         head = ["| metric | unit | what it is |", "|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []), *head, *lines]))
+    parts.append(NOT_RECOMPUTED_HEAD)
+    parts[-1] += "\n".join(f"| `{name}` | {why} |" for name, why in NOT_RECOMPUTED.items())
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
