@@ -81,6 +81,14 @@ def test_every_metric_that_is_averaged_or_counted_is_in_the_table() -> None:
     assert not [name for name in names if not known(name)]
 
 
+def test_every_phase_that_is_timed_is_in_the_page() -> None:
+    code = [path.read_text() for path in (ROOT / "rloo_cli").rglob("*.py")]
+    phases = {name for text in code for name in re.findall(r'clock\.phase\("(\w+)"\)', text)}
+    meaning = metric_names.metric_meaning("time/update")
+    assert meaning is not None and {"save", "exposed", "sync"} <= phases
+    assert not [name for name in phases if not re.search(rf"\b{name}\b", meaning[3])]
+
+
 @pytest.mark.parametrize("folder", sorted((ROOT / "tests" / "config" / "0.1").glob("*/")))
 def test_every_metric_of_a_run_is_in_the_table(folder: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
