@@ -102,9 +102,7 @@ def test_every_metric_of_the_table_stands_in_the_code() -> None:
         for path in (ROOT / "rloo_cli").rglob("*.py")
         if path.name != "metric_names.py"
     )
-    for name, *_ in [
-        m for _, meanings in metric_names.METRIC_SECTIONS.values() for m in meanings
-    ]:
+    for name, *_ in [m for _, meanings in metric_names.METRIC_SECTIONS.values() for m in meanings]:
         last = re.sub(r"<\w+>", "", name).rpartition("/")[2].removesuffix("@")
         last = re.sub(r"^(mean|min|max)_(?=(terminated_)?length)", "", last)
         assert re.search(rf"\b{re.escape(last)}", code), name
