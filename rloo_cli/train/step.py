@@ -69,7 +69,7 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
         with run.clock.phase("update"):
             micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
             advantages.add_reference_logprobs(run, batch, micro_batch, updates)
-            logprobs = _policy_logprobs(run, micro_batch)
+            logprobs = run.policy.logp(micro_batch, want_entropy=True)
             micro_batch.old_logp = logprobs.logp.detach()
             micro_batch.kl_logp = None if logprobs.kl_logp is None else logprobs.kl_logp.detach()
             kl = advantages.measure_kl(run, micro_batch, updates)
@@ -119,7 +119,7 @@ def update_with_old_logprobs(run: Run, step_progress: StepProgress) -> None:
                         run, step_progress, micro_batch, plan, is_last
                     )
                     forward_pass = ForwardPass(micro_batch, None)
-                    logprobs = _policy_logprobs(run, micro_batch)
+                    logprobs = run.policy.logp(micro_batch, want_entropy=True)
                     loss += backward_micro_batch(
                         run, step_progress, plan, forward_pass, logprobs, is_last
                     )
@@ -225,7 +225,9 @@ def dummy_pass(
         if is_last is not None:
             run.engine.backward_value(unused, is_last)
     if is_last is not None:
-        run.engine.backward(zero_loss(run, _policy_logprobs(run, micro_batch)), is_last)
+        run.engine.backward(
+            zero_loss(run, run.policy.logp(micro_batch, want_entropy=True)), is_last
+        )
 
 
 def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
@@ -239,11 +241,6 @@ def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
     if logprobs.entropy is not None and logprobs.entropy.requires_grad:
         outputs.append(logprobs.entropy)
     return torch.stack([out.sum() * 0.0 for out in outputs]).sum()
-
-
-def _policy_logprobs(run: Run, micro_batch: MicroBatch) -> LogProbs:
-    """Forward the policy with gradient, and measure the entropy."""
-    return run.policy.logp(micro_batch, want_entropy=True)
 
 
 def _zero_scalar(run: Run) -> Tensor:
