@@ -79,10 +79,9 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     by_batch = getattr(settings, "advantage_scale", None) == "batch"
     # Not every algorithm has every key.
     beta = 0.0 if getattr(settings, "kl_in", None) == "none" else getattr(settings, "beta", None)
-    by_group = getattr(settings, "compares_siblings", True)
     every_kl = getattr(settings, "trains_kl_of_unscored", False)
-    metrics: JsonObject = {"step": state.step}
-    metrics |= step_metrics.rollout_metrics(batch, by_batch, by_group)
+    by_group = getattr(settings, "compares_siblings", True)
+    metrics: JsonObject = step_metrics.rollout_metrics(batch, by_batch, by_group)
     metrics |= step_metrics.advantage_metrics(batch, beta or 0.0, every_kl)
     metrics |= updates.to_metrics() | step_metrics.sampler_metrics(batch)
     metrics |= run.clock.lap()
@@ -99,6 +98,7 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
         metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
         lag_counts = {f"gap_lag{lag}": float(updates.sums["gap_tokens"])}
     metrics |= {
+        "step": state.step,
         "num_tokens": state.tokens,
         "episode": state.episodes,
         "sampled_completions": state.sampled,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rloo_cli.algorithms.common.kl import charge_tokens
 from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
+from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.stream import StreamCut
 from rloo_cli.policy.model import LogProbs
