@@ -71,8 +71,9 @@ class RunState:
     updates: int = 0  # optimizer updates done
     place: int = 0  # prompts that steps have taken, over all epochs; where one draws its own, the
     # offset of the next
-    episodes: int = 0  # completions trained on
-    tokens: int = 0  # prompt (K copies) and trained completion tokens
+    episodes: int = 0  # completions of the steps' batches
+    sampled: int = 0  # these, those that resampling threw away, and greedy ones
+    tokens: int = 0  # of prompts (K copies) and completions, those of environments included
     empty: int = 0  # updates in a row with nothing to learn from
     nonfinite: int = 0  # updates in a row that were skipped
     evaluated: int = -1  # the step at which the held-out prompts were last answered
@@ -82,9 +83,9 @@ class RunState:
         """Count a finished step."""
         self.step += 1
         self.place += batch.draws
-        rollouts = [(group, r) for group in batch.groups for r in group.rollouts]
-        self.episodes += len(rollouts)
-        self.tokens += sum(len(group.prompt_ids) + r.length for group, r in rollouts)
+        self.episodes += batch.score.numel()
+        self.sampled += batch.num_sampled
+        self.tokens += batch.num_tokens
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
         """What a reward may know of the training (docs/rewards.md), for curricula."""
@@ -154,6 +155,7 @@ class Run:
     step_progress: StepProgress | None = None  # of the current step, once its batch is sampled
     rng: RandomStates = field(default_factory=capture_random_states)  # when the last step ended
     attempt: int = 1
+    episodes_before: int = 0  # `state.episodes` when this attempt began
     has_atomic_rename: bool = True  # the file system renames folders atomically
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
     # Of generation.overlap=ahead or carry; None = sampled when needed.

@@ -77,6 +77,11 @@ class Config(Switches):
         return super().needs_reference and self.teacher_server is None
 
     @property
+    def trains_kl_of_unscored(self) -> bool:
+        """The teacher teaches in every completion."""
+        return True
+
+    @property
     def learns_without_rewards(self) -> bool:
         """The teacher alone is enough."""
         return True

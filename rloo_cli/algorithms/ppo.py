@@ -92,8 +92,8 @@ class PPO(RLOO[Config]):
         near = before + (values - before).clamp(-config.epsilon_value, config.epsilon_value)
         plain, clipped = (values - target).square(), (near - target).square()
         mean = 0.5 * plain.maximum(clipped).where(counted, 0.0).sum() / num_tokens
-        more = (clipped > plain).detach() & counted
-        return ValueLoss(config.vf_coef * mean, mean.detach(), more, counted)
+        far = ((values - before).abs() > config.epsilon_value) & counted
+        return ValueLoss(config.vf_coef * mean, mean.detach(), far, counted)
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """The settings that PPO cannot have, besides the conflicts of every algorithm."""

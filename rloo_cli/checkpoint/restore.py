@@ -43,6 +43,8 @@ def restore_run(run: Run, checkpoint: Path) -> None:
     values, trainer = manifest.read_trainer_state(checkpoint), checkpoint / "trainer"
     try:
         run.state = RunState(**values["state"])
+        run.state.sampled = run.state.sampled or run.state.episodes  # a checkpoint of before 0.2
+        run.episodes_before = run.state.episodes
         run.optimizer.restore(OptimizerTensors(trainer), values["optimizer"])
         for part in run.optimizer.parts:
             _apply_config_changes(part, run.config.train, values["config"]["train"])

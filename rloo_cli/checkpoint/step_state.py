@@ -56,6 +56,7 @@ def dump_step(
         "batch": {
             **batch.plain_values,
             "facts": {k: v for k, v in batch.facts.items() if v == v and abs(v) != float("inf")},
+            "fact_counts": batch.fact_counts,
             "extras": batch.extras,
             "notes": batch.notes,
         },

@@ -246,6 +246,7 @@ class Batch:
     active: list[int]  # indices of the groups that are trained on
     draws: int  # prompts consumed for this step, resampled ones included
     facts: dict[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
+    fact_counts: dict[str, float] = field(default_factory=dict)  # what their means are taken over
     extras: dict[str, list[object]] = field(default_factory=dict)  # column -> P*K values
     notes: list[str] = field(default_factory=list)
     kl: Tensor | None = None  # (P, K) float64
@@ -268,6 +269,18 @@ class Batch:
         """What is neither a tensor nor of a rollout, for those that write a batch down."""
         carried = CARRIED_VALUES if self.pending is not None else ()
         return {name: getattr(self, name) for name in (*BATCH_VALUES, *carried)}
+
+    @property
+    def num_sampled(self) -> int:
+        """Completions that were sampled for this step, also those thrown away and greedy ones."""
+        per_prompt = self.score.shape[1] + (self.greedy is not None)
+        return int(self.draws * per_prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts (K copies each) and completions, those of environments included."""
+        rows = [(group, rollout) for group in self.groups for rollout in group.rollouts]
+        return sum(len(g.prompt_ids) + len(r.completion_ids) for g, r in rows)
 
     def rollout_values(self, attribute: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""

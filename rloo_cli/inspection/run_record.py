@@ -101,7 +101,8 @@ class RunRecord:
     def _counted_steps(self) -> tuple[list[int], list[float]]:
         """The steps that say how many completions were sampled before their end, and how many."""
         counted = [m for m in self.step_metrics if "episode" in m]
-        return [m["step"] for m in counted], [m["episode"] for m in counted]
+        counts = [m.get("sampled_completions", m["episode"]) for m in counted]
+        return [m["step"] for m in counted], counts
 
 
 def run_state(run_metadata: JsonObject) -> str:

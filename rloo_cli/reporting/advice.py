@@ -7,7 +7,7 @@ or the end of the run (`train/guards.py` stops it).
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
@@ -211,23 +211,35 @@ def kl_rising(history: MetricHistory) -> str | None:
     )
 
 
+def entropy_metric(names: Container[str]) -> str:
+    """The entropy of all completions where the sampler tells it, else of the forwarded ones.
+
+    The latter's mean moves with the share of groups that need no forward: these are the sure ones.
+    """
+    return "sampling/entropy" if "sampling/entropy" in names else "entropy"
+
+
 def entropy_collapse(history: MetricHistory) -> str | None:
-    now, start = history.current_value("entropy"), history.first_values.get("entropy", 0.0)
+    name = entropy_metric(history.points)
+    now, start = history.current_value(name), history.first_values.get(name, 0.0)
     if now is None or start <= 0 or now >= ENTROPY_SHARE * start:
         return None
     return (
-        f"entropy fell from {start:.3g} to {now:.3g}: the completions of a prompt become equal, "
+        f"{name} fell from {start:.3g} to {now:.3g}: the completions of a prompt become equal, "
         "and then the leave-one-out baseline leaves no gradient. Lower train.learning_rate, or "
         "raise algorithm.beta or generation.temperature."
     )
 
 
 def zero_spread(history: MetricHistory) -> str | None:
-    share = history.recent_mean("frac_reward_zero_std")
+    # What resampling leaves has a spread; what it threw away was paid for.
+    sampled = "sampled_frac_reward_zero_std" in history.points
+    name = "sampled_frac_reward_zero_std" if sampled else "frac_reward_zero_std"
+    share = history.recent_mean(name)
     if share is None or share <= ZERO_STD_SHARE:
         return None
     return (
-        f"frac_reward_zero_std is {share:.2f}: in most groups all completions score the same "
+        f"{name} is {share:.2f}: in most groups all completions score the same "
         "(all right or all wrong) and teach nothing. Raise algorithm.num_generations or "
         "generation.temperature, or take prompts (data.path) of fitting difficulty."
     )
@@ -323,12 +335,12 @@ ADVICE_RULES = {
     "kl_rising": AdviceRule(kl_rising, ("kl",), ("algorithm.beta", "train.learning_rate")),
     "entropy_collapse": AdviceRule(
         entropy_collapse,
-        ("entropy",),
+        ("sampling/entropy", "entropy"),
         ("train.learning_rate", "algorithm.beta", "generation.temperature"),
     ),
     "zero_spread": AdviceRule(
         zero_spread,
-        ("frac_reward_zero_std",),
+        ("sampled_frac_reward_zero_std", "frac_reward_zero_std"),
         ("algorithm.num_generations", "generation.temperature", "data.path"),
     ),
     "no_signal": AdviceRule(

@@ -17,6 +17,7 @@ from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
 from rloo_cli.reporting.events import EventSender
+from rloo_cli.reporting.metric_names import merge_steps
 from rloo_cli.reporting.token_strip import DecodeToken, add_token_strips
 from rloo_cli.reporting.trackers import TrackerClient
 from rloo_cli.utils.fault_injection import trigger_fault
@@ -25,29 +26,6 @@ from rloo_cli.utils.files import JsonObject, check_folder_present, write_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-COUNTER_METRICS = {"step", "updates", "episode", "epoch", "num_tokens", "eps"}
-COUNTER_METRICS |= {"learning_rate", "lr"}
-MEANS_BY_COUNT = {  # a count of `step_metrics.mean_counts` -> the means that were taken over it
-    "ended": "completions/mean_terminated_length",
-    "scored": "reward reward_std_batch",
-    "groups": "reward_std frac_reward_zero_std",
-    "usable": "advantages/mean advantages/std advantages/zero_frac",
-    "trained": "objective/scores objective/kl objective/non_score_reward objective/rlhf_reward",
-    "updates": "loss policy_loss loss/policy_avg loss/value_avg kl_loss grad_norm"
-    " grad_clip_fraction",
-    "units": "clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean delta_ratio"
-    " policy/approxkl_avg policy/clipfrac_avg val/ratio val/ratio_var",
-    "tokens": "kl sampling/missing_frac",
-    "value_tokens": "val/clipfrac_avg value/explained_variance",
-    "entropy_tokens": "entropy policy/entropy_avg",
-    "sequences": "objective/entropy sampling/kl",
-    "gap_tokens": "sampling/logp_diff_mean sampling/logp_diff_rms",
-    "weights": "sampling/ess sampling/capped_frac sampling/masked_frac"
-    " sampling/importance_sampling_ratio/mean",
-    "step_time": "perf/completions_per_s perf/tokens_per_s perf/tokens_per_s_per_gpu"
-    " perf/rollout_wait_frac perf/mfu",
-}
-COUNT_OF_MEAN = {mean: count for count, means in MEANS_BY_COUNT.items() for mean in means.split()}
 TRL_ALIASES = {  # our name -> TRL's name
     "sampling/logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "sampling/logp_diff_max": "sampling/sampling_logp_difference/max",
@@ -210,33 +188,6 @@ def samples_to_jsonl(samples: list[JsonObject]) -> str:
     """
     lines = [json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples]
     return "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def merge_steps(metrics_of_steps: list[JsonObject], counts: list[JsonObject]) -> JsonObject:
-    """Several steps -> one line: means weighted by `counts`, extremes, last counters.
-
-    A step without a finite value for a metric is left out of that metric.
-    """
-    merged: JsonObject = {}
-    for name in dict.fromkeys(name for metrics in metrics_of_steps for name in metrics):
-        steps = zip(metrics_of_steps, counts, strict=True)
-        finite = [(m[name], c) for m, c in steps if name in m and math.isfinite(m[name])]
-        if not finite:
-            continue
-        values = [value for value, _ in finite]
-        group, _, last = name.rpartition("/")
-        if name in COUNTER_METRICS or name.startswith("data/"):
-            merged[name] = values[-1]
-        elif last == "min" or last.startswith("min_") or last.endswith("_min"):
-            merged[name] = min(values)
-        elif last == "max" or last.startswith("max_") or last.endswith(("_max", "_gb")):
-            merged[name] = max(values)
-        else:
-            count_name = COUNT_OF_MEAN.get(name, group if last in ("mean", "std") else "")
-            weights = [step_counts.get(count_name, 1) for _, step_counts in finite]
-            total = sum(v * w for v, w in zip(values, weights, strict=True))
-            merged[name] = total / sum(weights) if sum(weights) else values[-1]
-    return merged
 
 
 def batch_samples(batch: Batch) -> list[JsonObject]:

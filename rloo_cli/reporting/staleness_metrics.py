@@ -12,16 +12,19 @@ from rloo_cli.data.batch import Batch
 MetricValues = dict[str, float]
 
 
-def staleness_metrics(batch: Batch, version: int) -> MetricValues:
+def staleness_metrics(batch: Batch, version: int) -> tuple[MetricValues, MetricValues]:
     """Mean and largest lag of the step's tokens; `version`: of the weights that are trained.
 
     Where groups are carried over steps, also the most versions in one completion, each lag's share
     of the tokens, and the sampler's difference from the trainer by lag.
+
+    -> the metrics, and the counts that the last were taken over, `gap_lag<k>`
     """
     lags = version - token_versions(batch)
     metrics = {"staleness/mean": float(lags.double().mean()), "staleness/max": float(lags.max())}
+    counts: MetricValues = {}
     if batch.pending is None:
-        return metrics
+        return metrics, counts
     spans = [len(r.version_spans or [0]) for g in batch.groups for r in g.rollouts]
     metrics["staleness/span_max"] = float(max(spans))
     gap = _logp_gaps(batch)
@@ -31,7 +34,8 @@ def staleness_metrics(batch: Batch, version: int) -> MetricValues:
         known = gap[of_lag & ~gap.isnan()]
         if known.numel():
             metrics[f"sampling/logp_diff_lag{lag}"] = float(known.square().mean().sqrt())
-    return metrics
+            counts[f"gap_lag{lag}"] = known.numel()
+    return metrics, counts
 
 
 def token_versions(batch: Batch) -> Tensor:

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 MetricValues = dict[str, float]
 
 
-def rollout_metrics(batch: Batch, std_over_step: bool = False) -> MetricValues:
+def rollout_metrics(
+    batch: Batch, std_over_step: bool = False, by_group: bool = True
+) -> MetricValues:
     """Metrics of lengths, scores and groups of a step's batch, before any update.
 
-    `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch).
+    `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch). `by_group`: it
+    compares a score with its siblings', so that a group of equal scores teaches nothing.
     """
-    metrics = _completion_metrics(batch) | _score_metrics(batch) | batch.facts
+    metrics = _completion_metrics(batch) | _score_metrics(batch, by_group) | batch.facts
     if std_over_step and "reward_std_batch" in metrics:
         metrics["reward_std"] = metrics["reward_std_batch"]
     return metrics
@@ -56,15 +59,15 @@ def _length_metrics(name: str, values: Tensor) -> MetricValues:
     return {f"completions/{kind}_{name}": float(v) for kind, v in extremes.items()}
 
 
-def _score_metrics(batch: Batch) -> MetricValues:
+def _score_metrics(batch: Batch, by_group: bool) -> MetricValues:
     metrics: MetricValues = {"reward/valid_frac": float(batch.scorable.double().mean())}
     for name, values in zip(batch.names, batch.raw, strict=True):
         scores = values[~values.isnan()]
         metrics[f"reward/{name}/none_frac"] = 1 - scores.numel() / values.numel()
         metrics |= {f"reward/{name}/{k}": v for k, v in _mean_std(scores).items()}
     # With normalize_then_sum, what is trained on has the mean 0 in every step: `reward` does not.
-    trained, scorable = batch.score, batch.scorable
-    score = trained if batch.plain is None else batch.plain
+    scorable = batch.scorable
+    score = batch.score if batch.plain is None else batch.plain
     if scorable.any():
         metrics["reward"] = float(score[scorable].mean())
     if scorable.sum() > 1:
@@ -74,9 +77,12 @@ def _score_metrics(batch: Batch) -> MetricValues:
     if groups:
         stds = [score[i][scorable[i]].std() for i in groups]
         metrics["reward_std"] = float(torch.stack(stds).mean())
-        trained_groups = [trained[i][scorable[i]] for i in groups]
-        flat = [bool(g.max() == g.min()) for g in trained_groups]
+    if groups and by_group:
+        shaped = [batch.shaped[i][scorable[i]] for i in groups]
+        flat = [bool(values.max() == values.min()) for values in shaped]
         metrics["frac_reward_zero_std"] = sum(flat) / len(flat)
+    if batch.greedy is not None and (greedy := batch.greedy[~batch.greedy.isnan()]).numel():
+        metrics["objective/greedy_scores"] = float(greedy.mean())
     return metrics
 
 
@@ -85,11 +91,12 @@ def _mean_std(values: Tensor) -> MetricValues:
     return metrics | ({"std": float(values.std())} if values.numel() > 1 else {})
 
 
-def advantage_metrics(batch: Batch, beta: float) -> MetricValues:
+def advantage_metrics(batch: Batch, beta: float, every_kl: bool = False) -> MetricValues:
     """Metrics of usable advantages, and of the scores and KLs of the completions trained on.
 
     `objective/rlhf_reward` is score - beta * KL, whether the KL is in the reward or in the loss.
     With normalize_then_sum the scores are the rewards' weighted sum, before any normalising.
+    `every_kl`: the KL of completions without an advantage is trained on, too.
     """
     metrics: MetricValues = {}
     if batch.advantage is not None and batch.usable is not None and batch.usable.any():
@@ -98,38 +105,91 @@ def advantage_metrics(batch: Batch, beta: float) -> MetricValues:
         metrics["advantages/abs_max"] = float(values.abs().max())
         metrics["advantages/zero_frac"] = float((values == 0).double().mean())
         metrics["advantages/norm_skipped"] = float(batch.norm_skipped)
-    mask = _trained_mask(batch)
+    mask, kl_mask = _trained_mask(batch), _trained_mask(batch, every_kl)
     if mask.any():
         score = batch.shaped if batch.plain is None else batch.plain
         metrics["objective/scores"] = metrics["objective/rlhf_reward"] = float(score[mask].mean())
-    if mask.any() and batch.kl is not None:
-        kl = float(batch.kl[mask].mean())
+    if kl_mask.any() and batch.kl is not None:
+        kl = float(batch.kl[kl_mask].mean())
         metrics["objective/kl"] = kl
         metrics["objective/non_score_reward"] = -beta * kl
-        metrics["objective/rlhf_reward"] -= beta * kl
+        if "objective/scores" in metrics:
+            metrics["objective/rlhf_reward"] -= beta * kl
     return metrics
 
 
-def _trained_mask(batch: Batch) -> Tensor:
-    """Completions of active groups that have an advantage; others need no forward. (P, K) bool"""
+def _trained_mask(batch: Batch, without_advantage: bool = False) -> Tensor:
+    """Completions of active groups that the loss sees: not masked, with an advantage. (P, K) bool
+
+    `without_advantage`: and those without one.
+    """
     mask = torch.zeros_like(batch.scorable)
-    mask[batch.active] = (batch.scorable if batch.usable is None else batch.usable)[batch.active]
-    return mask
+    usable = batch.scorable if batch.usable is None else batch.usable
+    mask[batch.active] = (usable | without_advantage)[batch.active]
+    return mask & ~batch.masked
 
 
-def mean_counts(batch: Batch, updates: UpdateMetrics) -> MetricValues:
-    """The counts that the means of a step were taken over, by the names of `log.MEANS_BY_COUNT`."""
+def sampler_metrics(batch: Batch) -> MetricValues:
+    """What the sampler's own log-probabilities say of all completions that are not masked.
+
+    They need no forward pass, so they do not depend on which completions an update leaves out.
+    """
+    logps = [logp for logp, _ in _unmasked_logprobs(batch)]
+    if all(logp is None for logp in logps):
+        return {}
+    known = torch.tensor([x for logp in logps for x in logp or []], dtype=torch.float64)
+    known, tokens = known[~known.isnan()], sum(count for _, count in _unmasked_logprobs(batch))
+    metrics = {"sampling/missing_frac": 1 - known.numel() / tokens}
+    if known.numel() == tokens:
+        metrics["sampling/entropy"] = -float(known.sum()) / tokens
+        metrics["objective/entropy"] = -float(known.sum()) / len(logps)
+    return metrics
+
+
+def _unmasked_logprobs(batch: Batch) -> list[tuple[list[float] | None, int]]:
+    """The sampler's log-probabilities of each completion that is not masked, and its length."""
+    columns = zip(batch.groups, batch.masked.tolist(), strict=True)
+    return [
+        (rollout.sampled_logp, rollout.length)
+        for group, masked in columns
+        for rollout, left_out in zip(group.rollouts, masked, strict=True)
+        if not left_out
+    ]
+
+
+def mean_counts(
+    batch: Batch, updates: UpdateMetrics, metrics: MetricValues, every_kl: bool = False
+) -> MetricValues:
+    """The counts that the means of a step were taken over (`metric_names.merge_steps`)."""
     scored = zip(batch.names, (~batch.raw.isnan()).sum((1, 2)), strict=True)
     counts = {f"reward/{name}": count for name, count in scored}
+    lengths = batch.rollout_values("length")
+    episodes = [f for g in batch.groups for r in g.rollouts if (f := r.episode_facts)]
+    sampler = "objective/entropy" in sampler_metrics(batch)
     counts |= {
         "ended": batch.rollout_values("terminated").sum(),
         "scored": batch.scorable.sum(),
         "groups": (batch.scorable.sum(1) >= 2).sum(),
         "usable": torch.tensor(0) if batch.usable is None else batch.usable.sum(),
-        "trained": _trained_mask(batch).sum(),
-        "updates": torch.tensor(updates.num_updates),
+        "trained": _trained_mask(batch, every_kl).sum(),
+        "trained_scored": _trained_mask(batch).sum(),
+        "sampled_tokens": lengths.sum(),
+        "unmasked_tokens": lengths[~batch.masked].sum(),
     }
-    return fetch_scalars(counts) | fetch_scalars(updates.sums)
+    plain = {
+        "completions": batch.score.numel(),
+        "drawn": batch.draws * batch.score.shape[1],
+        "updates": updates.num_updates,
+        "rows": updates.work.get("rows", 0.0),
+        "episodes": len(episodes),
+        "calls": sum(facts["calls"] for facts in episodes),
+        "step_time": metrics["step_time"],
+        "training_s": _training_seconds(metrics),
+        **batch.fact_counts,
+    }
+    sums = fetch_scalars(updates.sums)
+    unmasked = int((~batch.masked).sum()) if sampler else sums.get("sequences", 0.0)
+    return fetch_scalars(counts) | plain | sums | {"unmasked": unmasked}
 
 
 TRAINING_PHASES = ("update", "reference", "old_logp", "value")  # those of `count_forward`
@@ -150,11 +210,10 @@ def speed_metrics(
     sheet in the seconds of the training phases.
     """
     seconds = metrics["step_time"]
-    rollouts = [(g, r) for g in batch.groups for r in g.rollouts]
-    tokens = sum(len(g.prompt_ids) + r.length for g, r in rollouts)
+    completions, tokens = batch.score.numel(), batch.num_tokens
     waited = sum(metrics.get(f"time/{phase}", 0.0) for phase in ("data", "generation", "reward"))
     speed = {
-        "perf/completions_per_s": len(rollouts) / seconds,
+        "perf/completions_per_s": completions / seconds,
         "perf/tokens_per_s": tokens / seconds,
         "perf/rollout_wait_frac": waited / seconds,
         "perf/level": float(LAYOUTS.index(layout)),
@@ -163,12 +222,16 @@ def speed_metrics(
     if "rows" in work:
         speed["perf/rows"] = work["rows"]
         speed["perf/padding_frac"] = work["padding"] / work["rows"]
-    speed["perf/forwarded_frac"] = work.get("completions", 0.0) / (len(rollouts) * num_iterations)
+    speed["perf/forwarded_frac"] = work.get("completions", 0.0) / (completions * num_iterations)
     if world.device.type == "cuda":
         speed["perf/tokens_per_s_per_gpu"] = tokens / seconds / world.size
         speed["memory/peak_gb"] = torch.cuda.max_memory_allocated(world.device) / 1e9
         speed["memory/reserved_gb"] = torch.cuda.memory_reserved(world.device) / 1e9
-        busy = sum(metrics.get(f"time/{phase}", 0.0) for phase in TRAINING_PHASES)
+        busy = _training_seconds(metrics)
         if (most := find_peak_flops(torch.cuda.get_device_name(world.device))) and busy:
             speed["perf/mfu"] = work.get("flop", 0.0) / busy / most / world.size
     return speed
+
+
+def _training_seconds(metrics: MetricValues) -> float:
+    return sum(metrics.get(f"time/{phase}", 0.0) for phase in TRAINING_PHASES)

@@ -125,7 +125,7 @@ class UpdateMetrics:
         self.add_maxima(_trained_sequences(micro_batch), low=-loss.row_low, high=loss.row_high)
         self.add(policy_loss=loss.policy, kl_loss=loss.kl)
         if loss.capped is not None:
-            self.add(capped=(loss.capped & units).sum())
+            self.add(cispo_capped=(loss.capped & units).sum())
         if entropy is not None:
             mask = micro_batch.mask
             self.add(entropy=(entropy * mask).sum(), entropy_tokens=mask.sum())
@@ -280,7 +280,7 @@ def _clip_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
         "clip_ratio/low_min": -maxima["low"],
         "clip_ratio/high_max": maxima["high"],
         "delta_ratio": sums["delta"] / n,
-        **({"cispo_clip_ratio": sums["capped"] / n} if "capped" in sums else {}),
+        **({"cispo_clip_ratio": sums["cispo_capped"] / n} if "cispo_capped" in sums else {}),
         "policy/approxkl_avg": sums["approx_kl"] / n,
         "policy/clipfrac_avg": (sums["low"] + sums["high"]) / n,
         "val/ratio": mean,

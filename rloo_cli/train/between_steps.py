@@ -79,8 +79,11 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     by_batch = getattr(settings, "advantage_scale", None) == "batch"
     # Not every algorithm has every key.
     beta = 0.0 if getattr(settings, "kl_in", None) == "none" else getattr(settings, "beta", None)
-    metrics: JsonObject = {"step": state.step} | step_metrics.rollout_metrics(batch, by_batch)
-    metrics |= step_metrics.advantage_metrics(batch, beta or 0.0) | updates.to_metrics()
+    every_kl = getattr(settings, "trains_kl_of_unscored", False)
+    by_group = getattr(settings, "compares_siblings", True)
+    metrics: JsonObject = step_metrics.rollout_metrics(batch, by_batch, by_group)
+    metrics |= step_metrics.advantage_metrics(batch, beta or 0.0, every_kl)
+    metrics |= updates.to_metrics() | step_metrics.sampler_metrics(batch)
     metrics |= run.clock.lap()
     beside = run.ahead or run.stream
     if beside is not None:
@@ -88,18 +91,22 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics |= step_metrics.speed_metrics(
         batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )
-    metrics |= staleness_metrics(batch, state.updates - updates.num_updates)
-    gap, lag = metrics.get("sampling/logp_diff_rms"), metrics["staleness/max"]
+    aged, lag_counts = staleness_metrics(batch, state.updates - updates.num_updates)
+    metrics |= aged
+    gap, lag = metrics.get("sampling/logp_diff_rms"), int(metrics["staleness/max"] > 0)
     if run.ahead is not None and batch.pending is None and gap is not None:  # all have one lag
         metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
+        lag_counts = {f"gap_lag{lag}": float(updates.sums["gap_tokens"])}
     metrics |= {
+        "step": state.step,
         "num_tokens": state.tokens,
         "episode": state.episodes,
-        "eps": state.episodes / run.clock.elapsed(),
+        "sampled_completions": state.sampled,
+        "eps": (state.episodes - run.episodes_before) / run.clock.elapsed(),
         "epoch": state.place / len(run.prompts),
         "updates": state.updates,
         "data/dropped_long": run.prompts.dropped,
         "data/truncated": run.prompts.truncated,
     }
-    counts = step_metrics.mean_counts(batch, updates) | {"step_time": metrics["step_time"]}
+    counts = step_metrics.mean_counts(batch, updates, metrics, every_kl) | lag_counts
     run.log.step(metrics, counts, batch, run.num_steps)

@@ -59,7 +59,8 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
     lengths = batch.rollout_values("length") * ~batch.masked
     # A masked completion is part of its siblings' baseline; one without a score is not.
     valid = usable_completions(batch.scorable, settings) & ~batch.masked
-    counted = torch.ones_like(valid) if settings.loss_denominator == "all" else valid
+    seen = ~batch.masked if settings.trains_kl_of_unscored else valid
+    counted = torch.ones_like(valid) if settings.loss_denominator == "all" else seen
     plans = []
     for share in np.array_split(order, settings.num_minibatches):
         groups = sorted(int(i) for i in share)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rloo_cli.algorithms.common.kl import charge_tokens
 from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.data.batch import Batch, Rollout
-from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
+from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.stream import StreamCut
 from rloo_cli.policy.model import LogProbs
@@ -70,7 +70,7 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
         with run.clock.phase("update"):
             micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
             advantages.add_reference_logprobs(run, batch, micro_batch, updates)
-            logprobs = _policy_logprobs(run, micro_batch)
+            logprobs = run.policy.logp(micro_batch, want_entropy=True)
             micro_batch.old_logp = logprobs.logp.detach()
             micro_batch.kl_logp = None if logprobs.kl_logp is None else logprobs.kl_logp.detach()
             kl = advantages.measure_kl(run, micro_batch, updates)
@@ -120,7 +120,7 @@ def update_with_old_logprobs(run: Run, step_progress: StepProgress) -> None:
                         run, step_progress, micro_batch, plan, is_last
                     )
                     forward_pass = ForwardPass(micro_batch, None)
-                    logprobs = _policy_logprobs(run, micro_batch)
+                    logprobs = run.policy.logp(micro_batch, want_entropy=True)
                     loss += backward_micro_batch(
                         run, step_progress, plan, forward_pass, logprobs, is_last
                     )
@@ -225,7 +225,9 @@ def dummy_pass(
         if is_last is not None:
             run.engine.backward_value(unused, is_last)
     if is_last is not None:
-        run.engine.backward(zero_loss(run, _policy_logprobs(run, micro_batch)), is_last)
+        run.engine.backward(
+            zero_loss(run, run.policy.logp(micro_batch, want_entropy=True)), is_last
+        )
 
 
 def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
@@ -239,12 +241,6 @@ def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
     if logprobs.entropy is not None and logprobs.entropy.requires_grad:
         outputs.append(logprobs.entropy)
     return torch.stack([out.sum() * 0.0 for out in outputs]).sum()
-
-
-def _policy_logprobs(run: Run, micro_batch: MicroBatch) -> LogProbs:
-    """Forward the policy with gradient; with the entropy if this step is logged."""
-    want_entropy = run.log.is_due(run.state.step + 1, run.num_steps)
-    return run.policy.logp(micro_batch, want_entropy)
 
 
 def _zero_scalar(run: Run) -> Tensor:

@@ -283,3 +283,13 @@ def test_gae_clipped_value_loss_and_its_gradient() -> None:
     near(out.total.detach(), c.vf_coef * v["value_loss"])
     near(new.grad, c.vf_coef * tensor(v["value_gradient"], dtype=torch.float64))
     near(out.clipped.double().mean(), v["clip_share"])
+
+
+def test_a_value_is_clipped_where_it_left_the_range_and_not_where_floats_round() -> None:
+    m = micro([3])
+    m.value = tensor([0.1, 0.7, 0.3])
+    m.returns = tensor([1.0, 1.0, 1.0])
+    new = tensor([0.3, 0.2, 0.9])
+    for epsilon, share in ((1000.0, 0.0), (0.4, 2 / 3)):
+        c = ppo(epsilon_value=epsilon)[1]
+        near(of_name("ppo").value_loss(new, m, c, 3.0).clipped.double().mean(), share)

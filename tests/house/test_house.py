@@ -37,7 +37,7 @@ LINES = {
     "algorithms/rloo.py": 150,
     "config/schema.py": 700,  # every key that does not belong to a plug-in stands in one file
 }
-LONGEST_LOOP = 705
+LONGEST_LOOP = 710
 FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -45,6 +45,20 @@ def said(rows):
     return [text for row in rows for text in advisor.advise(row).values()]
 
 
+def test_entropy_of_all_completions_is_what_a_collapse_is_read_from_where_it_is_known():
+    rows = [healthy(s) | {"sampling/entropy": 2.0} for s in range(1, 10)]
+    moved = [healthy(s) | {"sampling/entropy": 2.0, "entropy": 0.1} for s in range(10, 20)]
+    assert said([*rows, *moved]) == []  # only another share of the groups was forwarded
+    fallen = [healthy(s) | {"sampling/entropy": 0.1} for s in range(10, 20)]
+    assert [text.split(" fell")[0] for text in said([*rows, *fallen])] == ["sampling/entropy"]
+
+
+def test_groups_without_spread_that_resampling_threw_away_count():
+    rows = [healthy(s) | {"frac_reward_zero_std": 0.0} for s in range(1, 10)]
+    rows = [row | {"sampled_frac_reward_zero_std": 0.9} for row in rows]
+    assert [text.split(" is")[0] for text in said(rows)] == ["sampled_frac_reward_zero_std"]
+
+
 def test_a_healthy_run_hears_nothing():
     assert said(healthy(step) for step in range(1, 300)) == []
 

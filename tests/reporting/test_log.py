@@ -29,6 +29,23 @@ def test_several_steps_are_weighed_by_what_each_mean_was_taken_over():
     assert merge_steps(rows, counts) == expected
 
 
+def test_squares_shares_and_what_a_reward_logged_merge_by_their_counts():
+    rows = [
+        {"sampling/logp_diff_rms": 3.0, "staleness/frac_lag0": 1.0, "mine": 1.0,
+         "sampling/logp_diff_lag0": 3.0},
+        {"sampling/logp_diff_rms": 1.0, "staleness/frac_lag1": 1.0, "mine": 4.0,
+         "sampling/logp_diff_lag0": 1.0},
+    ]  # fmt: skip
+    counts = [
+        {"gap_tokens": 10, "sampled_tokens": 30, "gap_lag0": 1, "mine": 1},
+        {"gap_tokens": 30, "sampled_tokens": 10, "gap_lag0": 3, "mine": 2},
+    ]
+    assert merge_steps(rows, counts) == {
+        "sampling/logp_diff_rms": 3**0.5, "staleness/frac_lag0": 0.75, "mine": 3.0,
+        "sampling/logp_diff_lag0": 3**0.5, "staleness/frac_lag1": 0.25,
+    }  # fmt: skip
+
+
 def test_extremes_are_true_extremes_and_counters_the_last_value():
     rows = [
         {"ratio/min": 0.5, "ratio/max": 1.5, "completions/min_length": 3, "step": 1, "episode": 8,
@@ -73,8 +90,18 @@ def test_every_third_step_and_the_last_are_written_with_the_means_of_all(tmp_pat
     assert found[0]["completions/max_length"] == max(r["completions/max_length"] for r in first)
     assert found[0]["ratio/min"] == min(r["ratio/min"] for r in first)
     assert found[0]["num_tokens"] == first[-1]["num_tokens"]
-    assert found[0]["entropy"] == first[-1]["entropy"]  # only measured on steps that are written
+    for name in ("entropy", "sampling/entropy"):
+        weighted = sum(r[name] * n for r, n in zip(first, tokens, strict=True))
+        assert found[0][name] == pytest.approx(weighted / sum(tokens)), name
     assert timeless(found[1]) == timeless(every[3])
+
+
+def test_completions_per_second_are_of_this_attempt_alone(tmp_path):
+    run = make(tmp_path)
+    run.state.episodes = run.episodes_before = 1000  # of attempts before this one
+    _, row, _ = step(run)
+    assert row["episode"] == 1016 and row["eps"] * run.clock.elapsed() >= 16
+    assert row["eps"] * row["step_time"] <= 16
 
 
 def test_what_was_not_written_when_the_run_stopped_is_written_at_the_end(tmp_path):

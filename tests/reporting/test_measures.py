@@ -84,10 +84,17 @@ def test_scores_and_their_spread():
 
 def test_zero_spread_is_of_scores_and_not_of_rewards_after_kl():
     differing = numbers([[5.0, 5.1, 5.2, 5.3]] * 3)
-    row = step_metrics.rollout_metrics(
-        batch(shaped=differing, reward=differing, advantage=differing)
-    )
+    row = step_metrics.rollout_metrics(batch(reward=differing, advantage=differing))
     assert row["frac_reward_zero_std"] == 0.5
+
+
+def test_zero_spread_is_of_scores_after_penalties_as_advantages_are():
+    penalised = numbers([[1, 3, 3, 5], [5, 4, 5, 5], [0, 0, 1, 0]])
+    assert step_metrics.rollout_metrics(batch(shaped=penalised))["frac_reward_zero_std"] == 0
+    alike = numbers([[1, 1, 1, 1], [5, 5, 5, 5], [0, 0, 1, 0]])
+    assert step_metrics.rollout_metrics(batch(shaped=alike))["frac_reward_zero_std"] == 1
+    row = step_metrics.rollout_metrics(batch(), by_group=False)  # as with baseline=batch_mean
+    assert "frac_reward_zero_std" not in row
 
 
 def settled(beta=0.1, **changes):
@@ -112,6 +119,24 @@ def test_reward_after_kl_is_of_the_groups_that_were_trained_on():
     row = step_metrics.advantage_metrics(settled(active=[0]), 0.1)
     assert row["objective/scores"] == near(11 / 4) and row["objective/kl"] == near(2.5)
     assert row["objective/rlhf_reward"] == near(11 / 4 - 0.25)
+
+
+def test_masked_completions_are_in_no_mean_of_what_was_trained_on():
+    masked = torch.zeros(3, 4, dtype=torch.bool)
+    masked[0, 3] = True
+    row = step_metrics.advantage_metrics(settled(masked=masked), 0.1)
+    assert row["objective/scores"] == near((7 + 20) / 7)
+    assert row["objective/kl"] == near((6 + 6) / 7)
+    every = step_metrics.advantage_metrics(settled(masked=masked), 0.1, every_kl=True)
+    assert every["objective/kl"] == near((6 + 6 + 32) / 11)  # as with a KL in the loss
+    assert every["objective/scores"] == row["objective/scores"]
+
+
+def test_what_an_environment_said_counts_as_tokens_that_are_read():
+    found = batch()
+    found.groups[0].rollouts[3].mask = [1, 0, 0, 1, 1, 1]
+    assert found.groups[0].rollouts[3].length == 4
+    assert found.num_tokens == 12 * 2 + 53
 
 
 def test_advantages_are_measured_over_the_rows_that_have_one():
@@ -223,6 +248,7 @@ def test_correction_weights_are_measured_after_and_their_worth_before_the_mode()
     assert row[f"{name}/mean"] == near(3.5 / 3)
     assert row["sampling/ess"] == near(4.5**2 / (3 * 10.25))
     assert row["sampling/capped_frac"] == near(1 / 3) and row["sampling/masked_frac"] == 0
+    assert "cispo_clip_ratio" not in row
     row = updated([1.0] * 3, [1] * 3, behaviour=behaviour, correction=rule | {"mode": "mask"})
     assert row["sampling/masked_frac"] == near(1 / 3) and row["sampling/capped_frac"] == 0
 

@@ -339,7 +339,8 @@ class Reference:
         a = self.a
         counted = torch.ones_like(self.usable)
         if a["loss_denominator"] == "valid":
-            counted = self.usable & ~self.masked
+            pulled = a["kl_in"] == "loss" and a["beta"] > 0  # then every KL is in the loss
+            counted = (self.usable | pulled) & ~self.masked
         n = max(int(counted[share].sum()), 1)
         tokens = max(int((self.lengths * counted)[share].sum()), 1)
         used = [p for p in share if p in self.active]

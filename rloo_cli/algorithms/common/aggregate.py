@@ -28,7 +28,8 @@ class Config(Frozen):
     )
     entropy_coef: float = key("Weight of the tokens' mean entropy, subtracted from the loss", ge=0)
     loss_denominator: Literal["all", "valid"] = key(
-        "Completions counted in N: every one, or those of scorable groups that are not masked"
+        "Completions counted in N: every one, or those that the loss sees: not masked, in scorable"
+        " groups (with kl_in=loss and opd also those without a score)"
     )
 
 
@@ -61,7 +62,7 @@ def update_denominator(
     """The number that the update's sum is divided by; 1 instead of 0.
 
     Sequences and tokens are counted over the whole update, on all ranks (with
-    loss_denominator=valid the caller counts only unmasked completions of scorable groups).
+    loss_denominator=valid the caller counts only those that the loss sees).
     """
     by_agg = {
         "sequence_sum": num_sequences,

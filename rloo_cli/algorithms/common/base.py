@@ -45,7 +45,7 @@ class ValueLoss:
 
     total: Tensor  # () with gradient, vf_coef included
     value: Tensor  # () detached, without vf_coef
-    clipped: Tensor  # (N,) bool, the clipped value's loss is the larger one
+    clipped: Tensor  # (N,) bool, more than epsilon_value from the value of the step's start
     counted: Tensor  # (N,) bool, trained tokens that have a return
 
 

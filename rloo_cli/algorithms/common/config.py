@@ -27,6 +27,16 @@ class Switches(
         Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo"] | None
     ) = key("Sets policy_loss, ratio_level and loss_agg where they are null; null = sets nothing")
 
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a group of equal scores has advantages of 0, but for a KL in the rewards."""
+        return self.baseline in ("loo", "group_mean") and self.turn_rewards != "credit"
+
+    @property
+    def trains_kl_of_unscored(self) -> bool:
+        """Whether the loss has the KL of completions without an advantage, too."""
+        return self.kl_in == "loss" and self.beta > 0
+
 
 S = TypeVar("S", bound=Switches)
 # A loss type is three switches: policy_loss, ratio_level and loss_agg. GSPO: arXiv 2507.18071;

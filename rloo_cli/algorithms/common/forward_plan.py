@@ -96,8 +96,7 @@ def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
 
 def _forwards_every_completion(config: Switches) -> bool:
     # The KL term and the entropy bonus have a gradient in every completion.
-    pulled = config.kl_in == "loss" and config.beta > 0
-    pulled = pulled or config.entropy_coef > 0
+    pulled = config.trains_kl_of_unscored or config.entropy_coef > 0
     return pulled or config.loss_agg == "token_mean_local"  # a mean over a micro-batch's tokens
 
 

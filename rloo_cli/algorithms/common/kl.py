@@ -30,7 +30,10 @@ class Config(dialect.Config):
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "Per token, d = old_logp - ref_logp: d, d^2/2, or exp(-d) - 1 + d"
     )
-    kl_in_baseline: bool = key("The baseline is of score - beta*KL; false = of the score alone")
+    kl_in_baseline: bool = key(
+        "The baseline is of score - beta*KL (a masked sibling has the KL 0); false = of the score"
+        " alone"
+    )
     kl_credit: Literal["sequence", "to_go"] = key(
         "Charge each token for its whole completion's KL, or only for the KL from itself on"
     )

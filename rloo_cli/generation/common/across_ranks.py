@@ -135,7 +135,7 @@ def _sample_for_all_ranks(
 
 
 def merge_scores(scores_by_rank: Sequence[Scores]) -> Scores:
-    """The scores of several ranks' groups as one. Rates and metrics are means over the groups."""
+    """The scores of several ranks' groups as one. Means are weighted by their counts."""
     parts = scores_by_rank
     if len(parts) == 1:
         return parts[0]
@@ -144,10 +144,11 @@ def merge_scores(scores_by_rank: Sequence[Scores]) -> Scores:
         column: [v for p in parts for v in p.extras.get(column, [None] * p.raw.shape[1:].numel())]
         for column in dict.fromkeys(column for p in parts for column in p.extras)
     }
-    metrics = {}
+    metrics, metric_counts = {}, {}
     for name in dict.fromkeys(name for p in parts for name in p.metrics):
-        logged = [(p.metrics[name], p.raw.shape[1]) for p in parts if name in p.metrics]
-        metrics[name] = _weighted_mean([v for v, _ in logged], [n for _, n in logged])
+        calls = [p.metric_counts[name] for p in parts if name in p.metrics]
+        metrics[name] = _weighted_mean((p.metrics[name] for p in parts if name in p.metrics), calls)
+        metric_counts[name] = sum(calls)
     return Scores(
         raw=torch.cat([p.raw for p in parts], dim=1),
         names=names,
@@ -156,6 +157,7 @@ def merge_scores(scores_by_rank: Sequence[Scores]) -> Scores:
         seconds={n: max(p.seconds[n] for p in parts) for n in names},
         extras=extras,
         metrics=metrics,
+        metric_counts=metric_counts,
         warnings=list(dict.fromkeys(w for p in parts for w in p.warnings)),
         tolerated=[failure for p in parts for failure in p.tolerated],
     )

@@ -100,9 +100,11 @@ class Rollouts:
         settings = self.algorithm.config
         missing = self.config.train.prompts_per_step
         rounds: list[Batch] = []
+        drawn: list[Batch] = []  # with the groups that are thrown away
         num_sampled = 0
         while missing:
             batch = make_round(num_sampled, missing)
+            drawn.append(batch)
             num_sampled += missing
             if settings.zero_std_groups != "resample" or len(rounds) >= settings.max_resample:
                 rounds.append(batch)
@@ -111,6 +113,8 @@ class Rollouts:
             rounds.append(_select_groups(batch, spread))
             missing -= len(spread)
         whole = _concatenate_batches(rounds, num_sampled)
+        if settings.zero_std_groups == "resample":
+            _add_sampled_facts(whole, drawn)
         if sort:
             offsets = [group.prompt_offset for group in whole.groups]
             whole = _select_groups(whole, sorted(range(len(offsets)), key=offsets.__getitem__))
@@ -218,8 +222,6 @@ class Rollouts:
         found = self._build_batch(batch.step, groups, scores)
         batch.greedy = found.shaped.masked_fill(~found.scorable, float("nan")).squeeze(1)
         batch.scorable = batch.scorable & found.scorable
-        if found.scorable.any():
-            batch.facts["objective/greedy_scores"] = float(found.shaped[found.scorable].mean())
 
     def _build_batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:
         settings = self.algorithm.config
@@ -227,7 +229,6 @@ class Rollouts:
         weighted, scorable = self.algorithm.combine_rewards(scores.raw, weights)
         metrics = {f"reward/{n}/error_rate": r for n, r in scores.error_rate.items()}
         metrics |= {f"reward/{n}/time": s for n, s in scores.seconds.items()}
-        metrics |= self.generator.metrics
         batch = Batch(
             step=step,
             groups=groups,
@@ -240,6 +241,7 @@ class Rollouts:
             active=[],
             draws=len(groups),
             facts=metrics | scores.metrics,
+            fact_counts=dict(scores.metric_counts),
             extras=dict(scores.extras),
             notes=list(scores.warnings),
             reward_weights=scores.weights,
@@ -273,7 +275,9 @@ class Rollouts:
             fix = "easier or harder prompts, or algorithm.zero_std_groups=keep"
             raise NumbersError(Problem(what, where, _flat_groups_text(batch), fix))
         batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
-        batch.facts |= mask_metrics(r.sampling_mask for g in batch.groups for r in g.rollouts)
+        masks = [r.sampling_mask for g in batch.groups for r in g.rollouts]
+        batch.facts |= self.generator.metrics | mask_metrics(masks)
+        batch.fact_counts["mask_tokens"] = sum(len(mask) for mask in masks if mask is not None)
         batch.facts["groups/dropped"] = len(dropped)
         batch.facts["groups/resampled"] = num_sampled - len(batch.groups)
 
@@ -311,6 +315,27 @@ def _has_different_scores(batch: Batch, group_index: int) -> bool:
     return values.numel() > 1 and bool(values.max() != values.min())
 
 
+def _add_sampled_facts(batch: Batch, drawn: list[Batch]) -> None:
+    """Add the metrics of every group that was sampled for a batch, thrown away ones included.
+
+    `drawn`: the rounds before any selection; what has no score of its own, or no sibling, as ever.
+    """
+    scores = [(d.score if d.plain is None else d.plain)[d.scorable] for d in drawn]
+    flat = [
+        not _has_different_scores(d, i)
+        for d in drawn
+        for i in range(len(d.groups))
+        if int(d.scorable[i].sum()) >= 2
+    ]
+    whole = torch.cat(scores)
+    batch.facts["sampled_kept_frac"] = len(batch.groups) / batch.draws
+    if whole.numel():
+        batch.facts["sampled_reward"] = float(whole.mean())
+    if flat:
+        batch.facts["sampled_frac_reward_zero_std"] = sum(flat) / len(flat)
+    batch.fact_counts |= {"drawn_scored": whole.numel(), "drawn_groups": len(flat)}
+
+
 def _select_groups(batch: Batch, group_indices: list[int]) -> Batch:
     columns: JsonObject = {"raw": batch.raw[:, group_indices]}
     for name in GROUP_COLUMNS:
@@ -331,8 +356,13 @@ def _concatenate_batches(batches: list[Batch], num_sampled: int) -> Batch:
         columns[name] = torch.cat(parts) if parts else None
     metrics: dict[str, float] = {}
     for name in {n for p in batches for n in p.facts}:  # times are summed, others averaged
-        values = [p.facts[name] for p in batches if name in p.facts]
-        metrics[name] = sum(values) / (1 if name.endswith("/time") else len(values))
+        known = [p for p in batches if name in p.facts]
+        values = [(p.facts[name], p.fact_counts.get(name, p.draws)) for p in known]
+        if name.endswith("/time"):
+            metrics[name] = sum(value for value, _ in values)
+        else:
+            metrics[name] = sum(v * n for v, n in values) / sum(n for _, n in values)
+    counted = {n for p in batches for n in p.fact_counts}
     names = {n for p in batches for n in p.extras}
     extras = {
         n: [v for p in batches for v in p.extras.get(n, [None] * p.score.numel())] for n in names
@@ -342,6 +372,7 @@ def _concatenate_batches(batches: list[Batch], num_sampled: int) -> Batch:
         groups=[g for p in batches for g in p.groups],
         draws=num_sampled,
         facts=metrics,
+        fact_counts={n: sum(p.fact_counts.get(n, 0) for p in batches) for n in counted},
         extras=extras,
         notes=[n for p in batches for n in p.notes],
         **columns,

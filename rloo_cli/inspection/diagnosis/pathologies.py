@@ -117,7 +117,8 @@ def reward_drowned(run: RunEvidence) -> str | None:
 
 
 def no_group_spread(run: RunEvidence) -> str | None:
-    share = run.end_mean("frac_reward_zero_std")
+    share = run.end_mean("sampled_frac_reward_zero_std")  # also of what resampling threw away
+    share = run.end_mean("frac_reward_zero_std") if share is None else share
     if share is None or share <= advice.ZERO_STD_SHARE or run.steps < MIN_STEPS:
         return None
     if ignored_completions(run) or _is_learning(run):
@@ -186,12 +187,13 @@ def kl_runaway(run: RunEvidence) -> str | None:
 
 
 def entropy_collapse(run: RunEvidence) -> str | None:
-    values = run.metric_values("entropy")
-    end = run.end_mean("entropy")
+    names = {name for step in run.record.step_metrics for name in step}
+    name = advice.entropy_metric(names)
+    values, end = run.metric_values(name), run.end_mean(name)
     if end is None or run.steps < MIN_STEPS or not values or _has_mastered(run):
         return None
     return (
-        f"entropy went from {values[0]:.3g} to {end:.3g} nats"
+        f"{name} went from {values[0]:.3g} to {end:.3g} nats"
         if end < advice.ENTROPY_SHARE * values[0]
         else None
     )

@@ -36,6 +36,7 @@ class Scores:
     seconds: dict[str, float]  # reward -> wall seconds
     extras: dict[str, list[object]] = field(default_factory=dict)  # log_extra: column -> P*K values
     metrics: dict[str, float] = field(default_factory=dict)  # log_metric's name -> mean
+    metric_counts: dict[str, int] = field(default_factory=dict)  # its name -> calls that logged it
     warnings: list[str] = field(default_factory=list)  # to be printed once per run
     tolerated: list[ToleratedFailures] = field(default_factory=list)  # that stop no run alone
 
@@ -97,6 +98,7 @@ def _collect_logs(scores: Scores, call_results: list[CallResult], num_completion
         for name, number in call.log.metrics:
             numbers.setdefault(name, []).append(number)
     scores.metrics = {name: sum(logged) / len(logged) for name, logged in numbers.items()}
+    scores.metric_counts = {name: len(logged) for name, logged in numbers.items()}
 
 
 def _warn_unscored(scores: Scores, table: CompletionTable) -> None:
