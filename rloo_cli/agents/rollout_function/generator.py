@@ -20,11 +20,12 @@ from rloo_cli.config.agent import agent_config, completion_token_limit, sampled_
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import exception_text, format_user_frames
-from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.generation import Generator
 from rloo_cli.policy.load import read_vocab_size
 from rloo_cli.utils.errors import GenerationError, Problem, RunError
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,6 +130,15 @@ class _FunctionStep:
     def _call(self) -> object:
         """What the function returned. Raises GenerationError for what it raises."""
         prompts = [deepcopy(row.group.prompt) for row in self.rows]
+        with note_main_thread_calls() as noted:
+            returned = self._call_function(prompts)
+        if noted:
+            what = f"{self.generator.spec} called {noted[0]}, which works in a main thread only"
+            why = "generation.overlap runs the function in a thread beside the training"
+            raise GenerationError(Problem(what, "agent.rollout", why, "generation.overlap=none"))
+        return returned
+
+    def _call_function(self, prompts: list[Prompt]) -> object:
         try:
             return self.generator.function(prompts, self.sampler)
         except (RunError, KeyboardInterrupt):
