@@ -261,11 +261,12 @@ def _limits(metrics: Mapping[str, object], name: str = "") -> Limits | None:
     low, high = metrics.get(f"{prefix}low"), metrics.get(f"{prefix}high")
     if isinstance(low, int | float) and isinstance(high, int | float):
         return low, high
-    samples = metrics.get(f"{name.partition('reward')[0]}samples")
-    mean = metrics.get(name)
+    prefix, mean = name.partition("reward")[0], metrics.get(name)
+    samples, unscored = (metrics.get(f"{prefix}{key}") for key in ("samples", "unscored"))
     if not isinstance(samples, int) or not isinstance(mean, int | float) or not 0 <= mean <= 1:
         return None
-    return share_limits(samples, mean, mean * (1 - mean))
+    n = samples - (unscored if isinstance(unscored, int) else 0)
+    return share_limits(n, mean, mean * (1 - mean)) if n > 0 else None
 
 
 def _mean_at_end(run: RunRecord, name: str) -> float | None:
