@@ -300,7 +300,8 @@ def page_lines() -> list[str]:
     for row in rows:
         if "difference" in row:
             lines.append(
-                f"| {row['seeds']} seeds of {row['n']} prompts | {row['called_least']:.1%} |"
+                f"| {row['seeds']} seeds of {row['n']} prompts |"
+                f" {math.floor(1000 * row['called_least']) / 10:.1f}% |"
             )
     return [*lines, "", "```", "python bench/intervals.py", "```"]
 

@@ -49,13 +49,37 @@ class JudgeTally:
     folder: Path  # of the evaluation
     opponent: str
     of_final_model: bool
-    judgement: JsonObject  # what the verdicts depend on: the judge, its keys, the pairs
+    set_name: str
+    judge: JsonObject  # its keys, without those of access, and the hash of its question
     counts: JsonObject  # wins, ties and losses, the rate and its limits
+
+    @cached_property
+    def judgement(self) -> JsonObject:
+        """What the verdicts depend on: the judge, the set and its pairs, which are read here."""
+        return self.judge | {"set": self.set_name, "pairs": self._pairs_digest()}
 
     @property
     def judgement_key(self) -> str:
         """The judgement as text: equal where two win rates can be compared."""
         return json.dumps(self.judgement, sort_keys=True)
+
+    def _pairs_digest(self) -> str:
+        """A hash of the prompts and reference texts; only the number of pairs without their file.
+
+        Answers of another model are not hashed: on another machine they may differ by a token.
+        """
+        counts = (self.counts.get(kind) for kind in ("wins", "ties", "losses", "invalid"))
+        number = f"{sum(n for n in counts if isinstance(n, int))} pairs"
+        hashed = hashlib.sha256()
+        try:
+            for line in (self.folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines():
+                pair = json.loads(line)
+                if (pair["set"] or FIRST_SET) == self.set_name:
+                    text = pair["theirs"] if self.opponent == AGAINST_REFERENCE else None
+                    hashed.update(json.dumps([pair["row"], pair["prompt"], text]).encode())
+        except READ_ERRORS:
+            return number
+        return f"{number} {hashed.hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -212,17 +236,17 @@ def _read_judge_tallies(folder: Path) -> list[JudgeTally]:
     paths = sorted(folder.glob("eval/*/judge.json"), key=lambda path: path.stat().st_mtime)
     tallies = []
     for path in paths:
-        judged = read_json(path)
-        name, counts = next(iter(judged.get("sets", {}).items()), ("", {}))
-        if counts.get("rate") is None:
+        judged: JsonObject = read_json(path)
+        sets: JsonObject = judged.get("sets", {})
+        if not sets or next(iter(sets.values())).get("rate") is None:
             continue
-        keys = dict(judged.get("keys", {}))
-        opponent = str(keys.get("against", "reference"))
-        judgement = {k: v for k, v in keys.items() if k not in JUDGE_ACCESS_KEYS}
-        judgement |= {"question": judged.get("question_sha256")}
-        judgement |= {"set": name, "pairs": _pairs_digest(path.parent, name, opponent, counts)}
+        name, counts = next(iter(sets.items()))
+        keys: JsonObject = judged.get("keys", {})
+        judge = {k: v for k, v in keys.items() if k not in JUDGE_ACCESS_KEYS}
+        judge |= {"question": judged.get("question_sha256")}
+        opponent = str(keys.get("against", AGAINST_REFERENCE))
         final = _is_of_final_model(folder, path.parent)
-        tallies.append(JudgeTally(path.parent, opponent, final, judgement, counts))
+        tallies.append(JudgeTally(path.parent, opponent, final, name, judge, counts))
     return tallies
 
 
@@ -237,22 +261,6 @@ def _is_of_final_model(run: Path, evaluation: Path) -> bool:
     judged = read_json(evaluation / "about.json").get("state", {}).get("step")
     ended = read_json(run / "summary.json").get("steps")
     return judged is None or ended is None or bool(judged == ended)
-
-
-def _pairs_digest(evaluation: Path, set_name: str, opponent: str, counts: JsonObject) -> str:
-    """What was judged: a hash of the prompts and reference texts, or the number of pairs."""
-    path = evaluation / "pairs.jsonl"
-    if not path.is_file():
-        kinds = ("wins", "ties", "losses", "invalid")
-        return f"{sum(counts.get(kind, 0) for kind in kinds)} pairs"
-    hashed, number = hashlib.sha256(), 0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        pair = json.loads(line)
-        if (pair["set"] or FIRST_SET) == set_name:
-            text = pair["theirs"] if opponent == AGAINST_REFERENCE else None
-            hashed.update(json.dumps([pair["row"], pair["prompt"], text]).encode())
-            number += 1
-    return f"{number} pairs {hashed.hexdigest()[:8]}"
 
 
 def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> RunRecord:

@@ -289,7 +289,8 @@ def before_after_tables(
 
     `since` is the title of the first column where it is not "before".
     """
-    table = Table("held out", since or "before", "after", "change", box=box.SIMPLE_HEAD)
+    names = Column("held out", no_wrap=True)  # a narrow terminal breaks the figures, not these
+    table = Table(names, since or "before", "after", "change", box=box.SIMPLE_HEAD)
     table.caption = _interval_caption(before)
     for name in [name for name in before if not is_interval_part(name, before)]:
         if metric_history([before], name) and metric_history([after], name):
@@ -337,7 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def evaluation_table(metrics: JsonObject, names: Sequence[str]) -> Table:
     """The metrics of one evaluation, with a column for each set."""
     sets = [Text(clean_line(name)) for name in names]
-    shown = Table("held out", *map(Column, sets), box=box.SIMPLE_HEAD)
+    first = Column("held out", no_wrap=True)
+    shown = Table(first, *map(Column, sets), box=box.SIMPLE_HEAD)
     shown.caption = _interval_caption(metrics)
     columns = split_by_set(metrics, names)
     for key in dict.fromkeys(key for column in columns.values() for key in column):

@@ -423,7 +423,7 @@ def test_other_pairs_are_no_verdict(capsys):
         pair = {"set": None, "row": 0, "prompt": prompt, "theirs": "c"}
         (root / name / "eval" / "final" / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     told = said(capsys, "runs")
-    assert not verdicts_of_judges(told) and "in another way: pairs 1 pairs" in told
+    assert not verdicts_of_judges(told) and "in another way: pairs 100 pairs " in told
 
 
 def test_of_several_judges_the_one_that_both_sides_have_is_compared(capsys):
