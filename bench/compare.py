@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import intervals
 import results
 
 HERE = Path(__file__).resolve().parents[1]
@@ -292,6 +293,8 @@ def page(names: Sequence[str]) -> str:
         "```",
         "python bench/compare.py --tasks tldr_1b --words hydra/launcher=submitit_slurm",
         "```",
+        "",
+        *intervals.section_lines(),
         "",
     ]
     return "\n".join(lines)

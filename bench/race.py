@@ -139,11 +139,21 @@ def page() -> None:
     PAGE.write_text(f"{head}\n\n{table}\n\n{tail}")
 
 
+def share_text(score: float) -> str:
+    """A share of the held-out problems, with its 95 % interval."""
+    from rloo_cli.data.synthetic.chat_tasks import arithmetic_examples
+    from rloo_cli.reporting.statistics import share_limits
+
+    low, high = share_limits(len(arithmetic_examples("test")), score, score * (1 - score))
+    return f"{score:.3f} ({low:.3f} to {high:.3f})"
+
+
 def table_lines(rows: list[Row]) -> list[str]:
     """One line a run, then what share of the time rloo needed."""
     best = max(point["score"] for row in rows for point in row["curve"])
     lines = [
-        "| seed | tool | steps | s/step | score at the start | at the end |"
+        "| seed | tool | steps | s/step | score at the start |"
+        " at the end (95 % interval) |"
         f" min to {SHARE:.0%} of the best ({SHARE * best:.2f}) | peak GB |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -153,7 +163,7 @@ def table_lines(rows: list[Row]) -> list[str]:
         lines.append(
             f"| {row['seed']} | {TOOLS[row['tool']]} | {last['steps']:.0f} |"
             f" {last['seconds'] / last['steps']:.1f} | {first['score']:.3f} |"
-            f" {last['score']:.3f} |"
+            f" {share_text(last['score'])} |"
             f" {'never' if when is None else f'{when / 60:.1f}'} | {row['peak_mb'] / 1024:.1f} |"
         )
     for tool in ("trl_rloo", "trl_grpo"):

@@ -1,4 +1,4 @@
-"""The metrics of held-out samples: means, and unbiased pass@k.
+"""The metrics of held-out samples: means with their standard errors, and unbiased pass@k.
 
 Every prompt of a set has one greedy completion and, with eval.num_generations = K > 1, K sampled
 ones. Metrics begin with `eval_`, or `eval_<name>_` for a set of eval.sets:
@@ -11,6 +11,9 @@ ones. Metrics begin with `eval_`, or `eval_<name>_` for a set of eval.sets:
 A completion without a score (every reward returned None, or failed under on_error=none) is left
 out: it lowers its prompt's n, and does not count as a failure. A prompt with n < k is left out of
 pass@k; then `pass@k/prompts` counts the others. Where nothing has a score, there is no metric.
+
+Every mean of scores has a standard error (`.../se`) and a 95 % interval (`.../low`, `.../high`),
+clustered by prompt: equal rows of the data are one cluster (`reporting.statistics`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +22,7 @@ from math import prod
 from rloo_cli.config.schema import EvalConfig
 from rloo_cli.reporting.episode_metrics import episode_metrics
 from rloo_cli.reporting.eval_lines import eval_prefix
+from rloo_cli.reporting.statistics import score_interval, score_metrics
 from rloo_cli.utils.files import JsonObject
 
 ROUNDING_TOLERANCE = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
@@ -33,9 +37,11 @@ def eval_set_metrics(
     """The metrics of one set; `failure_rates`: reward -> share of the samples where it failed."""
     greedy = [s for s in samples if s["greedy"]]
     metrics: JsonObject = {}
-    _add_mean(metrics, "reward", [s["score"] for s in greedy])
+    prompts = [_prompt_key(s) for s in greedy]
+    metrics |= _mean_score("reward", [s["score"] for s in greedy], prompts)
     for reward in greedy[0]["rewards"]:
-        _add_mean(metrics, f"reward/{reward}/mean", [s["rewards"][reward] for s in greedy])
+        scores = [s["rewards"][reward] for s in greedy]
+        metrics |= _mean_score(f"reward/{reward}/mean", scores, prompts)
     metrics |= {f"reward/{r}/error_rate": share for r, share in failure_rates.items() if share}
     _add_mean(metrics, "completions/mean_length", [s["completion_length"] for s in greedy])
     _add_mean(metrics, "completions/clipped_ratio", [not s["terminated"] for s in greedy])
@@ -54,9 +60,10 @@ def _sampled_metrics(samples: Sequence[JsonObject], settings: EvalConfig) -> Jso
     if not prompts:
         return {}
     metrics: JsonObject = {}
+    keys, num = [_prompt_key(p[0]) for p in prompts.values()], settings.num_generations
     scores = [[s["score"] for s in p if s["score"] is not None] for p in prompts.values()]
-    means = [sum(values) / len(values) for values in scores if values]
-    _add_mean(metrics, f"avg@{settings.num_generations}", means)
+    means = [sum(values) / len(values) if values else None for values in scores]
+    metrics |= _mean_score(f"avg@{num}", means, keys, num)
     metrics["sampled_unscored"] = len(samples) - sum(map(len, scores))
     least = settings.pass_threshold - ROUNDING_TOLERANCE
     counts = []  # (n, c) of each prompt
@@ -64,10 +71,10 @@ def _sampled_metrics(samples: Sequence[JsonObject], settings: EvalConfig) -> Jso
         values = [v for s in completions if (v := _pass_value(s, settings)) is not None]
         counts.append((len(values), sum(v >= least for v in values)))
     for k in pass_ks(settings):
-        estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        _add_mean(metrics, f"pass@{k}", estimates)
-        if 0 < len(estimates) < len(prompts):
-            metrics[f"pass@{k}/prompts"] = len(estimates)
+        estimates = [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
+        metrics |= _mean_score(f"pass@{k}", estimates, keys, max(1, num // k))
+        if 0 < (known := len(estimates) - estimates.count(None)) < len(prompts):
+            metrics[f"pass@{k}/prompts"] = known
     return metrics
 
 
@@ -95,6 +102,23 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if n - c < k:
         return 1.0
     return 1.0 - prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def _prompt_key(sample: JsonObject) -> str:
+    """What makes the prompt of a sample: its text, its images and the columns of its row."""
+    return repr([sample.get(name) for name in ("prompt", "images", "row")])
+
+
+def _mean_score(
+    name: str, scores: Sequence[float | None], prompts: Sequence[str], completions: int = 1
+) -> JsonObject:
+    """The mean of the scores that are not None with its error, {} without any.
+
+    Each is of one prompt, and the mean of so many completions.
+    """
+    known = [(s, prompt) for s, prompt in zip(scores, prompts, strict=True) if s is not None]
+    interval = score_interval([s for s, _ in known], [p for _, p in known], completions)
+    return score_metrics(name, interval)
 
 
 def _add_mean(means: JsonObject, name: str, values: Sequence[float | None]) -> None:

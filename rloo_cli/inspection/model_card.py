@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from rloo_cli.inspection.run_record import RunRecord
-from rloo_cli.reporting.eval_lines import headline_metrics
+from rloo_cli.reporting.eval_lines import headline_metrics, interval_text
 from rloo_cli.reporting.panel import format_number
 from rloo_cli.utils import redact
 from rloo_cli.utils.files import JsonObject, read_json
@@ -84,7 +84,11 @@ def _held_out_part(record: RunRecord) -> list[str]:
     for label, name in headline_metrics(lines[0]):
         first, last = lines[0].get(name), lines[-1].get(name)
         if isinstance(first, int | float) and isinstance(last, int | float):
-            rows.append((label, format_number(first), format_number(last)))
+            texts = (
+                format_number(value) + interval_text(line, name)
+                for value, line in ((first, lines[0]), (last, lines[-1]))
+            )
+            rows.append((label, *texts))
     steps = f"step {lines[0]['step']}", f"step {lines[-1]['step']}"
     return ["## Held-out scores", _table(("score", *steps), rows)] if rows else []
 

@@ -4,6 +4,8 @@
 `inspect_run_folder` reads what can be read, of a damaged folder too, and says what could not.
 """
 
+import hashlib
+import json
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,12 +18,14 @@ import yaml
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check
+from rloo_cli.config.judge import AGAINST_REFERENCE
 from rloo_cli.reporting import eval_lines
 from rloo_cli.reporting.metrics_lines import MetricsMapping, MetricsReader, read_metrics_lines
 from rloo_cli.utils.child_process import is_process_alive
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
 
+FIRST_SET = "held out"  # the name that judge.json has for the set of data.eval_split
 ENDED_STATES = ("finished", "stopped", "failed", "unknown")
 # What a file raises that is not what a run wrote: not there, cut off, of another kind.
 READ_ERRORS = (
@@ -29,6 +33,53 @@ READ_ERRORS = (
     RecursionError, yaml.YAMLError,
 )  # fmt: skip
 SECTIONS = ("plan", "progress", "ended", "memory", "seconds", "trackers")  # objects of run.json
+
+
+# Keys of a judge that decide how it is reached, and no verdict.
+JUDGE_ACCESS_KEYS = (
+    "against", "base_url", "api_key_env", "concurrency", "request_timeout_s", "timeout_s",
+    "retries", "max_pairs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JudgeTally:
+    """What a judge said of one model of a run, over the pairs of the first set."""
+
+    folder: Path  # of the evaluation
+    opponent: str
+    of_final_model: bool
+    set_name: str
+    judge: JsonObject  # its keys, without those of access, and the hash of its question
+    counts: JsonObject  # wins, ties and losses, the rate and its limits
+
+    @cached_property
+    def judgement(self) -> JsonObject:
+        """What the verdicts depend on: the judge, the set and its pairs, which are read here."""
+        return self.judge | {"set": self.set_name, "pairs": self._pairs_digest()}
+
+    @property
+    def judgement_key(self) -> str:
+        """The judgement as text: equal where two win rates can be compared."""
+        return json.dumps(self.judgement, sort_keys=True)
+
+    def _pairs_digest(self) -> str:
+        """A hash of the prompts and reference texts; only the number of pairs without their file.
+
+        Answers of another model are not hashed: on another machine they may differ by a token.
+        """
+        counts = (self.counts.get(kind) for kind in ("wins", "ties", "losses", "invalid"))
+        number = f"{sum(n for n in counts if isinstance(n, int))} pairs"
+        hashed = hashlib.sha256()
+        try:
+            for line in (self.folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines():
+                pair = json.loads(line)
+                if (pair["set"] or FIRST_SET) == self.set_name:
+                    text = pair["theirs"] if self.opponent == AGAINST_REFERENCE else None
+                    hashed.update(json.dumps([pair["row"], pair["prompt"], text]).encode())
+        except READ_ERRORS:
+            return number
+        return f"{number} {hashed.hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +91,7 @@ class RunRecord:
     config: JsonObject  # config.yaml, plain
     step_metrics: list[MetricsMapping] = field(default_factory=list)  # one for each training step
     eval_metrics: list[MetricsMapping] = field(default_factory=list)  # one for each evaluation
-    judge_tallies: dict[str, JsonObject] = field(default_factory=dict)  # opponent -> a tally
+    judge_tallies: list[JudgeTally] = field(default_factory=list)  # the newest last
     problems: list[str] = field(default_factory=list)  # files that could not be read, and why
 
     @property
@@ -181,15 +232,36 @@ def _comparable_config(values: JsonObject) -> JsonObject:
         return values
 
 
-def _read_judge_tallies(folder: Path) -> dict[str, JsonObject]:
-    """Opponent -> the tally of the first set, of the last judged evaluation."""
-    tallies: dict[str, JsonObject] = {}
-    for path in sorted(folder.glob("eval/*/judge.json"), key=lambda p: p.stat().st_mtime):
-        judged = read_json(path)
-        tally = next(iter(judged.get("sets", {}).values()), None)
-        if tally is not None and tally.get("rate") is not None:
-            tallies[str(judged.get("keys", {}).get("against", "reference"))] = tally
+def _read_judge_tallies(folder: Path) -> list[JudgeTally]:
+    """What judges said of the run's models, in the order in which they said it."""
+    paths = sorted(folder.glob("eval/*/judge.json"), key=lambda path: path.stat().st_mtime)
+    tallies = []
+    for path in paths:
+        judged: JsonObject = read_json(path)
+        sets: JsonObject = judged.get("sets", {})
+        if not sets or next(iter(sets.values())).get("rate") is None:
+            continue
+        name, counts = next(iter(sets.items()))
+        keys: JsonObject = judged.get("keys", {})
+        judge = {k: v for k, v in keys.items() if k not in JUDGE_ACCESS_KEYS}
+        judge |= {"question": judged.get("question_sha256")}
+        opponent = str(keys.get("against", AGAINST_REFERENCE))
+        final = _is_of_final_model(folder, path.parent)
+        tallies.append(JudgeTally(path.parent, opponent, final, name, judge, counts))
     return tallies
+
+
+def _is_of_final_model(run: Path, evaluation: Path) -> bool:
+    """Whether results are of the model that the run ended with.
+
+    Their folder is named after the model. A run that was made longer has another final model, and
+    the step that the older results are of is in their about.json.
+    """
+    if evaluation.name != "final" and not evaluation.name.startswith("final-"):
+        return False
+    judged = read_json(evaluation / "about.json").get("state", {}).get("step")
+    ended = read_json(run / "summary.json").get("steps")
+    return judged is None or ended is None or bool(judged == ended)
 
 
 def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> RunRecord:
@@ -224,7 +296,7 @@ def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> Run
         config,
         [line for line in lines if "step_time" in line],
         [line for line in lines if eval_lines.is_evaluation(line)],
-        attempt("eval", lambda: _read_judge_tallies(folder), {}),
+        attempt("eval", lambda: _read_judge_tallies(folder), []),
         problems,
     )
 

@@ -13,6 +13,7 @@ metrics_lines   reads metrics.jsonl, of a long run in little memory
 panel           the panel, for a terminal or as SVG
 prompt_ledger   the fate of every prompt, line by line
 staleness_metrics  how old the weights were that sampled
+statistics      intervals of scores and win rates, means over seeds, differences
 token_strip     the tokens of a few samples, with their log-probabilities
 trackers/       tensorboard, wandb, trackio, mlflow, swanlab, in a process of their own
 step_metrics    a step's metrics: rewards, advantages, speed, memory

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rloo_cli.reporting.eval_lines import headline_metrics
+from rloo_cli.reporting.eval_lines import headline_metrics, interval_text
 from rloo_cli.reporting.panel import (
     LINE_METRICS,
     MERGED_PHASES,
@@ -119,7 +119,8 @@ class Display:
         parts = [f"step {metrics.get('step', '?')}/{self.plan.get('max_steps') or '?'}"]
         for label, name in [*LINE_METRICS.items(), *headline_metrics(metrics)]:
             values = metric_history([metrics], name)
-            parts += [f"{label.rstrip(' %')} {format_number(v, label)}" for v in values]
+            interval = interval_text(metrics, name)
+            parts += [f"{label.rstrip(' %')} {format_number(v, label)}{interval}" for v in values]
             if name == "reward" and parts[1:]:
                 parts[-1] += self._reward_means_text(metrics)
         parts += [f"{seconds:.3g} s/step" for seconds in metric_history([metrics], "step_time")]

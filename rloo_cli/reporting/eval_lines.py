@@ -1,10 +1,11 @@
 """The lines of metrics.jsonl that evaluations write: how to recognise, split and show them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from rloo_cli.utils.files import JsonObject
 
+INTERVAL_PARTS = ("/se", "/low", "/high")  # beside a score: its standard error, its 95 % interval
 HEADLINE_METRIC = re.compile(r"eval_(?:(?P<name>\w+)_)?(?P<what>reward|win_rate|avg@\d+|pass@\d+)")
 
 
@@ -50,3 +51,17 @@ def headline_metrics(metrics: Iterable[str]) -> list[tuple[str, str]]:
         (labels[what].format(key.rpartition("@")[2] if "@" in key else name).strip(), key)
         for (name, what), key in shown.items()
     ]
+
+
+def is_interval_part(name: str, metrics: Container[str]) -> bool:
+    """Whether a metric is the error or a limit of another one, which is shown with it."""
+    score, slash, part = name.rpartition("/")
+    return f"{slash}{part}" in INTERVAL_PARTS and score in metrics
+
+
+def interval_text(metrics: Mapping[str, object], name: str) -> str:
+    """The 95 % interval of a score, ` (0.77 to 0.85)`; "" of one that has none."""
+    low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return ""
+    return f" ({low:.3g} to {high:.3g})"

@@ -264,6 +264,7 @@ EPISODE_METRICS: list[MetricMeaning] = [
      "episodes with a turn that was cut at max_completion_length, which is their last"),
 ]  # fmt: skip
 
+HELD_OUT_SCORES = ("reward", "reward/<reward>/mean", "avg@<k>", "pass@<k>")
 EVALUATION_METRICS: list[MetricMeaning] = [
     ("reward", "score", "", "mean score of the greedy completions"),
     ("reward/<reward>/mean", "score", "", "mean of one reward over them"),
@@ -277,6 +278,11 @@ EVALUATION_METRICS: list[MetricMeaning] = [
     ("pass@<k>", "share", "", "unbiased estimate that one of k sampled completions passes"),
     ("pass@<k>/prompts", "count", "",
      "prompts with at least k scored completions, where not all have"),
+    *((f"{n}/se", "score", "", f"standard error of {n}, clustered by prompt")
+      for n in HELD_OUT_SCORES),
+    *((f"{n}/low", "score", "", f"lower end of the 95 % interval of {n}") for n in HELD_OUT_SCORES),
+    *((f"{n}/high", "score", "", f"upper end of the 95 % interval of {n}")
+      for n in HELD_OUT_SCORES),
     ("win_rate", "share", "", "pairs that a judge decides for ours; a tie is a half"),
     ("win_rate/low", "share", "", "lower end of its 95 % interval"),
     ("win_rate/high", "share", "", "upper end of its 95 % interval"),

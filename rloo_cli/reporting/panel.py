@@ -24,13 +24,20 @@ from rich.text import Text
 
 from rloo_cli.config.template import content_text
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
-from rloo_cli.reporting.eval_lines import headline_metrics, is_evaluation, split_by_set
+from rloo_cli.reporting.eval_lines import (
+    headline_metrics,
+    interval_text,
+    is_evaluation,
+    is_interval_part,
+    split_by_set,
+)
 from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
 
 RECENT_STEPS = 20  # the time left and the split are of so many: steady, and still of now
+INTERVAL_CAPTION = "in brackets: the 95 % interval, over prompts"
 MAX_SETS_SHOWN = 4  # held-out sets in the panel
 MAX_REWARDS_SHOWN = 6  # rewards in the panel, where there are several
 SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
@@ -187,6 +194,8 @@ def metric_figures(metrics_lines: Sequence[MetricsMapping], width: int) -> list[
             since = f"{change:+.3g} since start" if len(values) > 1 else ""
             line = Text.assemble((f"{label:<{19 - len(value)}}{value} ", "bold"))
             line.append(f"{since[:21]:<22}", "green" if change > 0 else "red" if change < 0 else "")
+            last = next(line for line in reversed(metrics_lines) if name in line)
+            line.append(f"{interval_text(last, name).strip()} ".lstrip(), "bright_black")
             lines.append(line.append(draw_sparkline(values, width - len(line)), "green"))
     trained = [metrics for metrics in metrics_lines if "reward" in metrics]
     rewards = [*reward_mean_names(trained).items()][:MAX_REWARDS_SHOWN]
@@ -280,10 +289,12 @@ def before_after_tables(
 
     `since` is the title of the first column where it is not "before".
     """
-    table = Table("held out", since or "before", "after", "change", box=box.SIMPLE_HEAD)
-    for name in before:
+    names = Column("held out", no_wrap=True)  # a narrow terminal breaks the figures, not these
+    table = Table(names, since or "before", "after", "change", box=box.SIMPLE_HEAD)
+    table.caption = _interval_caption(before)
+    for name in [name for name in before if not is_interval_part(name, before)]:
         if metric_history([before], name) and metric_history([after], name):
-            values = [format_number(before[name]), format_number(after[name])]
+            values = [_score_text(before, name), _score_text(after, name)]
             change = f"{after[name] - before[name]:+.3g}"
             table.add_row(Text(clean_line(name).removeprefix("eval_")), *values, change)
     shown = Table("prompt", "answer", "before", "after", box=box.SIMPLE_HEAD)
@@ -327,12 +338,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def evaluation_table(metrics: JsonObject, names: Sequence[str]) -> Table:
     """The metrics of one evaluation, with a column for each set."""
     sets = [Text(clean_line(name)) for name in names]
-    shown = Table("held out", *map(Column, sets), box=box.SIMPLE_HEAD)
+    first = Column("held out", no_wrap=True)
+    shown = Table(first, *map(Column, sets), box=box.SIMPLE_HEAD)
+    shown.caption = _interval_caption(metrics)
     columns = split_by_set(metrics, names)
     for key in dict.fromkeys(key for column in columns.values() for key in column):
-        cells = [format_number(c[key]) if key in c else "–" for c in columns.values()]
-        shown.add_row(Text(clean_line(key)), *cells)
+        if not any(is_interval_part(key, column) for column in columns.values()):
+            cells = [_score_text(c, key) if key in c else "–" for c in columns.values()]
+            shown.add_row(Text(clean_line(key)), *cells)
     return shown
+
+
+def _interval_caption(metrics: JsonObject) -> str | None:
+    """What the brackets of a table say, if it has any."""
+    return INTERVAL_CAPTION if any(interval_text(metrics, name) for name in metrics) else None
+
+
+def _score_text(metrics: JsonObject, name: str) -> str:
+    """A metric, with its interval if it is a score that has one."""
+    return format_number(metrics[name]) + interval_text(metrics, name)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,18 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution")  # columns that may hold
 
 
 def summarize_run(run: Run) -> JsonObject:
-    """The mean greedy score of the first held-out set, `before` and `after`; None = not known."""
+    """The mean greedy score of the first held-out set, `before` and `after`; None = not known.
+
+    Its standard error and its 95 % interval stand beside it: `after/se`, `after/low`, `after/high`.
+    """
     names = [eval_lines.eval_prefix(name) + "reward" for name in run.eval_sets] or ["eval_reward"]
-    first, last = _first_and_last_evaluation(run)
-    return {"before": first.get(names[0]), "after": last.get(names[0])}
+    summary: JsonObject = {}
+    for when, line in zip(("before", "after"), _first_and_last_evaluation(run), strict=True):
+        summary[when] = line.get(names[0])
+        for part in eval_lines.INTERVAL_PARTS:
+            if names[0] + part in line:
+                summary[when + part] = line[names[0] + part]
+    return summary
 
 
 def print_report(run: Run) -> None:

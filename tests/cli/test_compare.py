@@ -4,15 +4,18 @@ import csv
 import io
 import json
 import math
+import os
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 from cli_cases import Rloo
 from compare_cases import judged, write
 
 from rloo_cli.cli import compare
-from rloo_cli.cli.compare import charts, configurations, results, statistics
+from rloo_cli.cli.compare import charts, configurations, results
 from rloo_cli.inspection import run_folders, run_record
+from rloo_cli.reporting import statistics
 from rloo_cli.utils.errors import ConfigError
 
 
@@ -309,6 +312,138 @@ def test_a_judges_win_rate_is_a_mean_over_seeds_or_has_the_judges_own_interval(c
     assert "<!-- Win rate -->" in (root / "comparison" / "curves.svg").read_text()
 
 
+# Verdicts need evidence.
+
+
+def test_seeds_that_differ_by_the_same_are_no_verdict(capsys):
+    root = Path("runs")
+    for seed in (1, 2):
+        write(root, f"rloo-{seed}", seed, (0.0, 0.5))
+        write(root, f"grpo-{seed}", seed, (0.0, 0.5625), algorithm__name="grpo")
+    told = said(capsys, "runs")
+    assert f"grpo minus rloo: +0.062, 2 seeds: {statistics.NO_SPREAD}" in told
+    table = json.loads((root / "comparison" / "table.json").read_text())
+    assert "low" not in table["differences"]["grpo"]
+    assert "low" not in table["configurations"][0]["figures"]["final"]
+
+
+@pytest.mark.parametrize("known", ["the number of prompts", "the interval"])
+def test_a_spread_below_the_scores_own_error_is_not_believed(known, capsys):
+    root, samples = Path("runs"), 64 if known == "the number of prompts" else None
+    for name, scores in (("rloo", (0.5, 0.5)), ("grpo", (0.5625, 0.578125))):
+        for seed, last in enumerate(scores, 1):
+            own = write(root, f"{name}-{seed}", seed, (0.0, last), algorithm__name=name,
+                        samples=samples)  # fmt: skip
+            if known == "the interval":
+                path = own / "metrics.jsonl"
+                limits = f'"eval_reward/low": {last - 0.12}, "eval_reward/high": {last + 0.12}'
+                text = path.read_text()
+                path.write_text(text.replace('"step": 2, "eval', f'"step": 2, {limits}, "eval'))
+    told = said(capsys, "runs")
+    assert "2 seeds: not told apart" in told
+    table = json.loads((root / "comparison" / "table.json").read_text())
+    assert table["configurations"][0]["figures"]["final"]["error_by_seed"]["1"] == pytest.approx(
+        0.0612, abs=1e-3
+    )
+    assert table["differences"]["grpo"]["low"] < -0.3
+
+
+def test_the_training_reward_has_the_error_of_its_last_steps(capsys):
+    for name in ("rloo", "grpo"):
+        for seed in (1, 2):
+            write(Path("runs"), f"{name}-{seed}", seed, (), steps=40, algorithm__name=name)
+    said(capsys, "runs")
+    table = json.loads(Path("runs/comparison/table.json").read_text())
+    final = table["configurations"][0]["figures"]["final"]
+    steps = [0.1 * step for step in (37, 38, 39, 40)]
+    assert final["error_by_seed"]["1"] == pytest.approx(stdev(steps) / 2)
+
+
+def test_a_single_seed_has_the_interval_over_its_prompts(capsys):
+    for name in ("rloo", "grpo"):
+        write(Path("runs"), name, 1, (0.0, 0.5), algorithm__name=name, samples=64)
+    said(capsys, "rloo", "grpo")
+    table = Path("runs/comparison/table.md").read_text()
+    assert "| 0.500 (0.380 to 0.620 over prompts) |" in table
+    assert "grpo minus rloo: +0.000: one seed, which says nothing" in table
+
+
+def test_win_rates_count_for_the_warning_about_many_comparisons(capsys):
+    root, warning = two(), "of many, one in twenty misleads"
+    assert warning not in said(capsys, "runs")
+    for seed in (1, 2):
+        judged(root / f"rloo-{seed}", 0.5)
+        judged(root / f"grpo-{seed}", 0.6)
+    assert warning in said(capsys, "runs")
+
+
+# Judges.
+
+
+def verdicts_of_judges(told: str) -> int:
+    return told.count("win rate against reference: ")
+
+
+def test_a_checkpoints_judge_is_not_the_runs_even_if_it_is_newer(capsys):
+    root = two()
+    for name, rate in (("rloo-1", 0.5), ("grpo-1", 0.4)):
+        judged(root / name, rate)
+        judged(root / name, 0.9, "checkpoint-2", step=2)
+        os.utime(root / name / "eval" / "final" / "judge.json", (1, 1))
+    assert "grpo minus rloo, win rate against reference: -0.100" in said(capsys, "runs")
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "keys", "words"),
+    [
+        ("checkpoint-2", 2, {}, "is not of the model that the run ended with"),
+        ("final", 2, {}, "is not of the model that the run ended with"),
+        ("final", 4, {"model": "b"}, "was judged in another way: model b, not a"),
+        ("final-1a2b3c", 4, {"both_orders": False}, "both_orders false, not true"),
+    ],
+)
+def test_another_model_judge_or_order_is_no_verdict_and_named(model, step, keys, words, capsys):
+    root = two()
+    for seed in (1, 2, 3):
+        judged(root / f"rloo-{seed}", 0.5 + 0.01 * seed)
+        judged(root / f"grpo-{seed}", 0.8, model, step, **keys)
+    told = said(capsys, "runs")
+    assert not verdicts_of_judges(told)
+    start = "mind: grpo, seed 1: its win rate against reference is not compared"
+    assert f"{start}: runs/grpo-1/eval/{model} " in told and words in told
+    table = json.loads((root / "comparison" / "table.json").read_text())
+    assert [len(one["figures"].get("wins/reference", [])) > 0 for one in table["configurations"]] \
+        == [True, False]  # fmt: skip
+
+
+def test_other_pairs_are_no_verdict(capsys):
+    root = two()
+    for name, prompt in (("rloo-1", "a"), ("grpo-1", "b")):
+        judged(root / name, 0.5)
+        pair = {"set": None, "row": 0, "prompt": prompt, "theirs": "c"}
+        (root / name / "eval" / "final" / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    told = said(capsys, "runs")
+    assert not verdicts_of_judges(told) and "in another way: pairs 100 pairs " in told
+
+
+def test_of_several_judges_the_one_that_both_sides_have_is_compared(capsys):
+    root = two()
+    judged(root / "rloo-1", 0.5)
+    judged(root / "grpo-1", 0.6)
+    for seed in (1, 2, 3):
+        judged(root / f"rloo-{seed}", 0.9, "final-b", 4, model="b")
+    assert "grpo minus rloo, win rate against reference: +0.100" in said(capsys, "runs")
+
+
+def test_how_a_judge_is_reached_and_the_runs_own_seed_make_no_other_judge(capsys):
+    root = two()
+    for seed in (1, 2):
+        keys = {"base_url": f"http://node{seed}/v1", "model": f"judge-seed-{seed}"}
+        judged(root / f"rloo-{seed}", 0.5 + seed / 100, concurrency=seed, **keys)
+        judged(root / f"grpo-{seed}", 0.6 + seed / 100, **keys)
+    assert verdicts_of_judges(told := said(capsys, "runs")) == 1 and "2 seeds" in told
+
+
 # What is written.
 
 
@@ -323,7 +458,7 @@ def test_charts_and_tables_are_written_and_hold_the_labels(capsys, pictures):
     assert "no data" not in svg
     table = (out / "table.md").read_text()
     assert table.startswith("| configuration | seeds | held-out score, final |")
-    assert "| rloo | 3 | 0.920 ± 0.025 |" in table and "| grpo | 3 | 0.800 ± 0.000 |" in table
+    assert "| rloo | 3 | 0.920 ± 0.025 |" in table and "| grpo | 3 | 0.800 |" in table
     assert "- grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower" in table
     rows = [*csv.DictReader(io.StringIO((out / "table.csv").read_text()))]
     final = next(r for r in rows if r["configuration"] == "rloo" and r["figure"] == "final")

@@ -323,7 +323,12 @@ def test_an_evaluation_keeps_every_pair_the_judge_and_its_question(
     assert len(about["question_sha256"]) == 64 and about["keys"]["both_orders"] is True
     assert about["sets"]["hard"]["losses"] == 5
     said = capsys.readouterr().out
-    for part in ("preferred by m, a language model", "the texts of reference", "0 of 5", "Wilson"):
+    for part in (
+        "preferred by m, a language model",
+        "the texts of reference",
+        "0 of 5",
+        "95 % interval",
+    ):
         assert part in said
     other = evaluated(tmp_path, *words(stub.url, "system=Other"), sets)
     assert read_json(other / "judge.json")["question_sha256"] != about["question_sha256"]

@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import combinations
 from math import comb
+from statistics import stdev
 
 import pytest
 
@@ -192,3 +193,33 @@ def test_the_headline_is_each_sets_score_mean_and_largest_pass():
         ("pass@8", "eval_b_c_pass@8"),
     ]
     assert eval_lines.headline_metrics({"step": 1, "reward": 1.0, "reward_std": 0.1}) == []
+
+
+# Errors, clustered by prompt.
+
+
+def test_every_mean_of_scores_has_its_error_and_its_interval():
+    scores = [(1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (1.0, 1.0)]
+    samples = [s | {"prompt": "p", "row": {"n": s["draw"]}}
+               for draw, each in enumerate(scores)
+               for s in [sample(draw, each[0], r=each[0]), *group(draw, *each)]]  # fmt: skip
+    told = eval_set_metrics("", samples, settings("eval.num_generations=2"), {})
+    for name, values in {
+        "reward": [1, 0, 1, 1], "reward/r/mean": [1, 0, 1, 1], "avg@2": [1, 0, 0.5, 1],
+        "pass@1": [1, 0, 0.5, 1], "pass@2": [1, 0, 1, 1],
+    }.items():  # fmt: skip
+        assert told[f"eval_{name}/se"] == pytest.approx(stdev(values) / 2), name
+        assert told[f"eval_{name}/low"] < told[f"eval_{name}"] < told[f"eval_{name}/high"], name
+
+
+def test_a_row_that_is_there_many_times_is_one_prompt_and_an_image_makes_another():
+    def error(**columns):
+        samples = [
+            sample(draw, float(draw < 2)) | {"prompt": "p", "row": {"a": draw % 2}}
+            | {name: values[draw] for name, values in columns.items()}
+            for draw in range(4)
+        ]  # fmt: skip
+        return eval_set_metrics("", samples, settings(), {}).get("eval_reward/se")
+
+    assert error() == 0.0  # of two prompts, each with a 1 and a 0
+    assert error(images=["a", "b", "c", "d"]) == pytest.approx(stdev([1, 1, 0, 0]) / 2)

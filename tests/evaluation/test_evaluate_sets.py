@@ -204,6 +204,8 @@ def test_the_end_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
     rows = [r for r in run.log.metrics_lines if "eval_reward" in r]
     ends = {"before": rows[0]["eval_reward"], "after": rows[-1]["eval_reward"]}
     assert len(rows) == 4 and ends["before"] != ends["after"]
+    for when, row in (("before", rows[0]), ("after", rows[-1])):
+        ends |= {when + part: row["eval_reward" + part] for part in ("/se", "/low", "/high")}
     assert summary.summarize_run(run) == ends
     text = said(run, capsys)
     for part in ("held out", "before", "after", "reward ", "avg@2", "pass@2", "metrics.jsonl"):

@@ -5,11 +5,7 @@ import random
 
 import pytest
 
-from rloo_cli.evaluation.judges.win_rate import (
-    compute_win_rate,
-    confidence_interval,
-    rate_at_equal_lengths,
-)
+from rloo_cli.evaluation.judges.win_rate import compute_win_rate, rate_at_equal_lengths
 
 
 def test_invalid_pairs_are_counted_and_in_no_denominator() -> None:
@@ -29,26 +25,24 @@ def test_without_a_verdict_nothing_is_claimed() -> None:
 
 
 def test_the_published_344_of_1000_have_their_interval() -> None:
-    low, high, name = confidence_interval([1.0] * 344 + [0.0] * 656)
-    assert name == "Wilson"  # 34.4 +- 2.9 %
-    assert low == pytest.approx(0.3152, abs=1e-4) and high == pytest.approx(0.3740, abs=1e-4)
+    told = compute_win_rate([1.0] * 344 + [0.0] * 656, [(1, 1)] * 1000)
+    # 34.4 +- 2.9 %; Wilson's ends are .3152 and .3740
+    assert (told.low, told.high) == pytest.approx((0.3152, 0.3740), abs=4e-4)
 
 
-def test_the_interval_of_halves_is_that_of_their_own_standard_error() -> None:
-    values = [1.0, 0.5, 0.5, 0.0, 1.0, 0.5]
-    mean = sum(values) / 6
-    error = math.sqrt(sum((v - mean) ** 2 for v in values) / 5 / 6)
-    low, high, name = confidence_interval(values)
-    assert name == "normal"
-    assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=1e-4)
+def test_a_tie_is_not_half_a_win_and_half_a_loss() -> None:
+    ties, halves = ([v] * 25 + [w] * 25 for v, w in ((0.5, 0.5), (1.0, 0.0)))
+    tied, split = (compute_win_rate(v, [(1, 1)] * 50) for v in (ties, halves))
+    assert tied.rate == split.rate == 0.5
+    assert tied.high is not None and split.high is not None
+    assert 0.5 < tied.high < split.high - 0.05
 
 
 def test_equal_values_leave_some_doubt() -> None:
     for value in (0.0, 0.5, 1.0):
-        low, high, name = confidence_interval([value] * 8)
-        assert name == "Wilson" and low is not None and high is not None
-        assert high - low > 0.2 and low <= value <= high
-    assert confidence_interval([]) == (None, None, "Wilson")
+        told = compute_win_rate([value] * 8, [(1, 1)] * 8)
+        assert told.low is not None and told.high is not None
+        assert told.high - told.low > 0.2 and told.low <= value <= told.high
 
 
 def test_a_judge_of_length_alone_has_one_half_at_equal_lengths() -> None:

@@ -53,6 +53,15 @@ def pushed(hub: PushHub, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+def test_the_card_has_the_interval_of_a_held_out_score() -> None:
+    folder = make_run()
+    path = folder / "metrics.jsonl"
+    limits = '"eval_reward/low": 0.76, "eval_reward/high": 0.84'
+    path.write_text(path.read_text().replace('"eval_reward":', f'{limits}, "eval_reward":'))
+    card = model_card(inspect_run_folder(folder))
+    assert "| held-out | 0 (0.76 to 0.84) | 1 (0.76 to 0.84) |" in card
+
+
 def test_the_card_says_how_it_was_made_and_nothing_of_this_machine() -> None:
     card = model_card(inspect_run_folder(make_run()))
     assert "| held-out | 0 | 1 |" in card and "| torch | 2.13 |" in card

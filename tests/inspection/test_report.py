@@ -110,6 +110,19 @@ def test_numbers_that_a_reward_or_a_loss_logged_have_charts() -> None:
     assert {*own} <= {*make_report(path.parent)[1]["charts"]}
 
 
+def test_the_held_out_score_has_its_interval_in_the_first_line_and_in_the_table() -> None:
+    folder = make_run(steps=4)
+    limits = {"eval_reward/se": 0.02, "eval_reward/low": 0.76, "eval_reward/high": 0.84}
+    path = folder / "metrics.jsonl"
+    first = json.dumps({"step": 0, "eval_reward": 0.1, **limits})
+    *lines, last = path.read_text().splitlines()[1:]
+    last = json.dumps(json.loads(last) | limits)
+    path.write_text("".join(line + "\n" for line in [first, *lines, last]))
+    text = Elements(make_report(folder)[0]).text
+    assert "Held-out 0.1 (0.76 to 0.84) → 0.8 (0.76 to 0.84)" in text
+    assert text.count("0.8 (0.76 to 0.84)") == 2
+
+
 def test_an_episode_is_a_conversation_in_which_no_text_of_a_tool_is_markup() -> None:
     folder = make_run()
     path = folder / "samples/step_000012.jsonl"

@@ -16,6 +16,7 @@ from rloo_cli.reporting.panel import (
     before_after_tables,
     clean_line,
     draw_sparkline,
+    evaluation_table,
     format_duration,
     format_number,
     last_message,
@@ -323,6 +324,26 @@ def test_the_end_table_shows_scores_and_problems_before_and_after():
     assert "only_before" not in text
     assert "\x1b" not in text
     assert "prompt" not in shown(before_after_tables(before, after, []))
+
+
+SCORED = {"eval_reward": 0.8, "eval_reward/se": 0.02, "eval_reward/low": 0.76,
+          "eval_reward/high": 0.84}  # fmt: skip
+
+
+@pytest.mark.parametrize("shown_by", ["before and after", "one evaluation", "panel", "lines"])
+def test_a_held_out_score_is_shown_with_its_interval_and_not_its_parts(shown_by):
+    if shown_by == "before and after":
+        text = shown(before_after_tables(SCORED, SCORED, []))
+    elif shown_by == "one evaluation":
+        text = shown(evaluation_table({"step": 0, **SCORED}, [""]))
+    elif shown_by == "panel":
+        text = shown(render_panel([{"step": 0, **SCORED}], [], PLAN, 100))
+    else:
+        out = io.StringIO()
+        Display({"max_steps": 1}, "plain", file=out).step({"step": 0, **SCORED})
+        text = out.getvalue()
+    assert "(0.76 to 0.84)" in text
+    assert not re.search(r"/se|/low|/high", text)
 
 
 def folder(path):

@@ -29,9 +29,13 @@ def write(
     steps: int = 4,
     fingerprint: str = "f1",
     second: float = 1.0,
+    samples: int | None = None,
     **keys: Any,
 ) -> Path:
-    """A run's folder. `keys`: dotted key (with __ for the dot) -> value."""
+    """A run's folder. `keys`: dotted key (with __ for the dot) -> value.
+
+    `samples`: held-out prompts, as an evaluation counts them.
+    """
     config = json.loads(json.dumps(KEYS)) | {"name": name, "root": str(root), "seed": seed}
     for key, value in keys.items():
         *sections, last = key.split("__")
@@ -52,6 +56,7 @@ def write(
     size = config["train"]["prompts_per_step"] * config["algorithm"]["num_generations"]
     rows: list[dict[str, Any]] = [
         {"step": 2 * i, "eval_reward": score, "eval_reward/exact_match/mean": score}
+        | ({} if samples is None else {"eval_samples": samples, "eval_unscored": 0})
         for i, score in enumerate(scores)
         if 2 * i <= steps
     ]
@@ -63,10 +68,12 @@ def write(
     return folder
 
 
-def judged(folder: Path, rate: float) -> None:
-    """A judge's result beside the run."""
-    told = {"rate": rate, "low": rate - 0.1, "high": rate + 0.1}
-    place = folder / "eval" / "final"
+def judged(folder: Path, rate: float, of: str = "final", step: int = 4, **keys: Any) -> None:
+    """A judge's result beside the run, of one of its models; `keys` are the judge's."""
+    told = {"rate": rate, "low": rate - 0.1, "high": rate + 0.1, "wins": 50, "losses": 50}
+    place = folder / "eval" / of
     place.mkdir(parents=True)
-    said = {"keys": {"against": "reference"}, "sets": {"held out": told}}
-    (place / "judge.json").write_text(json.dumps(said))
+    said = {"keys": {"against": "reference", "model": "a", "both_orders": True, **keys}}
+    (place / "judge.json").write_text(json.dumps(said | {"sets": {"held out": told}}))
+    (place / "about.json").write_text(json.dumps({"state": {"step": step}}))
+    (folder / "summary.json").write_text(json.dumps({"steps": 4}))

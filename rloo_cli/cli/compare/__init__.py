@@ -18,8 +18,8 @@ and imports no torch.
 
     charts          Draws the comparison as one picture
     configurations  Groups runs into configurations
+    judgements      Chooses the win rates that can be compared
     results         Compares configurations
-    statistics      Computes means over seeds, and differences seed by seed
     tables          Writes the comparison as tables
 """
 

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from rloo_cli.cli.compare.results import KL, WIN_RATE_PREFIX, Comparison, ConfigurationResult
-from rloo_cli.cli.compare.statistics import Estimate
 from rloo_cli.reporting import curves
 from rloo_cli.reporting.panel import clean_line
+from rloo_cli.reporting.statistics import Estimate
 from rloo_cli.utils.files import JsonObject
 
 CONFIGURATION_COLOURS = (
@@ -21,7 +21,7 @@ CONFIGURATION_COLOURS = (
 )  # fmt: skip
 MARKS, LINES = "osD^vP*X", ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (8, 2, 2, 2)))
 TEXT_COLOUR = "#333333"
-FOOTNOTE = "means over n seeds; bands and whiskers: their 95 % interval (Student's t)"
+FOOTNOTE = "means over n seeds; bands and whiskers: their 95 % interval"
 
 
 def draw_comparison(comparison: Comparison, out: Path, title: str) -> Path:

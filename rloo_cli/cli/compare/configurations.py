@@ -46,13 +46,17 @@ class Configuration:
 
 def flat_config(run: RunRecord) -> FlatConfig:
     """Dotted key -> value of a run's config, without its paths, seed and logging."""
-    seed = re.compile(rf"(?i)\bseed([-_=]?){run.seed}(?!\d)")
     return {
-        key: seed.sub(r"seed\1*", value) if isinstance(value, str) else value
+        key: without_seed(run, value) if isinstance(value, str) else value
         for key, value in messages.walk_values(run.config)
         if not (isinstance(value, dict | list) and value)
         and not _in_sections(key, NEUTRAL_SECTIONS)
     }
+
+
+def without_seed(run: RunRecord, text: str) -> str:
+    """A text of a run, such as a path, with `*` in place of the run's own seed."""
+    return re.sub(rf"(?i)\bseed([-_=]?){run.seed}(?!\d)", r"seed\1*", text)
 
 
 def _in_sections(key: str, sections: Collection[str]) -> bool:

@@ -1,28 +1,36 @@
 """Compares configurations: curves over completions, figures at the end, differences.
 
 The held-out score is a metric of the evaluations in metrics.jsonl; without any, the training reward
-takes its place and is named so.
+takes its place and is named so. Win rates are those of one judge, asked about the final models.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from pathlib import Path
+from statistics import fmean, median, stdev
 
+from rloo_cli.cli.compare import judgements
 from rloo_cli.cli.compare.configurations import Configuration
-from rloo_cli.cli.compare.statistics import (
-    Estimate,
-    describe_difference,
-    mean_with_interval,
-    paired_difference,
-)
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.reporting import curves
+from rloo_cli.reporting.statistics import (
+    Z_95,
+    Estimate,
+    describe_difference,
+    half_width_error,
+    mean_with_interval,
+    paired_difference,
+    share_limits,
+)
+from rloo_cli.utils.files import JsonObject
 
 END_FRACTION = 0.1  # share of the steps that the end of a run is the mean of
 THRESHOLD_FRACTION = 0.9  # of the way from the start to the best configuration's end
 REWARD, KL, GIB = "reward", "objective/kl", 2**30
 WIN_RATE_PREFIX = "wins/"  # of the names of figures from judges; the opponent follows
 Curve = dict[float, float]  # completions -> value
+Limits = tuple[float, float]  # of the 95 % interval of one run's score, over its prompts
 
 
 @dataclass
@@ -34,11 +42,13 @@ class ConfigurationResult:
     figures: dict[str, dict[int, float]]  # name -> seed -> value; a seed without one is absent
     curves: dict[str, list[tuple[float, Estimate]]]  # name -> completions, mean over all seeds
     excluded_runs: list[RunRecord] = field(default_factory=list)
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # of one seed's judge
+    errors: dict[str, dict[int, float]] = field(default_factory=dict)  # a figure's own, by seed
+    limits: dict[str, Limits] = field(default_factory=dict)  # of a single seed's figure
 
     def mean_over_seeds(self, name: str) -> Estimate | None:
         """A figure's mean over seeds."""
-        return mean_with_interval([*self.figures.get(name, {}).values()])
+        figures, errors = self.figures.get(name, {}), self.errors.get(name, {})
+        return mean_with_interval([*figures.values()], [errors.get(seed) for seed in figures])
 
 
 @dataclass
@@ -59,6 +69,9 @@ def compare_configurations(
 ) -> Comparison:
     """Configurations -> their comparison. `score`: a metric of evaluations, None without any."""
     results = [_configuration_result(config, score) for config in configs]
+    for opponent, tallies in judgements.comparable_tallies(configs).items():
+        for config, result in zip(configs, results, strict=True):
+            _add_win_rate(result, opponent, config.runs, tallies)
     limit = _threshold(results)
 
     def reached(run: RunRecord) -> float | None:
@@ -68,7 +81,8 @@ def compare_configurations(
         if limit is not None:
             _add_figure(result, "reached", config.runs, reached)
     has_score, baseline = score is not None, results[against].label
-    comparison = Comparison(results, score or REWARD, has_score, limit, {}, baseline, [*notes])
+    notes = [*notes, *judgements.left_out_lines(configs)]
+    comparison = Comparison(results, score or REWARD, has_score, limit, {}, baseline, notes)
     comparison.differences |= paired_differences(comparison, "final")
     return comparison
 
@@ -77,8 +91,13 @@ def paired_differences(comparison: Comparison, figure: str) -> dict[str, Estimat
     """Label -> a figure minus that of `comparison.against`, seed by seed."""
     base = next(o for o in comparison.results if o.label == comparison.against)
     others = [o for o in comparison.results if o is not base]
-    theirs = base.figures.get(figure, {})
-    return {o.label: paired_difference(o.figures.get(figure, {}), theirs) for o in others}
+    theirs = base.figures.get(figure, {}), base.errors.get(figure)
+    return {
+        o.label: paired_difference(
+            o.figures.get(figure, {}), theirs[0], o.errors.get(figure), theirs[1]
+        )
+        for o in others
+    }
 
 
 def conclusion_lines(comparison: Comparison) -> list[str]:
@@ -104,7 +123,8 @@ def _difference_lines(
         if e is None:
             lines.append(f"{label} against {comparison.against}{what}: {verdict}")
             continue
-        interval = f" ({e.low:+.3f} to {e.high:+.3f}), {e.n} seeds" if e.n > 1 else ""
+        interval = f" ({e.low:+.3f} to {e.high:+.3f})" if e.half_width is not None else ""
+        interval += f", {e.n} seeds" if e.n > 1 else ""
         difference = f"{label} minus {comparison.against}{what}"
         lines.append(f"{difference}: {e.mean:+.3f}{interval}: {verdict}")
     return lines
@@ -125,16 +145,14 @@ def _configuration_result(config: Configuration, score: str | None) -> Configura
     }
     for name, measure in measures.items():
         _add_figure(result, name, runs, measure)
-    for opponent in dict.fromkeys(opponent for run in runs for opponent in run.judge_tallies):
-        name = f"{WIN_RATE_PREFIX}{opponent}"
-        _add_figure(result, name, runs, _win_rate(opponent))
-        tally = runs[0].judge_tallies[opponent] if len(runs) == 1 else {}
-        if tally.get("low") is not None:
-            result.intervals[name] = (tally["low"], tally["high"])
+    _add_errors(result, "final", runs, lambda run: _final_limits(run, score))
     result.curves = {
         "reward": _mean_curve([_training_curve(run, REWARD) for run in runs]),
         "kl": _mean_curve([_training_curve(run, KL) for run in runs]),
-        "held_out": _mean_curve([_score_curve(run, score) for run in runs if score]),
+        "held_out": _mean_curve(
+            [_score_curve(run, score) for run in runs if score],
+            [_score_errors(run, score) for run in runs if score],
+        ),
     }
     return result
 
@@ -147,6 +165,31 @@ def _add_figure(
 ) -> None:
     values = {run.seed: measure(run) for run in runs}
     result.figures[name] = {seed: float(v) for seed, v in values.items() if v is not None}
+
+
+def _add_errors(
+    result: ConfigurationResult,
+    name: str,
+    runs: Sequence[RunRecord],
+    limits_of: Callable[[RunRecord], Limits | None],
+) -> None:
+    """Add the standard errors that each run's figure has by itself."""
+    limits = {run.seed: found for run in runs if (found := limits_of(run)) is not None}
+    result.errors[name] = {seed: half_width_error(*found) for seed, found in limits.items()}
+    if len(runs) == 1 and limits:
+        result.limits[name] = limits[runs[0].seed]
+
+
+def _add_win_rate(
+    result: ConfigurationResult,
+    opponent: str,
+    runs: Sequence[RunRecord],
+    tallies: Mapping[Path, JsonObject],
+) -> None:
+    """Add the win rates of these runs; `tallies`: by the run's folder."""
+    name = f"{WIN_RATE_PREFIX}{opponent}"
+    _add_figure(result, name, runs, lambda run: tallies.get(run.folder, {}).get("rate"))
+    _add_errors(result, name, runs, lambda run: _limits(tallies.get(run.folder, {})))
 
 
 # Curves.
@@ -167,10 +210,21 @@ def _score_curve(run: RunRecord, score: str | None) -> Curve:
     return {run.completions_sampled(int(s)): v for s, v in zip(steps, values, strict=True)}
 
 
-def _mean_curve(seed_curves: Sequence[Curve]) -> list[tuple[float, Estimate]]:
+def _score_errors(run: RunRecord, score: str) -> Curve:
+    """Completions -> the standard error of the held-out score there, where it is known."""
+    known = [(line, limits) for line in run.eval_metrics if (limits := _limits(line, score))]
+    return {run.completions_sampled(int(m["step"])): half_width_error(*at) for m, at in known}
+
+
+def _mean_curve(
+    seed_curves: Sequence[Curve], seed_errors: Sequence[Curve] = ()
+) -> list[tuple[float, Estimate]]:
     """The mean at every point that all seeds have."""
     common = sorted(set.intersection(*(set(curve) for curve in seed_curves))) if seed_curves else []
-    means = [(x, mean_with_interval([curve[x] for curve in seed_curves])) for x in common]
+    means = [
+        (x, mean_with_interval([c[x] for c in seed_curves], [e.get(x) for e in seed_errors]))
+        for x in common
+    ]
     return [(x, mean) for x, mean in means if mean is not None]
 
 
@@ -189,10 +243,40 @@ def _final_score(run: RunRecord, score: str | None) -> float | None:
     return curve[max(curve)] if curve else None
 
 
+def _final_limits(run: RunRecord, score: str | None) -> Limits | None:
+    """The 95 % interval of the final score, over prompts; None where it is not known."""
+    if score is not None:
+        lines = [line for line in run.eval_metrics if score in line]
+        return _limits(lines[-1], score) if lines else None
+    values = _values_at_end(run, REWARD)
+    if len(values) < 2:
+        return None
+    half = Z_95 * stdev(values) / math.sqrt(len(values))  # each step has prompts of its own
+    return fmean(values) - half, fmean(values) + half
+
+
+def _limits(metrics: Mapping[str, object], name: str = "") -> Limits | None:
+    """The limits that stand beside a score, or those of a share where an older run has none."""
+    prefix = f"{name}/" if name else ""
+    low, high = metrics.get(f"{prefix}low"), metrics.get(f"{prefix}high")
+    if isinstance(low, int | float) and isinstance(high, int | float):
+        return low, high
+    prefix, mean = name.partition("reward")[0], metrics.get(name)
+    samples, unscored = (metrics.get(f"{prefix}{key}") for key in ("samples", "unscored"))
+    if not isinstance(samples, int) or not isinstance(mean, int | float) or not 0 <= mean <= 1:
+        return None
+    n = samples - (unscored if isinstance(unscored, int) else 0)
+    return share_limits(n, mean, mean * (1 - mean)) if n > 0 else None
+
+
 def _mean_at_end(run: RunRecord, name: str) -> float | None:
-    last = run.step_metrics[-max(1, round(END_FRACTION * len(run.step_metrics))) :]
-    values = curves.metric_points(last, name)[1]
+    values = _values_at_end(run, name)
     return fmean(values) if values else None
+
+
+def _values_at_end(run: RunRecord, name: str) -> Sequence[float]:
+    last = run.step_metrics[-max(1, round(END_FRACTION * len(run.step_metrics))) :]
+    return curves.metric_points(last, name)[1]
 
 
 def _median_value(run: RunRecord, name: str) -> float | None:
@@ -203,10 +287,6 @@ def _median_value(run: RunRecord, name: str) -> float | None:
 def _last_value(run: RunRecord, name: str) -> float | None:
     values = curves.metric_points(run.step_metrics, name)[1]
     return values[-1] if values else None
-
-
-def _win_rate(opponent: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: run.judge_tallies.get(opponent, {}).get("rate")
 
 
 def _peak_memory_gib(run: RunRecord) -> float | None:

@@ -18,8 +18,8 @@ from rloo_cli.cli.compare.results import (
     ConfigurationResult,
     conclusion_lines,
 )
-from rloo_cli.cli.compare.statistics import Estimate, describe_difference
 from rloo_cli.reporting.panel import clean_line, format_number
+from rloo_cli.reporting.statistics import Estimate, describe_difference
 from rloo_cli.utils.files import JsonObject
 
 NO_VALUE = "–"
@@ -39,7 +39,7 @@ def figure_columns(comparison: Comparison) -> list[FigureColumn]:
     """The columns that at least one configuration has a figure for."""
     score = "held-out score" if comparison.held_out else "training reward"
     columns = [
-        FigureColumn(f"{score}, final", "final", _format_mean),
+        FigureColumn(f"{score}, final", "final", _format_final),
         FigureColumn(f"{score}, best", "best", _format_mean),
         FigureColumn(f"training reward, last {END_FRACTION:.0%}", "reward", _format_mean),
         FigureColumn("KL at the end", "kl", _format_mean),
@@ -61,11 +61,19 @@ def _format_mean(_: ConfigurationResult, estimate: Estimate) -> str:
     return estimate.text(3 if abs(estimate.mean) < 100 else 1)
 
 
+def _format_final(result: ConfigurationResult, estimate: Estimate) -> str:
+    """The final score; with one seed, its interval is that over prompts."""
+    limits = result.limits.get("final")
+    if limits is None:
+        return _format_mean(result, estimate)
+    return f"{estimate.mean:.3f} ({limits[0]:.3f} to {limits[1]:.3f} over prompts)"
+
+
 def _win_rate_formatter(figure: str) -> Callable[[ConfigurationResult, Estimate], str]:
     """A function that formats a win rate; with one seed, its interval is the judge's over pairs."""
 
     def format_cell(result: ConfigurationResult, estimate: Estimate) -> str:
-        rate, limits = f"{estimate.mean:.1%}", result.intervals.get(figure)
+        rate, limits = f"{estimate.mean:.1%}", result.limits.get(figure)
         if estimate.half_width is not None:
             return f"{rate} ± {100 * estimate.half_width:.1f}"
         return f"{rate} ({limits[0]:.1%} to {limits[1]:.1%} over pairs)" if limits else rate
@@ -101,7 +109,10 @@ def comparison_table(comparison: Comparison) -> Iterator[list[str]]:
 
 def legend_lines(comparison: Comparison) -> list[str]:
     """Sentences that say what the figures mean."""
-    lines = ["± is half of a 95 % interval: Student's t over seeds; with one seed there is none."]
+    lines = [
+        "± is half of a 95 % interval: Student's t over seeds, and never less than the scores' own"
+        " error over prompts allows. One seed has none, and neither have seeds that are all equal."
+    ]
     if comparison.held_out:
         lines.append(f"Held-out score: {comparison.score}, of the evaluations during training.")
     else:
@@ -112,7 +123,7 @@ def legend_lines(comparison: Comparison) -> list[str]:
             " start to the best configuration's end; completions are those before the first look at"
             " it or above."
         )
-    if len(comparison.differences) > 1:
+    if len(conclusion_lines(comparison)) > 1:
         lines.append("Each difference has an interval of its own: of many, one in twenty misleads.")
     return lines
 
@@ -184,6 +195,7 @@ def comparison_json(comparison: Comparison) -> JsonObject:
                 "figures": {
                     name: _estimate_json(o.mean_over_seeds(name))
                     | {"by_seed": {str(k): v for k, v in by.items()}}
+                    | _errors_json(o, name)
                     for name, by in o.figures.items()
                     if by
                 },
@@ -201,6 +213,12 @@ def comparison_json(comparison: Comparison) -> JsonObject:
         },
         "notes": comparison.notes,
     }
+
+
+def _errors_json(result: ConfigurationResult, name: str) -> JsonObject:
+    """The standard error over prompts of each seed's figure, where it is known."""
+    errors = result.errors.get(name)
+    return {"error_by_seed": {str(k): v for k, v in errors.items()}} if errors else {}
 
 
 def _estimate_json(e: Estimate | None) -> JsonObject:

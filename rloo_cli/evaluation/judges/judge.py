@@ -234,7 +234,7 @@ def judge_table(judge: Judge, judged: JudgedSets) -> Table:
 def _table_lines(win_rate: WinRate) -> dict[str, str]:
     limits = "n/a"
     if win_rate.low is not None and win_rate.high is not None:
-        limits = f"{win_rate.low:.1%} to {win_rate.high:.1%} ({win_rate.interval})"
+        limits = f"{win_rate.low:.1%} to {win_rate.high:.1%}"
     return {
         "win rate, a tie is 1/2": _format(win_rate.rate, ".1%"),
         "95 % interval": limits,

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Z_95 = 1.959964  # of a standard normal: 95 % lie within
+from rloo_cli.reporting.statistics import score_interval
+
 MAX_NEWTON_STEPS, NEWTON_TOLERANCE = 100, 1e-10
 MAX_LOG_ODDS = 15.0  # larger ones mean that lengths separate wins from losses
 
@@ -23,7 +24,6 @@ class WinRate:
     rate: float | None  # None: no pair was judged
     low: float | None
     high: float | None
-    interval: str  # Wilson or normal
     length: float | None  # mean of ours
     other_length: float | None  # mean of theirs
     controlled: float | None  # the rate at equal lengths; None = not defined
@@ -38,40 +38,19 @@ def compute_win_rate(values: Sequence[float | None], lengths: Sequence[tuple[int
     """Count pairs; `lengths` are ours and theirs of each. Lengths of invalid pairs are left out."""
     judged = [(v, *pair) for v, pair in zip(values, lengths, strict=True) if v is not None]
     verdicts = [v for v, _, _ in judged]
-    low, high, interval = confidence_interval(verdicts)
+    interval = score_interval(verdicts)
     return WinRate(
         wins=verdicts.count(1.0),
         ties=verdicts.count(0.5),
         losses=verdicts.count(0.0),
         invalid=len(values) - len(verdicts),
-        rate=sum(verdicts) / len(verdicts) if verdicts else None,
-        low=low,
-        high=high,
-        interval=interval,
+        rate=interval.mean if interval else None,
+        low=interval.low if interval else None,
+        high=interval.high if interval else None,
         length=sum(a for _, a, _ in judged) / len(judged) if judged else None,
         other_length=sum(b for _, _, b in judged) / len(judged) if judged else None,
         controlled=rate_at_equal_lengths(verdicts, [a - b for _, a, b in judged]),
     )
-
-
-def confidence_interval(values: Sequence[float]) -> tuple[float | None, float | None, str]:
-    """A 95 % interval of the mean, and its name.
-
-    It is Wilson's score interval where every value is 0 or 1, or all are equal; with halves it is
-    the normal interval of the sample's standard error, within 0 and 1.
-    """
-    n = len(values)
-    if not n:
-        return None, None, "Wilson"
-    mean = sum(values) / n
-    variance = sum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else 0.0
-    if variance and 0.5 in values:
-        half = Z_95 * math.sqrt(variance / n)
-        return max(0.0, mean - half), min(1.0, mean + half), "normal"
-    scale, z_squared = 1 + Z_95 * Z_95 / n, Z_95 * Z_95
-    middle = (mean + z_squared / (2 * n)) / scale
-    half = Z_95 * math.sqrt(mean * (1 - mean) / n + z_squared / (4 * n * n)) / scale
-    return max(0.0, middle - half), min(1.0, middle + half), "Wilson"
 
 
 def rate_at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> float | None:

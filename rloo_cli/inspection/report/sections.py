@@ -22,7 +22,7 @@ from rloo_cli.inspection.ledger_audit import audit_ledger, ledger_summary
 from rloo_cli.inspection.report.token_strips import TokenStrip, token_strips
 from rloo_cli.inspection.sample_files import SampleRecord
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
-from rloo_cli.reporting.eval_lines import headline_metrics
+from rloo_cli.reporting.eval_lines import headline_metrics, interval_text
 from rloo_cli.reporting.metrics_lines import metric_names
 from rloo_cli.reporting.panel import format_duration, format_number, metric_history
 from rloo_cli.utils.console import show_control_characters
@@ -122,8 +122,10 @@ def verdict_text(run: RunEvidence, diagnosis: Diagnosis) -> str:
         label, name = headline_metrics(evaluated[0])[0]
         first, last = evaluated[0].get(name), evaluated[-1].get(name)
         if isinstance(first, int | float) and isinstance(last, int | float):
-            change = "" if len(evaluated) < 2 else f" → {format_number(last)}"
-            parts.append(f"{label} {format_number(first)}{change}")
+            texts = [format_number(first) + interval_text(evaluated[0], name)]
+            if len(evaluated) > 1:
+                texts.append(format_number(last) + interval_text(evaluated[-1], name))
+            parts.append(f"{label} {' → '.join(texts)}")
     elif reward := run.start_and_end("reward"):
         parts.append(f"reward {format_number(reward[0])} → {format_number(reward[1])}")
     if diagnosis.findings:
@@ -176,8 +178,11 @@ def _held_out_table(run: RunEvidence) -> ReportTable | None:
     rows = [
         (
             str(line["step"]),
-            *(format_number(v) if isinstance(v := line.get(name), int | float) else "–"
-              for _, name in names),
+            *(
+                f"{format_number(v)}{interval_text(line, name)}"
+                if isinstance(v := line.get(name), int | float) else "–"
+                for _, name in names
+            ),
         )
         for line in lines
     ]  # fmt: skip
