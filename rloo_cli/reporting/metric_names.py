@@ -343,8 +343,6 @@ NOT_RECOMPUTED = {
     "agent/refused": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
     "agent/wrong_keys": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
     "algorithm/<name>": "needs an algorithm of one's own: tests/house/test_add_an_algorithm.py",
-    "win_rate/low": "an interval: tests/evaluation holds it by simulation",
-    "win_rate/high": "an interval: tests/evaluation holds it by simulation",
     "win_rate/length_controlled": "a fitted regression: tests/evaluation holds it by simulation",
 }
 

@@ -181,7 +181,12 @@ RECOMPUTED = {
     "evaluation": "reward reward/<reward>/mean reward/<reward>/error_rate completions/mean_length"
     " completions/clipped_ratio samples unscored sampled_unscored avg@<k> pass@<k> pass@<k>/prompts"
     " win_rate win_rate/wins win_rate/ties win_rate/losses win_rate/invalid win_rate/mean_length"
-    " win_rate/mean_other_length judge/win_rate judge/invalid",
+    " win_rate/mean_other_length judge/win_rate judge/invalid win_rate/low win_rate/high"
+    + "".join(
+        f" {name}/{part}"
+        for name in ("reward", "reward/<reward>/mean", "avg@<k>", "pass@<k>")
+        for part in ("se", "low", "high")
+    ),
 }
 
 
@@ -493,6 +498,20 @@ def test_a_run_of_episodes(tmp_path: Path) -> None:
     assert all(line["agent/errors"] > 0 < line["agent/bad_calls"] for line in run.lines())
 
 
+def error_and_limits(name: str, values: list[float], completions: int = 1) -> dict[str, float]:
+    """Standard error and 95 % interval of a mean of values in [0, 1], one for each prompt."""
+    n, middle = len(values), sum(values) / len(values)
+    variance = sum((v - middle) ** 2 for v in values) / n
+    alike = (n * variance + 0.1) / (n * middle * (1 - middle) + 0.1)
+    added = 1.5 * min(1.0, max(1 / completions, alike))
+    total = n + 2 * added
+    center = (n * middle + added) / total
+    half = 1.959964 * ((sum(v * v for v in values) + added) / total - center**2) ** 0.5
+    half /= total**0.5
+    limits = {f"{name}/low": max(0.0, center - half), f"{name}/high": min(1.0, center + half)}
+    return {f"{name}/se": (variance / (n - 1)) ** 0.5, **limits}
+
+
 def test_an_evaluation_with_a_judge(serve: Any, tmp_path: Path) -> None:
     def verdict(question: str) -> str:
         a, b = re.findall(r"=== answer . ===\n(.*)\n", question)
@@ -548,15 +567,20 @@ def test_an_evaluation_with_a_judge(serve: Any, tmp_path: Path) -> None:
             for v in ([int(x) for x in values] for values in known) if len(v) >= k
         ]  # fmt: skip
         line[f"eval_pass@{k}"] = sum(chances) / len(chances)
+        line |= error_and_limits(f"eval_pass@{k}", chances, max(1, 4 // k))
         if len(chances) < len(by_prompt):
             line[f"eval_pass@{k}/prompts"] = len(chances)
+    line |= error_and_limits("eval_avg@4", averages, 4)
+    for name in ("eval_reward", "eval_reward/some/mean"):
+        line |= error_and_limits(name, scores)
+    line |= {n: v for n, v in error_and_limits("eval_win_rate", values).items() if n[-2:] != "se"}
     told = [pair for pair in pairs if pair["value"] is not None]
     for name, side in (("mean_length", 0), ("mean_other_length", 1)):
         line[f"eval_win_rate/{name}"] = sum(pair["tokens"][side] for pair in told) / len(told)
     (found,) = run.lines(evaluations=True)
     SHOWN["evaluation"] = {*found}
-    rates = {"eval_win_rate/low", "eval_win_rate/high", "eval_win_rate/length_controlled"}
-    compare({n: v for n, v in found.items() if n not in rates}, line, "evaluation")
+    fitted = "eval_win_rate/length_controlled"
+    compare({n: v for n, v in found.items() if n != fitted}, line, "evaluation")
     shows("evaluation")
     assert 0 < found["eval_win_rate/invalid"] < 12 and found["eval_win_rate/wins"] > 0
 
