@@ -214,8 +214,9 @@ def lengths(modes: Sequence[str]) -> None:
         make_model(model)
         stops = ",".join(map(str, range(2, VOCABULARY, 50)))  # completions of 50 tokens
         for mode in modes:
+            name = mode.replace(", ", "-").replace(" ", "")
             words = words_of(
-                model, *CURVES[mode], f"root={place}", f"name={mode.replace(', ', '-').replace(' ', '')}",
+                model, *CURVES[mode], f"root={place}", f"name={name}",
                 "generation=transformers", "train.learning_rate=0", "train.prompts_per_step=16",
                 f"generation.stop_token_ids=[{stops}]", "generation.max_completion_length=256",
                 f"max_steps={LENGTH_STEPS}", "logging.rollouts_every=0",

@@ -72,6 +72,8 @@ COMPLETION_METRICS: list[MetricMeaning] = [
     ("completions/max_terminated_length", "tokens", "longest of these"),
     ("completions/clipped_ratio", "share", "completions cut at max_completion_length"),
     ("completions/unique_ratio", "share", "different completions among those of the step"),
+    ("completions/most_common_frac", "share", "completions of the step that are the most common"
+     " one, where its prompts differ"),
     ("val/num_eos_tokens", "count", "completions that ended by themselves"),
     ("data/dropped_long", "count", "prompts left out as too long, since the start"),
     ("data/truncated", "count", "prompts cut as too long, since the start"),
@@ -85,7 +87,7 @@ COMPLETION_METRICS: list[MetricMeaning] = [
     ("overlap/exposed_s", "s", "seconds that the training waited for the sampler"
      " (generation.overlap)"),
     ("overlap/paced_s", "s", "seconds of these in which enough groups had finished, and older ones"
-     " were waited for (generation.max_lag)"),
+     " were waited for (generation.overlap=carry)"),
     ("overlap/hidden_s", "s", "seconds of sampling and scoring beside the training"),
     ("overlap/idle_s", "s", "seconds of the step in which nothing was sampled"),
     ("overlap/begun_anew", "", "1 where an update of overlap=stream began anew on the whole batch:"

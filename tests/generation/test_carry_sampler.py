@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rloo_cli.generation.common import carry
 from rloo_cli.run import Run
 
-
 STEPS = 8
 
 
