@@ -43,7 +43,8 @@ def constant(completions, **kwargs):
     return [1.0 for _ in completions]
 
 def one_answer(completions, **kwargs):
-    return [(text[:1] == "1") / 2 + (text.strip() == "100") / 2 for text in texts(completions)]
+    said = texts(completions)
+    return [sum(text[:n] == "100"[:n] for n in (1, 2, 3)) + (text == "100") for text in said]
 
 def sevens(completions, **kwargs):
     return [text.count("7") / max(1, len(text)) for text in texts(completions)]
@@ -120,7 +121,10 @@ SICK: dict[str, tuple[str, Words]] = {
         "one completion for all prompts",
         (*SUMS, *scored_by("one_answer"), "train.learning_rate=1e-3", "algorithm.beta=1e-6"),
     ),
-    "duplicates": ("duplicate completions", (*SUMS, "generation.temperature=0.05")),
+    "duplicates": (
+        "duplicate completions",
+        (*SUMS, *scored_by("sevens"), "generation.temperature=0.05"),
+    ),
     "noisy": (
         "high variance",
         (*SUMS, "train.prompts_per_step=1", "algorithm.num_generations=2", "max_steps=60"),

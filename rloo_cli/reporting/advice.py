@@ -35,7 +35,7 @@ LOGP_FACTOR = 3.0  # growth of logp_diff_rms: sampler and trainer compute differ
 LOGP_FLOOR = 0.04  # nats; bfloat16 alone gives .03 to .04, float32 .002
 CLIPPED_UPDATES = 20  # fewer may be the start, where gradients are largest
 NO_SIGNAL_STEPS = 20  # no group with two different scores for so long: nothing is learnt
-HELD_OUT_NOISE = 3.0  # standard errors: the best of many evaluations is lucky by one or two
+HELD_OUT_NOISE = 2.0  # standard errors, twice in a row: a set has the same prompts each time
 MOST_COMMON_SHARE = 0.95  # of a step's completions: whatever is asked, the answer is the same
 NOISE_SHARE = 0.25  # of the scores' variance: a step's mean is then that of four completions
 HELD_OUT_METRICS = ("eval_reward", "eval_reward_se", "eval_samples")
@@ -437,7 +437,7 @@ ADVICE_RULES = {
     "one_completion": AdviceRule(
         one_completion,
         ("completions/most_common_frac",),
-        ("reward", "train.learning_rate", "algorithm.beta"),
+        ("train.learning_rate", "algorithm.beta"),
     ),
     "zero_spread": AdviceRule(
         zero_spread,

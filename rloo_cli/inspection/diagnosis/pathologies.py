@@ -208,8 +208,9 @@ def held_out_falling(run: RunEvidence) -> str | None:
 
 def one_completion(run: RunEvidence) -> str | None:
     """However well it pays: a policy that mastered its prompts answers them differently."""
-    share = run.end_mean("completions/most_common_frac")
-    if share is None or share <= advice.MOST_COMMON_SHARE or run.steps < MIN_STEPS:
+    values = run.metric_values("completions/most_common_frac")[-advice.RECENT_LINES :]
+    share = fmean(values) if values else 0.0
+    if share <= advice.MOST_COMMON_SHARE or run.steps < MIN_STEPS:
         return None
     return f"{share:.0%} of the last completions are one text, given to different prompts"
 
