@@ -119,7 +119,8 @@ SICK: dict[str, tuple[str, Words]] = {
     ),
     "one": (
         "one completion for all prompts",
-        (*SUMS, *scored_by("one_answer"), "train.learning_rate=1e-3", "algorithm.beta=1e-6"),
+        (*SUMS, *scored_by("one_answer"), "train.learning_rate=1e-3", "algorithm.beta=1e-6",
+         "max_steps=50"),
     ),
     "duplicates": (
         "duplicate completions",

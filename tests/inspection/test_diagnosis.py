@@ -147,8 +147,8 @@ def test_a_held_out_score_that_recovers_or_wavers_within_its_noise_is_not_named(
 
 def test_a_policy_that_mastered_its_prompts_repeats_itself_and_has_no_finding() -> None:
     def mastered(step: int, draw: int, k: int) -> dict[str, Any]:
-        right = random.Random(f"{step} {draw}").random() < step / 12
-        return wrong_and_alike(step, draw, k) | {"score": float(right)}
+        score = 1.0 if draw == 50 else min(0.7, step / 12)  # one prompt allows more than others
+        return wrong_and_alike(step, draw, k) | {"score": score}
 
     found = named(make_run(mastered))
     assert "duplicate completions" not in found and "one completion for all prompts" not in found
