@@ -1,7 +1,7 @@
 """What generation.overlap gains and what it costs: seconds of a step, and learning curves.
 
     python bench/overlap.py                    all stages; what was cut goes on
-    python bench/overlap.py --stages speed     some: speed, ranks, curves, real
+    python bench/overlap.py --stages speed     some: speed, ranks, curves, real, lengths
     python bench/overlap.py --table            only print the tables, from bench/overlap.jsonl
 
 `speed`: real vLLM on the CPU, a random model with completions of very different lengths (stop ids
@@ -16,6 +16,9 @@ ddp, one core each; the policy samples for itself, and the seconds are those of 
 `curves`: quickstart with several seeds, held out before and after. `real`: SmolLM2-135M-Instruct
 adds two numbers, 30 steps. Runs lie in runs/overlap; each that ends is a row of bench/overlap.jsonl
 and is not done again.
+
+`lengths`: the mean completion length of each of the first ten steps, with a learning rate of 0, so
+that a step's lengths depend only on which groups it takes. The policy samples for itself.
 """
 
 import argparse
@@ -67,6 +70,8 @@ CURVES: dict[str, tuple[str, ...]] = {
 SEEDS = {"none": 5, "ahead": 5, "carry": 5}  # the others: 2
 REAL = ("none", "ahead", "carry")
 RANK_MODES = ("none", "none, virtual_time")
+LENGTH_MODES = ("none", "carry", "carry, max_lag 4")
+LENGTH_STEPS = 10
 
 
 def make_model(folder: Path) -> None:
@@ -200,6 +205,40 @@ def print_ranks() -> None:
         )
         summed = statistics.mean(sum(row["train_s"]) for row in own)
         print(f"| {mode} | {trained:.2f} | {whole:.2f} | {summed:.1f} | {len(own)} |")
+
+
+def lengths(modes: Sequence[str]) -> None:
+    """The stage `lengths`: a run of each of these modes."""
+    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
+        model = Path(place) / "model"
+        make_model(model)
+        stops = ",".join(map(str, range(2, VOCABULARY, 50)))  # completions of 50 tokens
+        for mode in modes:
+            name = mode.replace(", ", "-").replace(" ", "")
+            words = words_of(
+                model, *CURVES[mode], f"root={place}", f"name={name}",
+                "generation=transformers", "train.learning_rate=0", "train.prompts_per_step=16",
+                f"generation.stop_token_ids=[{stops}]", "generation.max_completion_length=256",
+                f"max_steps={LENGTH_STEPS}", "logging.rollouts_every=0",
+            )  # fmt: skip
+            folder = train(
+                [w for w in words if w != "generation=vllm_server"], os.sched_getaffinity(0)
+            )
+            means = [step["completions/mean_length"] for step in steps_of(folder)]
+            results.append(
+                [{"stage": "lengths", "mode": mode, "commit": commit(), "means": means}], ROWS
+            )
+
+
+def print_lengths() -> None:
+    """The table of the stage `lengths`: the last run of each mode at each commit."""
+    rows = {(row["commit"], row["mode"]): row["means"] for row in rows_of("lengths")}
+    if rows:
+        print("\n| commit | overlap | mean length of steps 1 to 10 | deviation |")
+        print("|---|---|---|---|")
+    for (measured, mode), means in rows.items():
+        shown = ", ".join(f"{mean:.0f}" for mean in means)
+        print(f"| {measured} | {mode} | {shown} | {statistics.stdev(means):.1f} |")
 
 
 def speed_row(mode: str, number: int, folder: Path) -> Row:
@@ -357,7 +396,7 @@ def interval(values: Sequence[float]) -> str:
 def main() -> None:
     """Do the stages that were asked for, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    stages = ("speed", "ranks", "curves", "real")
+    stages = ("speed", "ranks", "curves", "real", "lengths")
     parser.add_argument("--stages", nargs="+", choices=stages, default=list(stages))
     parser.add_argument("--modes", nargs="+", choices=sorted({*MODES, *CURVES}))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the stage speed")
@@ -373,10 +412,13 @@ def main() -> None:
             curves("curves", [mode for mode in CURVES if mode in chosen])
         if "real" in args.stages:
             curves("real", [mode for mode in REAL if mode in chosen])
+        if "lengths" in args.stages:
+            lengths([mode for mode in LENGTH_MODES if mode in chosen])
     print_speed()
     print_ranks()
     for stage in ("curves", "real"):
         print_curves(stage)
+    print_lengths()
 
 
 if __name__ == "__main__":

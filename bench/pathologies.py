@@ -42,6 +42,10 @@ def noise(completions, **kwargs):
 def constant(completions, **kwargs):
     return [1.0 for _ in completions]
 
+def one_answer(completions, **kwargs):
+    said = texts(completions)
+    return [sum(text[:n] == "100"[:n] for n in (1, 2, 3)) + (text == "100") for text in said]
+
 def sevens(completions, **kwargs):
     return [text.count("7") / max(1, len(text)) for text in texts(completions)]
 """
@@ -106,6 +110,26 @@ SICK: dict[str, tuple[str, Words]] = {
         "updates are rounded away",
         (*SUMS, "model.dtype=bfloat16", "train.learning_rate=1e-9"),
     ),
+    "overfit": (
+        "the held-out score falls",
+        (*SUMS, "data.path={folder}/few.jsonl", "data.eval_split=null",
+         "eval.sets.other.path=make:addition", "eval.sets.other.split=test", "eval.every=10",
+         "max_steps=80", "train.prompts_per_step=4", "train.learning_rate=1e-3",
+         "algorithm.beta=1e-6"),
+    ),
+    "one": (
+        "one completion for all prompts",
+        (*SUMS, *scored_by("one_answer"), "train.learning_rate=1e-3", "algorithm.beta=1e-6",
+         "max_steps=50"),
+    ),
+    "duplicates": (
+        "duplicate completions",
+        (*SUMS, *scored_by("sevens"), "generation.temperature=0.05"),
+    ),
+    "noisy": (
+        "high variance",
+        (*SUMS, "train.prompts_per_step=1", "algorithm.num_generations=2", "max_steps=60"),
+    ),
     "top_p": ("sampling is truncated", (*SUMS, "generation.top_p=0.5")),
     "mismatch": (
         "sampler and trainer disagree",
@@ -154,6 +178,7 @@ def write_files(folder: Path) -> None:
     rows = addition_examples("train")[:150]
     text = "".join(json.dumps(row) + "\n" for row in [*rows, *rows])
     (folder / "doubled.jsonl").write_text(text)
+    (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
 
 
 def words_of(name: str, words: Words, seed: int) -> Words:

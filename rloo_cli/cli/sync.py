@@ -48,9 +48,7 @@ def run(args: list[str]) -> int:
 
 def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     record = inspect_run_folder(folder)
-    lines = sorted(
-        [*record.eval_metrics, *record.step_metrics], key=lambda metrics: metrics["step"]
-    )
+    lines = record.metrics_lines
     if not lines:
         fix = f"wait for its first step; rloo doctor {folder} says what keeps it"
         why = "its first step, or its first evaluation, has not ended yet"

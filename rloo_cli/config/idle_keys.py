@@ -48,6 +48,7 @@ TEACHER_KEYS = tuple(
 )  # fmt: skip
 EVAL_KEYS = (
     "eval.at_start", "eval.every", "eval.num_generations", "eval.max_samples", "eval.batch_size",
+    "guards.held_out_falling",
 )  # fmt: skip
 CORRECTION_KEYS = (
     "algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor",

@@ -530,9 +530,14 @@ class GuardsConfig(Frozen):
     reward_falling: GuardLevel = _guard("reward falls within 50 or 100 steps by more than noise")
     reward_swinging: GuardLevel = _guard("reward swings over 50 steps and gets no better")
     reward_flat: GuardLevel = _guard("reward neither rises, falls nor swings over 50 steps")
+    high_variance: GuardLevel = _guard("reward is level over 50 steps, and mostly noise")
+    held_out_falling: GuardLevel = _guard(
+        "eval_reward under its best by more than noise at two evaluations in a row"
+    )
     policy_clipping: GuardLevel = _guard("clip_ratio/region_mean over 0.2, mean of 5 lines")
     kl_rising: GuardLevel = _guard("kl over 0.1 and 3 times what it was 20 steps before")
     entropy_collapse: GuardLevel = _guard("entropy under a tenth of what it began with")
+    one_completion: GuardLevel = _guard("completions/most_common_frac over 0.95, mean of 5 lines")
     zero_spread: GuardLevel = _guard("frac_reward_zero_std over 0.8, mean of 5 lines")
     no_signal: GuardLevel = _guard("frac_reward_zero_std is 1 for 20 steps")
     many_truncated: GuardLevel = _guard("completions/clipped_ratio over 0.5, mean of 5 lines")

@@ -95,6 +95,11 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)  # files that could not be read, and why
 
     @property
+    def metrics_lines(self) -> list[MetricsMapping]:
+        """Steps and evaluations in the order of metrics.jsonl: an evaluation is of its step."""
+        return sorted([*self.step_metrics, *self.eval_metrics], key=lambda line: line["step"])
+
+    @property
     def name(self) -> str:
         """The name of its folder."""
         return self.folder.name

@@ -43,17 +43,18 @@ class RunScreen:
         self.samples: list[SampleRecord] = []
         guards = self.record.config.get("guards")
         self.advisor = Advisor(guards if isinstance(guards, dict) else {})
-        self.advised_steps = 0
+        self.advised_lines = 0
         self.advice: list[tuple[int, str]] = []  # step, text
         self.refresh_run()
 
     def refresh_run(self) -> None:
         """Read the files again, of the metrics what is new. Never raises for what is in them."""
         self.record = inspect_run_folder(self.folder, self.reader)
-        for metrics in self.record.step_metrics[self.advised_steps :]:
+        lines = self.record.metrics_lines
+        for metrics in lines[self.advised_lines :]:
             advice = self.advisor.advise(metrics).values()
             self.advice += [(int(metrics["step"]), text) for text in advice]
-        self.advised_steps = len(self.record.step_metrics)
+        self.advised_lines = len(lines)
         self.samples = _last_samples(self.folder)
 
     def screen_values(self, now: float | None = None) -> JsonObject:
@@ -103,10 +104,9 @@ class RunScreen:
         """One frame, `width` cells wide."""
         record, values = self.record, self.screen_values()
         plan = {"name": self.folder.name} | record.run_metadata.get("plan", {})
-        lines = sorted(
-            [*record.eval_metrics, *record.step_metrics], key=lambda metrics: metrics["step"]
+        panel = render_panel(
+            record.metrics_lines, self.samples[:1], plan, width, _state_line(values)
         )
-        panel = render_panel(lines, self.samples[:1], plan, width, _state_line(values))
         below = [Text(clean_line(text), "red") for text in record.problems]
         below += [Text(text) for text in _figures(values)]
         for step, text in self.advice[-MAX_ADVICE_SHOWN:]:

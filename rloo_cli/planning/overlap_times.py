@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rloo_cli.generation.common.pacing import choose_groups, group_capacity
+from rloo_cli.generation.common.pacing import group_capacity
 
 CARRY_STEPS, CARRY_WARMUP_STEPS = 16, 6  # of `carry`, which has no two equal steps at its start
 STEP_OF_PERMUTATION = 7919  # a prime: it deals the quantiles of lengths out to groups
@@ -108,17 +108,14 @@ def _stream_seconds(parts: StepParts, finished_at: Sequence[float]) -> float:
 def _carry_seconds(parts: StepParts, max_lag: int) -> float:
     """The mean of later steps, where the sampler has up to `max_lag` batches and never drains."""
     per_step, sampler, begun = len(parts.lengths), LockStepSampler(parts), 0
-    deadlines: dict[int, int] = {}  # of the groups that are outstanding
     ends: list[float] = []
     for step in range(CARRY_STEPS):
         most = group_capacity(step, max_lag, per_step, CARRY_STEPS + max_lag)
-        deadlines |= dict.fromkeys(range(begun, most), step + max_lag)
         sampler.submit_groups(range(begun, most))
         begun = most
-        while (chosen := _choose_finished(deadlines, sampler.finished_at, step, per_step)) is None:
+        oldest = range(step * per_step, (step + 1) * per_step)
+        while not sampler.finished_at.keys() >= {*oldest}:
             sampler.decode()
-        for group in chosen:
-            del deadlines[group], sampler.finished_at[group]
         trained = sampler.now + parts.train_s + parts.reward_s
         while sampler.decode(trained):
             pass
@@ -126,17 +123,6 @@ def _carry_seconds(parts: StepParts, max_lag: int) -> float:
         ends.append(sampler.now)
     counted = CARRY_STEPS - CARRY_WARMUP_STEPS
     return (ends[-1] - ends[CARRY_WARMUP_STEPS - 1]) / counted
-
-
-def _choose_finished(
-    deadlines: dict[int, int], finished_at: dict[int, float], step: int, per_step: int
-) -> list[int] | None:
-    """The groups that `step` takes, as a run chooses them; None = it waits for more."""
-    finished = sorted(finished_at)
-    left = [due for group, due in deadlines.items() if group not in finished_at]
-    due = [deadlines[group] for group in finished]
-    chosen = choose_groups(due, left, step, per_step, per_step)
-    return None if chosen is None else [finished[i] for i in chosen]
 
 
 def advised_mode(seconds: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from operator import mul
 from statistics import fmean, linear_regression
 
+from rloo_cli.reporting.eval_lines import is_evaluation
 from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils.errors import Problem
 
@@ -34,6 +35,10 @@ LOGP_FACTOR = 3.0  # growth of logp_diff_rms: sampler and trainer compute differ
 LOGP_FLOOR = 0.04  # nats; bfloat16 alone gives .03 to .04, float32 .002
 CLIPPED_UPDATES = 20  # fewer may be the start, where gradients are largest
 NO_SIGNAL_STEPS = 20  # no group with two different scores for so long: nothing is learnt
+HELD_OUT_NOISE = 2.0  # standard errors, twice in a row: a set has the same prompts each time
+MOST_COMMON_SHARE = 0.95  # of a step's completions: whatever is asked, the answer is the same
+NOISE_SHARE = 0.25  # of the scores' variance: a step's mean is then that of four completions
+HELD_OUT_METRICS = ("eval_reward", "eval_reward/se", "eval_samples")
 
 
 def _finite_number(metrics: MetricsMapping, name: str) -> float | None:
@@ -43,8 +48,18 @@ def _finite_number(metrics: MetricsMapping, name: str) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def _metrics_of_sets(metrics: MetricsMapping, names: tuple[str, ...]) -> list[str]:
+    """`names`; of `eval_NAME` also the metric `eval_<set>_NAME` of every set that `metrics` has."""
+    ends = tuple(name.removeprefix("eval") for name in names if name.startswith("eval_"))
+    of_sets = [key for key in metrics if ends and key.startswith("eval_") and key.endswith(ends)]
+    return of_sets or [*names]
+
+
 class MetricHistory:
-    """The first value of every metric, and (step, value) of each over the last steps."""
+    """The first value of every metric, and (step, value) of each over the last steps.
+
+    Of held-out metrics it has every value.
+    """
 
     def __init__(self) -> None:
         self.step = 0
@@ -55,14 +70,14 @@ class MetricHistory:
         step = _finite_number(metrics, "step")
         self.step = self.step + 1 if step is None else int(step)
         oldest = self.step - 2 * FLAT_STEPS
-        for name in names:
+        for name in _metrics_of_sets(metrics, names):
             value = _finite_number(metrics, name)
             if value is None:
                 continue
             self.first_values.setdefault(name, value)
             points = self.points.setdefault(name, [])
             points.append((self.step, value))
-            while points[0][0] < oldest:
+            while points[0][0] < oldest and not name.startswith("eval_"):
                 del points[0]
 
     def current_value(self, name: str) -> float | None:
@@ -91,13 +106,50 @@ class MetricHistory:
         return [value for _, value in points[first:]]
 
 
+def held_out_fall(history: MetricHistory) -> str | None:
+    """How a set's score fell below its best, by more than noise at the last two evaluations."""
+    for name, points in history.points.items():
+        if not name.endswith("_reward") or len(points) < 3 or points[-1][0] != history.step:
+            continue
+        best_step, best = max(points[:-2], key=lambda point: point[1])
+        noise = _held_out_noise(history, name, best_step, best)
+        fallen = [
+            best - score > HELD_OUT_NOISE * math.hypot(noise, now)
+            for step, score in points[-2:]
+            if (now := _held_out_noise(history, name, step, score)) < math.inf
+        ]
+        if fallen == [True, True]:
+            last = " and ".join(f"{score:.3g}" for _, score in points[-2:])
+            return f"{name} was {best:.3g} at step {best_step} and is {last} now"
+    return None
+
+
+def _held_out_noise(history: MetricHistory, name: str, step: int, score: float) -> float:
+    """The standard error of a held-out score: as recorded, else at most that of a share."""
+    recorded = dict(history.points.get(f"{name}/se", ())).get(step)
+    if recorded is not None:
+        return recorded
+    samples = dict(history.points.get(name.removesuffix("reward") + "samples", ())).get(step, 0.0)
+    return math.sqrt(score * (1 - score) / samples) if samples and 0 <= score <= 1 else math.inf
+
+
+def reward_noise_share(rewards: list[float], spreads: list[float]) -> float:
+    """The part of the scores' variance that the mean of one step has.
+
+    `rewards`: the mean score of each step; `spreads`: the standard deviation of a step's scores.
+    """
+    noise = fmean((after - before) ** 2 for before, after in pairwise(rewards)) / 2
+    total = noise + fmean(spread**2 for spread in spreads)
+    return noise / total if total else 0.0
+
+
 def _variance(values: list[float]) -> float:
     """As statistics.variance, a hundred times as fast: a report advises on every step of a run."""
     middle = fmean(values)
     return sum((value - middle) ** 2 for value in values) / (len(values) - 1)
 
 
-def _half_means(values: list[float]) -> tuple[float, float, float]:
+def half_means(values: list[float]) -> tuple[float, float, float]:
     """The means of the first and the second half, and the standard error of their difference."""
     early, late = values[: len(values) // 2], values[len(values) // 2 :]
     noise = math.sqrt(_variance(early) / len(early) + _variance(late) / len(late))
@@ -141,7 +193,7 @@ def _reward_fall(history: MetricHistory) -> tuple[float, float] | None:
         values = history.recent_values("reward", steps)
         if values is None or len(values) < 4:
             return None
-        early, late, noise = _half_means(values)
+        early, late, noise = half_means(values)
         if early - late > FALL_NOISE * noise:
             return early, late
     return None
@@ -163,7 +215,7 @@ def reward_swinging(history: MetricHistory) -> str | None:
     values = history.recent_values("reward", FLAT_STEPS)
     if values is None or len(values) < 4 or not _is_swinging(values):
         return None
-    early, late, noise = _half_means(values)
+    early, late, noise = half_means(values)
     if late - early > FLAT_NOISE * noise:  # it rises all the same
         return None
     return (
@@ -173,19 +225,62 @@ def reward_swinging(history: MetricHistory) -> str | None:
     )
 
 
-def reward_flat(history: MetricHistory) -> str | None:
+def _flat_reward(history: MetricHistory) -> tuple[list[float], float] | None:
+    """The rewards of the last FLAT_STEPS steps, if they are level, and their share of noise."""
     values = history.recent_values("reward", FLAT_STEPS)
     if values is None or len(values) < 4:
         return None
     if _reward_fall(history) or _has_pattern(values) or not _has_level_quarters(values):
         return None  # where it falls or swings, larger updates would do harm
-    early, late, noise = _half_means(values)
+    early, late, noise = half_means(values)
     if abs(late - early) > FLAT_NOISE * noise:
         return None
+    spreads = history.recent_values("reward_std_batch", FLAT_STEPS)
+    return values, reward_noise_share(values, spreads) if spreads else 0.0
+
+
+def high_variance(history: MetricHistory) -> str | None:
+    flat = _flat_reward(history)
+    if flat is None or flat[1] <= NOISE_SHARE:
+        return None
+    return (
+        f"reward is level over {FLAT_STEPS} steps and mostly noise: the mean of one step has"
+        f" {flat[1]:.0%} of the scores' variance, as that of {1 / flat[1]:.2g} completions has. "
+        "Raise train.prompts_per_step or algorithm.num_generations."
+    )
+
+
+def reward_flat(history: MetricHistory) -> str | None:
+    flat = _flat_reward(history)
+    if flat is None or flat[1] > NOISE_SHARE:
+        return None
+    values = flat[0]
     return (
         f"reward is flat at {fmean(values):.3g} over {FLAT_STEPS} steps: updates too small, or "
         "the reward already at its best. Look at the samples; if they can improve, raise "
         "train.learning_rate or algorithm.num_generations."
+    )
+
+
+def held_out_falling(history: MetricHistory) -> str | None:
+    figures = held_out_fall(history)
+    if figures is None:
+        return None
+    return (
+        f"{figures}, further below its best than its noise: what the reward gains no longer holds "
+        "for other prompts. Take an earlier checkpoint (checkpoint.keep_last), lower "
+        "train.learning_rate, raise algorithm.beta, or train on more prompts (data.path)."
+    )
+
+
+def one_completion(history: MetricHistory) -> str | None:
+    share = history.recent_mean("completions/most_common_frac")
+    if share is None or share <= MOST_COMMON_SHARE:
+        return None
+    return (
+        f"completions/most_common_frac is {share:.2f}, over {MOST_COMMON_SHARE}: different prompts "
+        "get one and the same completion. If the reward pays for it whatever was asked, mend the "
+        "reward; else lower train.learning_rate or raise algorithm.beta."
     )
 
 
@@ -325,7 +420,20 @@ ADVICE_RULES = {
         "reward_flat",
     ),
     "reward_flat": AdviceRule(
-        reward_flat, ("reward",), ("train.learning_rate", "algorithm.num_generations")
+        reward_flat,
+        ("reward", "reward_std_batch"),
+        ("train.learning_rate", "algorithm.num_generations"),
+    ),
+    "high_variance": AdviceRule(
+        high_variance,
+        ("reward", "reward_std_batch"),
+        ("train.prompts_per_step", "algorithm.num_generations"),
+        "reward_flat",
+    ),
+    "held_out_falling": AdviceRule(
+        held_out_falling,
+        HELD_OUT_METRICS,
+        ("train.learning_rate", "algorithm.beta", "data.path"),
     ),
     "policy_clipping": AdviceRule(
         policy_clipping,
@@ -337,6 +445,11 @@ ADVICE_RULES = {
         entropy_collapse,
         ("sampling/entropy", "entropy"),
         ("train.learning_rate", "algorithm.beta", "generation.temperature"),
+    ),
+    "one_completion": AdviceRule(
+        one_completion,
+        ("completions/most_common_frac",),
+        ("train.learning_rate", "algorithm.beta"),
     ),
     "zero_spread": AdviceRule(
         zero_spread,
@@ -382,9 +495,15 @@ class Advisor:
         self.histories = {name: MetricHistory() for name in self.open_rules}
 
     def advise(self, metrics: MetricsMapping) -> dict[str, str]:
-        """The advice of every rule that fires on these metrics: its name -> what it says."""
+        """The advice of every rule that fires on a line of metrics: its name -> what it says.
+
+        Lines of evaluations are for the rules that rest on them, lines of steps for all others.
+        """
         advice: dict[str, str] = {}
+        held_out = is_evaluation(metrics)
         for name in self.open_rules:
+            if held_out != (ADVICE_RULES[name].metrics == HELD_OUT_METRICS):
+                continue
             self.histories[name].add(metrics, ADVICE_RULES[name].metrics)
             if text := ADVICE_RULES[name].check(self.histories[name]):
                 advice[name] = text

@@ -98,11 +98,15 @@ class RunLog:
             metrics = self.flush(self.share_from_rank0)
             if self.display is not None:
                 self.display.step(metrics, samples[:: max(1, batch.score.shape[1])])
-            for name, advice in self.advisor.advise(metrics).items():
-                if self.advisor.levels[name] == "fail":  # the error that ends the run says it
-                    self.failed_guards[name] = advice
-                else:
-                    self.note(f"advice: {advice}")
+            self._advise(metrics)
+
+    def _advise(self, metrics: JsonObject) -> None:
+        """Show what the health rules say of a line, or keep it for the error that ends the run."""
+        for name, advice in self.advisor.advise(metrics).items():
+            if self.advisor.levels[name] == "fail":
+                self.failed_guards[name] = advice
+            else:
+                self.note(f"advice: {advice}")
 
     def flush(self, share_from_rank0: Callable[[JsonObject], JsonObject] = dict) -> JsonObject:
         """Write the steps since the last line as one; `share_from_rank0` makes all ranks agree."""
@@ -133,6 +137,7 @@ class RunLog:
         metrics = self.append_line(metrics)
         if self.display is not None:
             self.display.step(metrics)
+        self._advise(metrics)
         return metrics
 
     def append_line(self, metrics: JsonObject) -> JsonObject:

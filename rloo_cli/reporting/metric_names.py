@@ -116,6 +116,8 @@ COMPLETION_METRICS: list[MetricMeaning] = [
      "completions cut at max_completion_length"),
     ("completions/unique_ratio", "share", "mean:completions",
      "different completions among those of the step"),
+    ("completions/most_common_frac", "share", "mean:completions",
+     "completions of the step that are the most common one, where its prompts differ"),
     ("val/num_eos_tokens", "count", "mean", "completions that ended by themselves"),
     ("data/dropped_long", "count", "last", "prompts left out as too long, since the start"),
     ("data/truncated", "count", "last", "prompts cut as too long, since the start"),

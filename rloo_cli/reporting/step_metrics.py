@@ -5,6 +5,7 @@ A metric without data is absent, never NaN. Means are sums over counts; extremes
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,16 +41,20 @@ def _completion_metrics(batch: Batch) -> MetricValues:
     length, ended = batch.rollout_values("length").double(), batch.rollout_values("terminated")
     texts = [[tuple(r.completion_ids) for r in g.rollouts] for g in batch.groups]
     copies = sum(len(t) - len(set(t)) for t in texts)
+    counts = Counter(x for t in texts for x in t)
     facts = [r.episode_facts for g in batch.groups for r in g.rollouts if r.episode_facts]
-    return {
+    metrics = {
         **episode_metrics(facts),
         **_length_metrics("length", length.reshape(-1)),
         **_length_metrics("terminated_length", length[ended]),
         "completions/clipped_ratio": float((~ended).double().mean()),
-        "completions/unique_ratio": len({x for t in texts for x in t}) / length.numel(),
+        "completions/unique_ratio": len(counts) / length.numel(),
         "groups/duplicates": copies,
         "val/num_eos_tokens": int(ended.sum()),
     }
+    if len({tuple(group.prompt_ids) for group in batch.groups}) > 1:
+        metrics["completions/most_common_frac"] = max(counts.values()) / length.numel()
+    return metrics
 
 
 def _length_metrics(name: str, values: Tensor) -> MetricValues:

@@ -26,6 +26,7 @@ def evaluate_and_checkpoint(run: Run) -> bool:
     if due and run.step_progress is None and state.evaluated != state.step:
         evaluate_run(run)
         state.evaluated = state.step
+        guards.check_health_guards(run)
     if state.step and (last or _is_due(state.step, config.checkpoint.every)):
         with run.clock.phase("save"):
             save.save_checkpoint(run)

@@ -1,10 +1,10 @@
-"""Capacity and choice of overlap=carry: no group is too old or forgotten, whatever takes long."""
+"""Capacity and order of overlap=carry: no group is too old or forgotten, whatever takes long."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rloo_cli.generation.common.pacing import choose_groups, group_capacity, keeps_deadlines
+from rloo_cli.generation.common.pacing import group_capacity, keeps_deadlines
 
 
 @settings(max_examples=60, deadline=None)
@@ -14,41 +14,23 @@ def test_no_bound_is_passed_and_nobody_waits_for_ever(
 ) -> None:
     begun: list[int] = []  # the step whose weights each group was begun with
     finished: set[int] = set()
-    trained: dict[int, int] = {}  # group -> step
     for step in range(num_steps):
         most = group_capacity(step, max_lag, per_step, num_steps)
         while len(begun) < most and data.draw(st.booleans()):  # the sampler may be slow to begin
             begun.append(step)
-        while True:
-            left = [g for g in range(len(begun)) if g not in trained]
-            ready = [g for g in left if g in finished]
-            deadlines = [begun[g] + max_lag for g in ready]
-            open_ones = [begun[g] + max_lag for g in left if g not in finished]
-            chosen = choose_groups(deadlines, open_ones, step, per_step, per_step)
-            if chosen is not None:
-                break
+        oldest = range(step * per_step, (step + 1) * per_step)
+        while not finished >= {*oldest}:
             # Anything may happen next, in any order, but for nothing.
-            unfinished = [g for g in left if g not in finished]
+            unfinished = [g for g in range(len(begun)) if g not in finished]
             if len(begun) < most and (not unfinished or data.draw(st.booleans())):
                 begun.append(step)
             else:
                 assert unfinished, "it waits, and nothing is under way"
                 finished.add(data.draw(st.sampled_from(unfinished)))
-        assert len({*chosen}) == per_step
-        for i in chosen:
-            trained[ready[i]] = step
-            assert step - begun[ready[i]] <= max_lag
-        left = [begun[g] + max_lag for g in range(len(begun)) if g not in trained]
+        assert all(step - begun[group] <= max_lag for group in oldest)
+        left = [begun[group] + max_lag for group in range(oldest.stop, len(begun))]
         assert keeps_deadlines(left, step + 1, per_step)
-    assert len(trained) == num_steps * per_step == len(begun)
-
-
-def test_a_step_waits_for_an_older_group_though_enough_have_finished() -> None:
-    # Two finished with the deadline 3, one under way with the deadline 1, two groups a step.
-    assert choose_groups([3, 3], [1, 1, 1], 0, 2, 2) is None
-    assert choose_groups([3, 3, 1], [1, 1], 0, 2, 2) == [2, 0]
-    assert choose_groups([3, 3], [1, 1], 0, 2, 2) == [0, 1]
-    assert choose_groups([3], [], 0, 2, 2) is None
+    assert len(begun) == num_steps * per_step
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from rloo_cli.generation.common import carry
 from rloo_cli.run import Run
 
+STEPS = 8
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -58,6 +60,26 @@ def test_every_tokens_version_is_told_and_no_prompt_is_lost_or_too_old(
         assert trained == {*range(6 * sampler.per_step)} and not sampler.groups
 
 
+def test_a_step_trains_on_the_prompts_that_it_has_without_overlap_however_long_they_take(
+    run: Run,
+) -> None:
+    lengths = [1 + 37 * n % 29 for n in range(2 * STEPS * 16)]
+    fake, sampler = lockstep(run, STEPS, lambda offset, k: lengths[2 * offset + k])
+    for step, batch in enumerate(fake.drive(run, lambda step: 3)):
+        first = step * sampler.per_step
+        offsets = [group.prompt_offset for group in batch.groups]
+        assert offsets == [*range(first, first + sampler.per_step)]
+
+
+def test_more_groups_are_under_way_each_time_that_a_step_had_to_wait(run: Run) -> None:
+    with mock.patch.object(carry, "WAITED_S", -1.0):
+        fake, sampler = lockstep(run, STEPS, lambda offset, k: 1)
+        under_way = [
+            len(batch.pending or []) // sampler.per_step for batch in fake.drive(run, lambda _: 1)
+        ]
+    assert under_way == [1, 1, 2, 2, 2, 2, 1, 0]
+
+
 def serial_starts(length: int, update: int, max_lag: int, num_steps: int) -> list[int]:
     """When each update begins: once the one before has ended, and its groups, which are begun
     `max_lag` updates before it is asked for, have finished."""
@@ -77,7 +99,7 @@ def test_the_makespan_is_that_of_the_formula(
     run: Run, length: int, update: int, max_lag: int
 ) -> None:
     """So sampling and training do happen at the same time; no wall clock is asked."""
-    steps = 8
+    steps = STEPS
     generation = run.config.generation.model_copy(update={"max_lag": max_lag})
     config = run.config.model_copy(update={"generation": generation})
     with (
@@ -85,7 +107,7 @@ def test_the_makespan_is_that_of_the_formula(
         mock.patch.object(carry, "WAITED_S", -1.0),  # as many groups as the bound allows
     ):
         fake, _ = lockstep(run, steps, lambda offset, k: length)
-        fake.sampler.has_waited = True
+        fake.sampler.depth = max_lag + 1
         starts = [fake.now for _ in fake.drive(run, lambda step: update)]
     assert starts == serial_starts(length, update, max_lag, steps)
     assert fake.now == starts[-1] + update

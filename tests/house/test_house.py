@@ -46,6 +46,7 @@ LONGEST_FILE, LONGEST_FUNCTION, SHORTEST_FILE = 600, 50, 40
 SHORT = {
     "compat/migrate/old_run.py": "what the reader hands to the converters: both import it",
     "reporting/episode_metrics.py": "metrics of episodes, of steps and of evaluations alike",
+    "generation/common/pacing.py": "the proof of carry's bound, for the planner too, without torch",
     "data/segments.py": "sums over segments, for rooms that must not know packing",
 }
 ENTRIES = {"cli/key_values.py", "generation/vllm/plugin.py", "plugin.py"}  # named by other programs

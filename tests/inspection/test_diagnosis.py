@@ -18,6 +18,7 @@ Samples = Callable[[int, int, int], dict[str, Any]]  # step, draw, k -> fields o
 HEALTHY_METRICS = {
     "kl": 0.05, "entropy": 1.0, "completions/mean_length": 8.0, "completions/clipped_ratio": 0.1,
     "frac_reward_zero_std": 0.3, "grad_norm": 2.0, "learning_rate": 1e-4, "ratio/max": 1.2,
+    "completions/most_common_frac": 0.2, "reward_std_batch": 0.5,
     "update/changed_frac": 0.8, "sampling/logp_diff_rms": 1e-4, "policy/approxkl_avg": 0.01,
 }  # fmt: skip
 
@@ -102,6 +103,57 @@ def all_alike(step: int, draw: int, k: int) -> dict[str, Any]:
     return healthy_sample(step, draw, k) | {"score": 1.0}
 
 
+def with_one_text(step: int, draw: int, k: int) -> dict[str, Any]:
+    """A reward that pays for one text: the policy learns it, and nothing else."""
+    paid = random.Random(f"{step} {draw} {k}").random() < step / 12
+    return healthy_sample(step, draw, k) | {"score": float(paid), "completion": f"yes {paid}"}
+
+
+def wrong_and_alike(step: int, draw: int, k: int) -> dict[str, Any]:
+    """Of four prompts one is right and three are wrong, whatever is sampled."""
+    right = draw % 4 == 0
+    return healthy_sample(step, draw, k) | {"score": float(right), "completion": f"{draw}"}
+
+
+def up_and_down(step: int) -> float:
+    return float(step % 2)
+
+
+def add_evaluations(folder: Path, scores: list[float]) -> None:
+    lines = [
+        {"step": 8 * i, "eval_reward": score, "eval_samples": 50} for i, score in enumerate(scores)
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_held_out_score_that_falls_while_the_reward_rises_is_named_and_advised() -> None:
+    folder = make_run()
+    add_evaluations(folder, [0.3, 0.4, 0.1, 0.1])
+    found = diagnose_run(folder)
+    (finding,) = found.findings
+    assert finding.name == "the held-out score falls"
+    assert "eval_reward was 0.4 at step 8" in finding.figures and "reward went" in finding.figures
+    assert [step for step, text in found.advice if "eval_reward" in text] == [24]
+
+
+def test_a_held_out_score_that_recovers_or_wavers_within_its_noise_is_not_named() -> None:
+    for scores in ([0.4, 0.1, 0.1, 0.5], [0.4, 0.3, 0.35, 0.3]):
+        folder = make_run()
+        add_evaluations(folder, scores)
+        assert named(folder) == []
+        shutil.rmtree(folder)
+
+
+def test_a_policy_that_mastered_its_prompts_repeats_itself_and_has_no_finding() -> None:
+    def mastered(step: int, draw: int, k: int) -> dict[str, Any]:
+        score = 1.0 if draw == 50 else min(0.7, step / 12)  # one prompt allows more than others
+        return wrong_and_alike(step, draw, k) | {"score": score}
+
+    found = named(make_run(mastered))
+    assert "duplicate completions" not in found and "one completion for all prompts" not in found
+
+
 @pytest.mark.parametrize(
     ("name", "sample", "metrics"),
     [
@@ -116,6 +168,9 @@ def all_alike(step: int, draw: int, k: int) -> dict[str, Any]:
         ("learning rate too low", by_chance, {"kl": 1e-6}),
         ("the reward ignores the completion", of_the_prompt, {"frac_reward_zero_std": 1.0}),
         ("the reward ignores the completion", by_chance, {}),
+        ("one completion for all prompts", with_one_text, {"completions__most_common_frac": 0.99}),
+        ("duplicate completions", wrong_and_alike, {}),
+        ("high variance", healthy_sample, {"reward_std_batch": 0.0, "reward": up_and_down}),
     ],
 )
 def test_a_fault_is_named(name: str, sample: Samples, metrics: dict[str, Any]) -> None:

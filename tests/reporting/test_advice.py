@@ -17,6 +17,8 @@ QUIET = {
     "clip_ratio/region_mean": 0.05,
     "frac_reward_zero_std": 0.3,
     "completions/clipped_ratio": 0.1,
+    "completions/most_common_frac": 0.2,
+    "reward_std_batch": 0.5,
     "sampling/ess": 0.95,
     "sampling/logp_diff_rms": 0.002,
     "grad_clip_fraction": 0.5,
@@ -27,6 +29,7 @@ CASES = {
     "clip_ratio/region_mean": (0, {"clip_ratio/region_mean": 0.25}),
     "kl went from": (30, {"kl": 0.4}),
     "entropy fell": (3, {"entropy": 0.19}),
+    "completions/most_common_frac": (0, {"completions/most_common_frac": 0.96}),
     "frac_reward_zero_std": (0, {"frac_reward_zero_std": 0.9}),
     "completions/clipped_ratio": (0, {"completions/clipped_ratio": 0.6}),
     "sampling/ess": (0, {"sampling/ess": 0.4}),
@@ -81,8 +84,10 @@ def test_no_learning_signal_is_said_after_twenty_steps_beside_the_zero_spread_ru
 
 
 def test_every_rule_has_a_case_here():
-    falling_and_swinging, no_signal = 2, 1  # have tests of their own
-    assert len(CASES) + falling_and_swinging + no_signal == len(ADVICE_RULES)
+    own_tests = {
+        "reward_falling", "reward_swinging", "no_signal", "held_out_falling", "high_variance"
+    }  # fmt: skip
+    assert len(CASES) + len(own_tests) == len(ADVICE_RULES)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +96,7 @@ def test_every_rule_has_a_case_here():
         ("clip_ratio/region_mean", 0.2, 0.01),
         ("frac_reward_zero_std", 0.8, 0.01),
         ("completions/clipped_ratio", 0.5, 0.01),
+        ("completions/most_common_frac", 0.95, 0.01),
         ("sampling/ess", 0.5, -0.01),
     ],
 )
@@ -161,12 +167,69 @@ def test_every_advice_names_a_key_that_exists():
     texts = said(healthy(s) | (everything_wrong if s > 30 else {}) for s in range(1, 120))
     texts += said(noisy(lambda s: 0.8 - 0.004 * s))
     texts += said(noisy(lambda s: 0.5 + 0.3 * math.cos(s)))
+    texts += said(held_out([0.4, 0.1, 0.1]))
+    texts += said(row | {"reward_std_batch": 0.0} for row in noisy(lambda s: 0.5))
     assert len(set(texts)) == len(ADVICE_RULES)
     for text in texts:
         named = re.findall(r"\b(train|algorithm|generation|model|data)\.(\w+)", text)
         assert named, text
         for section, key in named:
             assert key in keys_of(section), f"{section}.{key}"
+
+
+def held_out(scores, **more):
+    """Lines of evaluations with 50 samples each."""
+    return [
+        {"step": 10 * i, "eval_reward": score, "eval_samples": 50}
+        | {name: value for name, value in more.items() if value is not None}
+        for i, score in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scores", "speaks"),
+    [
+        ([0.4, 0.5, 0.1, 0.1], True),
+        ([0.4, 0.5, 0.1], False),  # one evaluation may be bad luck
+        ([0.4, 0.5, 0.1, 0.5, 0.1], False),  # not in a row
+        ([0.4, 0.5, 0.4, 0.35], False),  # within the noise of 50 samples
+        ([0.1, 0.2, 0.4, 0.5], False),
+    ],
+)
+def test_a_held_out_score_speaks_below_its_best_by_more_than_noise_twice_in_a_row(scores, speaks):
+    found = said(held_out(scores))
+    assert len(found) == speaks
+    assert all("eval_reward was 0.5 at step 10" in text for text in found)
+
+
+def test_the_recorded_standard_error_of_a_held_out_score_comes_before_the_bound_of_a_share():
+    scores = [0.4, 0.5, 0.4, 0.35]
+    assert len(said(held_out(scores, **{"eval_reward/se": 0.01}))) == 1
+    assert said(held_out([0.4, 0.5, 0.1, 0.1], **{"eval_reward/se": 0.2})) == []
+    assert said(held_out([4.0, 5.0, 1.0, 1.0])) == []  # no share, and no error is recorded
+    assert len(said(held_out([4.0, 5.0, 1.0, 1.0], **{"eval_reward/se": 0.5}))) == 1
+
+
+def test_a_set_of_its_own_name_and_the_best_of_long_ago_are_judged_too():
+    scores = [0.6, *[0.55] * 15, 0.3, 0.3]
+    rows = [
+        {"step": 10 * i, "eval_hard_reward": score, "eval_hard_samples": 200, "eval_reward": 0.5}
+        for i, score in enumerate(scores)
+    ]
+    (text,) = said(rows)
+    assert text.startswith("eval_hard_reward was 0.6 at step 0")
+
+
+def test_evaluations_between_steps_change_no_other_rule():
+    steps = [healthy(s) | {"reward": 0.5} for s in range(1, 50)]
+    assert said([*steps, *held_out([0.5] * 20)]) == []
+
+
+def test_a_level_reward_of_few_completions_hears_to_take_more_and_not_larger_updates():
+    for seed in range(5):
+        found = said(row | {"reward_std_batch": 0.05} for row in noisy(lambda s: 0.5, seed))
+        assert len(found) == 1 and "train.prompts_per_step" in found[0], (seed, found)
+        assert UPWARD not in found[0]
 
 
 def noisy(level, seed=0, size=0.05):

@@ -65,6 +65,14 @@ def test_lengths_and_ends_of_completions():
     assert row["completions/unique_ratio"] == near(9 / 12)
 
 
+def test_the_most_common_completion_counts_where_prompts_differ():
+    made = batch()
+    assert "completions/most_common_frac" not in step_metrics.rollout_metrics(made)
+    made.groups[0].prompt_ids = [7]
+    row = step_metrics.rollout_metrics(made)
+    assert row["completions/most_common_frac"] == near(4 / 12)
+
+
 def test_scores_and_their_spread():
     row = step_metrics.rollout_metrics(batch())
     assert row["reward"] == near(33 / 9)

@@ -154,7 +154,8 @@ objective/non_score_reward objective/rlhf_reward objective/entropy advantages/me
 advantages/abs_max advantages/zero_frac advantages/norm_skipped completions/mean_length
 completions/min_length completions/max_length completions/mean_terminated_length
 completions/min_terminated_length completions/max_terminated_length completions/clipped_ratio
-completions/unique_ratio val/num_eos_tokens data/dropped_long data/truncated staleness/mean
+completions/unique_ratio completions/most_common_frac
+val/num_eos_tokens data/dropped_long data/truncated staleness/mean
 staleness/max loss policy_loss loss/policy_avg kl_loss grad_norm grad_clip_fraction
 update/changed_frac kl entropy policy/entropy_avg clip_ratio/low_mean clip_ratio/high_mean
 clip_ratio/region_mean clip_ratio/low_min clip_ratio/high_max delta_ratio policy/approxkl_avg

@@ -245,6 +245,9 @@ def score_parts(scored: Scored, rules: Rules) -> Parts:
     parts["groups/duplicates"] = Part("each", sum(len(t) - len(set(t)) for t in texts))
     different = len({ids for t in texts for ids in t})
     parts["completions/unique_ratio"] = mean(different, len(rows))
+    if len({tuple(row.prompt) for row in rows}) > 1:
+        every = [ids for t in texts for ids in t]
+        parts["completions/most_common_frac"] = mean(max(map(every.count, every)), len(rows))
     return parts
 
 

@@ -16,7 +16,7 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.config.idle_keys import IDLE_KEYS
 from rloo_cli.config.schema import GuardsConfig
 from rloo_cli.reporting.advice import ADVICE_RULES, Advisor
-from rloo_cli.train import loop
+from rloo_cli.train import between_steps, loop
 from rloo_cli.utils.errors import ConfigError, GuardError
 
 DOCTOR = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -82,6 +82,23 @@ def test_a_guard_at_the_last_step_fails_the_run_too(tmp_path):
     run = make(tmp_path, *CUT, TEETH, "max_steps=5")
     with pytest.raises(GuardError):
         loop.run_training_loop(run)
+
+
+def test_a_held_out_score_that_falls_stops_the_run_at_that_evaluation(tmp_path, monkeypatch):
+    run = make(tmp_path, *CUT, "guards.held_out_falling=fail", "eval.every=1")
+    scores = [0.4, 0.5, 0.6, 0.1, 0.1, 0.1, 0.1, 0.1]
+
+    def evaluate(run):
+        step = run.state.step
+        line = {"step": step, "eval_reward": scores[step], "eval_samples": 50}
+        return run.log.write_evaluation(line)
+
+    monkeypatch.setattr(between_steps, "evaluate_run", evaluate)
+    with pytest.raises(GuardError):
+        loop.run_training_loop(run)
+    assert run.state.step == run.state.evaluated == 4
+    (guard,) = json.loads((run.folder / "run.json").read_text())["guards"]
+    assert guard["name"] == "held_out_falling"
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +208,7 @@ def test_a_guard_that_could_never_speak_is_an_idle_key():
     idle = {key for entry in IDLE_KEYS for key in entry.keys if key.startswith("guards.")}
     assert idle == {
         "guards.policy_clipping", "guards.kl_rising", "guards.low_ess",
-        "guards.every_update_clipped",
+        "guards.every_update_clipped", "guards.held_out_falling",
     }  # fmt: skip
     said = config_verb.explain_key("guards.kl_rising", ["+recipe=smoke", "algorithm.beta=0"])
     assert "idle" in said

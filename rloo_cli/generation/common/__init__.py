@@ -4,7 +4,7 @@ across_ranks   sampling and scoring shared over ranks
 ahead          the next batch, drawn beside the update (overlap: ahead)
 carry          groups that go on under the next weights (overlap: carry)
 open_groups    groups whose completions are being sampled
-pacing         how many groups may be begun, and which are trained next
+pacing         how many groups may be begun, so that no token is too old
 rank0_proxy    ranks other than 0 ask rank 0's sampler
 record_player  plays the completions that another run recorded
 rollouts       prompts to a sampled and scored batch

@@ -51,7 +51,7 @@ class CarrySampler:
         self.next_offset: int | None = None  # of the next prompt to begin; None = not known yet
         self.step = 0  # the number of optimizer steps that the sampler's weights have
         self.claimed = 0  # groups that steps have taken, but for those that were replaced
-        self.has_waited = False  # for the step before this one
+        self.depth = 2  # steps whose groups are under way at once; one more each time a step waits
         self.paced_s = self.busy_s = 0.0  # seconds since `step_metrics`
         self.lost_engines = 0
         self._changed = Condition()  # guards all of this
@@ -66,7 +66,7 @@ class CarrySampler:
         return self.rollouts.config.train.prompts_per_step
 
     def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
-        """The batch of step `step`: the groups that are due, as soon as they have finished.
+        """The batch of step `step`: the oldest groups, as soon as they have finished.
 
         `prompt_offset`: prompts that steps have taken so far. Raises as `Rollouts.next_batch`; the
         groups are then kept.
@@ -164,15 +164,13 @@ class CarrySampler:
     def fill_up(self) -> None:
         """Begin as many groups as may be under way.
 
-        Where the last step found its groups ready, that is two steps' groups and no more: others
-        would only grow old.
+        That is two steps' groups, and a step's more each time that a step had to wait, up to what
+        `max_lag` allows: others would only grow old.
         """
         assert self.next_offset is not None, "where its prompts begin is not known"
         max_lag = self.rollouts.config.generation.max_lag
         most = pacing.group_capacity(self.step, max_lag, self.per_step, self.num_steps)
-        room = (
-            most - self.claimed if self.has_waited else min(most - self.claimed, 2 * self.per_step)
-        )
+        room = min(most - self.claimed, self.depth * self.per_step)
         count = max(0, room - len(self.groups))
         for group in self.rollouts.prompts.groups_at(self.next_offset, count):
             seeds = self.rollouts.offset_seeds(group.prompt_offset)
@@ -196,12 +194,12 @@ class CarrySampler:
                 self._changed.notify_all()
 
     def _wait_for_work(self) -> list[OpenGroup] | None:
-        """Groups with unfinished completions, once there are some; None = stop."""
+        """Groups with unfinished completions, oldest first, once there are some; None = stop."""
         with self._changed:
             while not self._stopping:
                 self._interrupted.clear()
                 if groups := [group for group in self.groups if group.unfinished]:
-                    return sorted(groups, key=lambda group: group.deadline)
+                    return groups
                 self._changed.wait()
             return None
 
@@ -220,7 +218,7 @@ class CarrySampler:
             self._thread = None
 
     def _take_groups(self, count: int) -> list[OpenGroup]:
-        """Wait for `count` groups that this step may take, and take them."""
+        """Wait until the `count` oldest groups have finished, and take them."""
         began, paced_since = time.perf_counter(), 0.0
         with self.rollouts.clock.phase("exposed"), self._changed:
             self.claimed = (self.step + 1) * self.per_step - count
@@ -233,19 +231,16 @@ class CarrySampler:
                     paced_since = time.perf_counter()
                 self._changed.wait(POLL_S)
             self.claimed += count
-            taken = [group.group.prompt_offset for group in found]
-            self.groups = [g for g in self.groups if g.group.prompt_offset not in taken]
+            del self.groups[:count]
         if self.step > 0:  # the first step has to wait
-            self.has_waited = time.perf_counter() - began > WAITED_S
+            self.depth += time.perf_counter() - began > WAITED_S
         self.paced_s += time.perf_counter() - paced_since if paced_since else 0.0
         return found
 
     def _choose(self, count: int) -> list[OpenGroup] | None:
-        finished = [group for group in self.groups if not group.unfinished]
-        deadlines = [group.deadline for group in finished]
-        unfinished = [group.deadline for group in self.groups if group.unfinished]
-        found = pacing.choose_groups(deadlines, unfinished, self.step, count, self.per_step)
-        return None if found is None else [finished[i] for i in found]
+        oldest = self.groups[:count]
+        ready = len(oldest) == count and not any(group.unfinished for group in oldest)
+        return oldest if ready else None
 
     def _replace_dropped(self) -> None:
         """Begin groups for those that resampling left out; the thread then takes them on."""

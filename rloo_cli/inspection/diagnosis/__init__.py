@@ -1,7 +1,7 @@
 """Says from a run's files what went wrong in it: pathologies, advice, and what is damaged.
 
     evidence     Reads the metrics, the samples and the ledger of a run
-    pathologies  Has a rule for each of fourteen things that go wrong
+    pathologies  Has a rule for each of eighteen things that go wrong
 
 Reads files only, and imports no torch.
 """
@@ -67,7 +67,7 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     advisor = Advisor(guards if isinstance(guards, dict) else {})
     advice = [
         (int(metrics["step"]), text)
-        for metrics in evidence.record.step_metrics
+        for metrics in evidence.record.metrics_lines
         for text in advisor.advise(metrics).values()
     ]
     return Diagnosis(evidence.record, findings, advice, evidence.record.problems)

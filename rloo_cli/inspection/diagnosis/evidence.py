@@ -12,7 +12,7 @@ from typing import Any
 
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.inspection.sample_files import SampleRecord, list_sample_files, read_sample_records
-from rloo_cli.reporting.advice import ADVICE_RULES, MetricHistory
+from rloo_cli.reporting.advice import HELD_OUT_METRICS, MetricHistory
 from rloo_cli.reporting.panel import last_message, metric_history
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, read_ledger_entries
 from rloo_cli.utils.errors import RunError
@@ -77,14 +77,11 @@ class RunEvidence:
         return None if both is None else both[1]
 
     @cached_property
-    def advice_history(self) -> MetricHistory:
-        """The metrics as the advice of a run sees them at its last step."""
-        history, names = (
-            MetricHistory(),
-            tuple({n for r in ADVICE_RULES.values() for n in r.metrics}),
-        )
-        for metrics in self.record.step_metrics:
-            history.add(metrics, names)
+    def held_out_history(self) -> MetricHistory:
+        """The held-out scores as the advice of a run sees them at its last evaluation."""
+        history = MetricHistory()
+        for metrics in self.record.eval_metrics:
+            history.add(metrics, HELD_OUT_METRICS)
         return history
 
     def groups(self, last: bool = False) -> Iterator[list[SampleRecord]]:

@@ -1,4 +1,4 @@
-"""Fourteen things that go wrong in RL of language models, each seen in a run's own files.
+"""Eighteen things that go wrong in RL of language models, each seen in a run's own files.
 
 A rule reads `RunEvidence` and returns the figures that make it speak, or None. Thresholds were set
 on the first seed of `bench/pathologies.py`, whose runs have the fault really in them, and are shown
@@ -39,8 +39,10 @@ DOUBLED_SHARE = 0.05  # of an epoch's draws whose prompt was drawn before in it,
 OVERLAP_SHARE = 0.05  # of held-out prompts that were trained on
 LEARNT_SHARE = 0.15  # of the span of all scores, by which the reward of a run that learns rises
 MASTERED_SHARE = 0.5  # of the way to the best score: a policy that went it may be certain
+RISE_NOISE = 2.0  # standard errors between the run's halves: above it the reward has risen
 KL_END = 1.0  # nats per token: e times as likely as under the reference, token by token
 NOISE_GAP = 0.25  # of the scores' spread: what equal completions of a prompt differ by
+ALIKE_SHARE = 0.5  # of the groups whose completions are one text that is not the best
 FAILED_SHARE = 0.5  # of episodes without a score, or of calls that a tool did not answer
 PROMPT_IS_THE_TASK = (None, "tools")  # agents for which equal prompts are one task
 
@@ -196,6 +198,54 @@ def entropy_collapse(run: RunEvidence) -> str | None:
         f"{name} went from {values[0]:.3g} to {end:.3g} nats"
         if end < advice.ENTROPY_SHARE * values[0]
         else None
+    )
+
+
+def held_out_falling(run: RunEvidence) -> str | None:
+    figures, reward = advice.held_out_fall(run.held_out_history), run.start_and_end("reward")
+    if figures is None or reward is None:
+        return figures
+    return f"{figures}; reward went from {reward[0]:.3g} to {reward[1]:.3g}"
+
+
+def one_completion(run: RunEvidence) -> str | None:
+    """However well it pays: a policy that mastered its prompts answers them differently."""
+    values = run.metric_values("completions/most_common_frac")[-advice.RECENT_LINES :]
+    share = fmean(values) if values else 0.0
+    if share <= advice.MOST_COMMON_SHARE or run.steps < MIN_STEPS:
+        return None
+    return f"{share:.0%} of the last completions are one text, given to different prompts"
+
+
+def duplicate_completions(run: RunEvidence) -> str | None:
+    scores = _all_scores(run)
+    if run.steps < MIN_STEPS or not scores or _has_mastered(run) or one_completion(run):
+        return None
+    groups = [group for group in run.groups(last=True) if len(group) > 1]
+    alike = 0
+    for group in groups:
+        found = [score for sample in group if (score := finite_field(sample, "score")) is not None]
+        of_one_text = len({whole_text(sample) for sample in group}) == 1
+        alike += of_one_text and bool(found) and max(found) < max(scores)
+    if alike <= ALIKE_SHARE * len(groups):
+        return None
+    return (
+        f"in {alike} of the last {len(groups)} groups all completions are one text, which is not"
+        " the best: no sibling can show a better one"
+    )
+
+
+def high_variance(run: RunEvidence) -> str | None:
+    rewards, spreads = run.metric_values("reward"), run.metric_values("reward_std_batch")
+    if run.steps < 2 * MIN_STEPS or len(rewards) < 4 or not spreads:
+        return None
+    early, late, noise = advice.half_means(rewards)
+    share = advice.reward_noise_share(rewards, spreads)
+    if share <= advice.NOISE_SHARE or late - early > RISE_NOISE * noise:
+        return None
+    return (
+        f"the mean score of a step has {share:.0%} of the scores' variance, as that of"
+        f" {1 / share:.2g} completions has, and in {run.steps} steps it has not risen by more"
     )
 
 
@@ -361,6 +411,16 @@ PATHOLOGIES: dict[str, tuple[PathologyRule, str]] = {
         entropy_collapse,
         "a lower train.learning_rate, a higher algorithm.beta or generation.temperature",
     ),
+    "the held-out score falls": (
+        held_out_falling,
+        "an earlier checkpoint (checkpoint.keep_last), a lower train.learning_rate, a higher"
+        " algorithm.beta, or more prompts (data.path)",
+    ),
+    "one completion for all prompts": (
+        one_completion,
+        "the reward, if it pays for one text whatever was asked; a lower train.learning_rate or a"
+        " higher algorithm.beta",
+    ),
     "reward hacking by length": (
         length_hacking,
         "a reward that does not pay for length, reward=overlong beside it, or algorithm.beta",
@@ -369,6 +429,10 @@ PATHOLOGIES: dict[str, tuple[PathologyRule, str]] = {
     "no spread within groups": (
         no_group_spread,
         "algorithm.num_generations, generation.temperature, or prompts of another difficulty",
+    ),
+    "duplicate completions": (
+        duplicate_completions,
+        "a higher generation.temperature, generation.top_p=1.0, top_k=0, or algorithm.beta",
     ),
     "all completions are truncated": (
         all_truncated,
@@ -384,5 +448,9 @@ PATHOLOGIES: dict[str, tuple[PathologyRule, str]] = {
         "one model.dtype for both, and model.lm_head_fp32=true",
     ),
     "data is seen twice": (data_seen_twice, "data.path: take equal rows out"),
+    "high variance": (
+        high_variance,
+        "more train.prompts_per_step or algorithm.num_generations",
+    ),
     "learning rate too low": (rate_too_low, "a higher train.learning_rate"),
 }
