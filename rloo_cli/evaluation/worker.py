@@ -197,9 +197,8 @@ def _build_setup(
         note(data_note)
     length = settings.generation.max_completion_length
     judge = judging.build_judge(settings, sets, tokenizer, training=False)
-    scorers = (
-        [*rewards, judge.reward] if judge is not None and judge.reward is not None else rewards
-    )
+    judges = [] if judge is None or judge.reward is None else [judge.reward]
+    scorers = [*rewards, *judges]
     run_ready_hooks(scorers, tokenizer, sets, length, world.device, note, reward_load)
     note("loading the model ...")
     model = lora.load_trained_model(settings.model, None, world.device, settings.seed)

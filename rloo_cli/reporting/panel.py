@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.template import content_text
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import (
@@ -32,6 +33,7 @@ from rloo_cli.reporting.eval_lines import (
     split_by_set,
 )
 from rloo_cli.reporting.metrics_lines import MetricsMapping
+from rloo_cli.utils import paths
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
@@ -73,6 +75,19 @@ LINE_METRICS = {"reward": "reward"} | {label.lower(): PANEL_METRICS[label] for l
 LINE_METRICS |= {"turns": "agent/turns", "no score %": "agent/failures"}
 MAX_PARTS_SHOWN = 4  # of an episode, in the panel
 PART_STYLES = {"told": "green", "said": "bold", "called": "cyan"}
+
+
+def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
+    """The lines at the head of the panel."""
+    a, prompts = config.algorithm, config.train.prompts_per_step
+    return {
+        "name": config.name,
+        "model": config.model.path,
+        "algorithm": f"{a.name} K={a.num_generations} · P={prompts} · beta {beta}",
+        "max_steps": config.max_steps,
+        "folder": str(paths.path_as_typed(folder)),
+        "recipe": read_json(folder / "run.json").get("recipe"),
+    }
 
 
 def clean_line(text: object) -> str:

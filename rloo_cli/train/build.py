@@ -72,6 +72,7 @@ from rloo_cli.policy.value import ValueModel
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.display import Display
 from rloo_cli.reporting.log import RunLog
+from rloo_cli.reporting.panel import panel_header
 from rloo_cli.reporting.prompt_ledger import PromptLedger
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
@@ -82,7 +83,7 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.device_waits import choose_phase_clock
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
-from rloo_cli.utils.files import JsonObject, read_json
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.timers import StepTimer
 
 RewardFunctions = Mapping[str, Callable[..., object]]  # rewards given as callables, by name
@@ -575,19 +576,6 @@ def check_same_vocabulary(policy: Policy, reference_model: Policy) -> None:
         sizes = f"{policy.vocab_size} tokens, the reference {reference_model.vocab_size}"
         what, why = "policy and reference differ in vocabulary", f"the policy knows {sizes}"
         raise ConfigError(Problem(what, "model.ref_path", why, "model.ref_path=null"))
-
-
-def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
-    """The lines at the head of the panel."""
-    a, prompts = config.algorithm, config.train.prompts_per_step
-    return {
-        "name": config.name,
-        "model": config.model.path,
-        "algorithm": f"{a.name} K={a.num_generations} · P={prompts} · beta {beta}",
-        "max_steps": config.max_steps,
-        "folder": str(paths.path_as_typed(folder)),
-        "recipe": read_json(folder / "run.json").get("recipe"),
-    }
 
 
 def count_steps(config: RunConfig, num_prompts: int) -> int:

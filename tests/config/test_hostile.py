@@ -266,7 +266,7 @@ def test_sweeps_can_still_be_set(tmp_path: Path) -> None:
         "hydra/launcher=basic",
         "hydra.sweeper.max_batch_size=1",
     ]
-    ended = ask({"sweep": Case([*words, "--dry-run"])}, tmp_path)["sweep"]
+    ended = ask({"sweep": Case([*words, "--dry-run"])}, tmp_path, opens_data=True)["sweep"]
     assert (ended.code, ended.left) == (0, [])
 
 

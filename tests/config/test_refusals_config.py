@@ -428,7 +428,7 @@ def test_the_scorecards_refusals_name_what_where_and_why(
 
 def test_bc_4_a_recipe_needs_no_plus(tmp_path: Path) -> None:
     dry = {n: Case(["train", n, "--dry-run"]) for n in ("recipe=smoke", "+recipe=smoke")}
-    found = ask(dry, tmp_path)
+    found = ask(dry, tmp_path, opens_data=True)
     assert found["recipe=smoke"].code == 0
     assert found["recipe=smoke"].out == found["+recipe=smoke"].out
 
@@ -457,7 +457,9 @@ def test_what_is_unusual_and_right_is_taken(tmp_path: Path) -> None:
         "folders of one's own": train(*dirs, "model=a", "data=b", files=own),
     }
     found = ask(
-        {n: Case([*c.words, "--dry-run"], files=c.files) for n, c in taken.items()}, tmp_path
+        {n: Case([*c.words, "--dry-run"], files=c.files) for n, c in taken.items()},
+        tmp_path,
+        opens_data=True,
     )
     assert {n: a.err for n, a in found.items() if a.code} == {}
     assert "max_prompt_length: 7" in found["folders of one's own"].out

@@ -68,7 +68,7 @@ def test_a_filter_that_leaves_nothing_or_names_no_column_is_refused(file, how) -
         opened(file, filter={"level": 7}, **how)
     with pytest.raises(DataError, match="names 'levle', which is not a column") as caught:
         opened(file, filter={"levle": 7}, **how)
-    assert "data.filter={level: ...}" in str(caught.value)
+    assert "level in place of levle in data.filter" in str(caught.value)
 
 
 @BOTH

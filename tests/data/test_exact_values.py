@@ -150,7 +150,7 @@ def test_data_types_names_a_column(tmp_path):
     path = file_of(tmp_path / "a.jsonl", ["1"])
     with pytest.raises(DataError, match="'answr', which is not a column") as caught:
         opened(path, types={"answr": "int"})
-    assert "data.types={answer: int}" in str(caught.value)
+    assert "answer in place of answr in data.types" in str(caught.value)
 
 
 @pytest.mark.parametrize(

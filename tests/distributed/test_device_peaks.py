@@ -40,6 +40,7 @@ def test_mfu_is_the_share_of_the_data_sheets_peak(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     batch: Any = SimpleNamespace(groups=[SimpleNamespace(prompt_ids=[1], rollouts=[])])
     batch.groups[0].rollouts = [SimpleNamespace(length=3)]
+    batch.score, batch.num_tokens = torch.zeros(1, 1), 4
     updates, world = UpdateMetrics(), SimpleNamespace(device=torch.device("cuda"), size=2)
     updates.work["flop"] = 2 * 3 * 0.4 * 989e12
     seconds = {"step_time": 9.0, "time/update": 2.0, "time/reference": 1.0, "time/generation": 5.0}

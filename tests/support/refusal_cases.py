@@ -97,10 +97,14 @@ def recipe(text: str, *says: str, code: int = 2, **more: Mapping[str, str]) -> C
     return Case(["train", "+recipe=my.yaml"], says, code, files, **more)
 
 
-def ask(cases: Mapping[str, Case], folder: Path) -> dict[str, Answer]:
-    """The answers to all of them, in one process that may not import torch."""
+def ask(cases: Mapping[str, Case], folder: Path, opens_data: bool = False) -> dict[str, Answer]:
+    """The answers to all of them, in one process that may not import torch or `datasets`.
+
+    `opens_data`: it may, as a dry run imports `datasets`, which looks whether there is a torch.
+    """
     (folder / "no_torch").mkdir()
-    (folder / "no_torch" / "sitecustomize.py").write_text(NO_TORCH)
+    if not opens_data:
+        (folder / "no_torch" / "sitecustomize.py").write_text(NO_TORCH)
     path = os.pathsep.join(
         [str(folder / "no_torch"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

@@ -123,7 +123,7 @@ def test_rows_without_a_prompt_are_trained_with_what_reset_says(tmp_path):
     finally:
         run.generator.close()
     given = write_file(tmp_path, '{"prompt": "x"}\n', "given.jsonl")
-    with pytest.raises(DataError, match=r"or data.columns="):
+    with pytest.raises(DataError, match=r"or 'data.columns="):
         made(tmp_path, *asked, f"data.path={given}", text=OPENS)
     with pytest.raises(ConfigError, match="there is no environment whose reset says a prompt"):
         loop_cases.checked((), ("data.prompt_column=null",))

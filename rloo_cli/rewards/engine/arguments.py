@@ -27,7 +27,9 @@ REWARD_KWARGS = frozenset((
 ))  # fmt: skip
 # Names of the run's own metrics and sample fields, which a reward may not use for its numbers.
 RESERVED_METRICS = frozenset((
-    "step", "updates", "episode", "epoch", "eps", "num_tokens", "learning_rate", "lr",
+    "step", "updates", "episode", "sampled_completions", "sampled_reward",
+    "sampled_frac_reward_zero_std", "sampled_kept_frac", "epoch", "eps", "num_tokens",
+    "learning_rate", "lr",
     "step_time", "reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "kl",
     "kl_loss", "entropy", "loss", "policy_loss", "grad_norm", "grad_clip_fraction",
     "delta_ratio",
