@@ -1,6 +1,8 @@
 """`rloo train --dry-run` opens the data's first rows, and holds rewards and images against them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,14 @@ def test_doctor_says_what_images_rule_out() -> None:
 def test_images_over_shards_are_no_reason_to_refuse_a_run(engine: str) -> None:
     spread = [f"distributed={engine}", "distributed.num_processes=2"]
     assert plan.dry_run(compose_config(["+recipe=vision_mini", *spread])) == 0
+
+
+def test_a_dry_run_that_opens_rows_imports_no_torch(data: str) -> None:
+    code = (
+        "import sys; from rloo_cli.cli import main; sys.argv = ['rloo', *sys.argv[1:]]\n"
+        "try: main.main()\n"
+        "except SystemExit as end: sys.exit(end.code or 100 * ('torch' in sys.modules))"
+    )
+    words = ["train", "+recipe=smoke", "--dry-run"]
+    ended = subprocess.run([sys.executable, "-P", "-c", code, *words], capture_output=True)
+    assert ended.returncode == 0, ended.stderr
