@@ -80,8 +80,8 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_uuids(gpus: Sequence[str]) -> list[str]:
-    """The UUIDs of GPUs that `visible_gpus` names, by nvidia-smi; a name that it does not list stays
-    as it is. UUIDs of different machines differ."""
+    """The UUIDs of GPUs that `visible_gpus` names, which differ between machines, by nvidia-smi; a
+    name that it does not list stays as it is."""
     listed = _listed_gpus()
     numbered = {str(number): uuid for number, uuid in enumerate(listed)}
     return [

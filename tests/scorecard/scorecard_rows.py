@@ -97,7 +97,7 @@ class Row:
         return self.raw.get("leaves", "nothing" if refused else "anything") == "nothing"
 
     def environment(self, step: Step) -> dict[str, str]:
-        """The variables of one of its commands; faults are allowed, unless the row says otherwise."""
+        """The variables of one of its commands; faults are allowed unless the row says no."""
         given = {name: str(value) for name, value in (self.get("env", {}) | step.env).items()}
         return ({"RLOO_ALLOW_FAULTS": "1"} if "RLOO_FAULTS" in given else {}) | given
 

@@ -361,8 +361,8 @@ def _duration_table(run: RunEvidence) -> ReportTable | None:
     rows = [("measured, median", f"{measured:.3g}"), ("predicted", f"{predicted:.3g}")]
     rows += [(f"– {k}", f"{s:.3g}") for k, s in _numbers_of(seconds, "predicted_parts_s")]
     device = _visible(str(seconds.get("assumed_device", "?")))
-    note = f"Predicted for {device}, by its assumed speed and the run's own lengths, without Python's"
-    note += " own time, which is most of a tiny model's."
+    note = f"Predicted for {device}, by its assumed speed and the run's own lengths, without"
+    note += " Python's own time, which is most of a tiny model's."
     if isinstance(load := seconds.get("load_average"), int | float):
         note += f" The machine's load was {load:.1f} when the run ended."
     return ReportTable(("a step", "seconds"), rows, note)
