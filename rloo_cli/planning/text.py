@@ -175,7 +175,7 @@ def _table(plan: RunPlan) -> Iterator[str]:
 def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     """The lines that say what the figures assume."""
     case, run, forward = plan.inputs, plan.inputs.run, plan.memory.forward
-    device, means = case.device, plan.duration.mean_lengths
+    device = case.device
     yield "assumed"
     whole, adapter = trained_params(case)
     size = {4: "float32", 2: "half precision"}[case.bytes_per_weight]
@@ -211,6 +211,14 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     if device.kind == "cuda":
         reserved = format_gib(device.reserved_bytes)
         yield f"  {reserved} of each GPU are CUDA's, NCCL's, and lost between tensors"
+    yield from _time_assumptions(plan)
+    if run.train.optimizer not in MOMENTS:
+        yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
+
+
+def _time_assumptions(plan: RunPlan) -> Iterator[str]:
+    """Which speeds and lengths the seconds come from."""
+    device, means = plan.inputs.device, plan.duration.mean_lengths
     speed = f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
     shares = device.shares
     yield f"  time: {speed}, of which decoding reaches {shares.decode:.0%},"
@@ -222,8 +230,6 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         yield "  lengths of completions are spread exponentially, up to their limit"
     if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
         yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
-    if run.train.optimizer not in MOMENTS:
-        yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
 
 
 def _tower_assumptions(case: PlanInputs) -> Iterator[str]:
