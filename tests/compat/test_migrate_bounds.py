@@ -10,16 +10,32 @@ from rloo_cli.compat.migrate.old_run import MAX_FILE_BYTES
 from rloo_cli.utils.errors import ConfigError
 
 COMMAND = "python rloo.py --rloo_k 2 --learning_rate 1e-6"
-HALF = MAX_FILE_BYTES // 8
+LONG = MAX_FILE_BYTES // 8
+SMALL = {  # each of them is a run that is migrated
+    "old.yaml": "rloo_k: 2\nlearning_rate: 1.0e-6",
+    "old.json": '{"rloo_k": 2, "learning_rate": 1e-6}',
+    "old.py": "from trl import RLOOConfig\nRLOOConfig(rloo_k=2)",
+}
 DOUBLED_YAML = "a0: &a0 {x: 1, y: 2}\n" + "".join(
     f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)
 )
+ENDLESS = {
+    "brackets.sh": "(" * LONG,
+    "arrays.sh": "a=(" * (LONG // 3),
+    "defaults.sh": "${a:-" * (LONG // 5),
+    "word.sh": COMMAND + ' "' + "a" * LONG,
+    "quotes.sh": "'\n" * (LONG // 2),
+    "nested.py": "f" + "()" * (LONG // 2),
+    "sum.py": "x = " + "1 + " * (LONG // 4) + "1",
+    "doubled.yaml": DOUBLED_YAML,
+    "itself.yaml": "a: &a {b: *a}\n",
+}
 
 
 @pytest.mark.parametrize("name", ["old.sh", "old.yaml", "old.json", "old.py", "system.txt"])
 def test_a_huge_file_is_refused_by_its_size(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_text("#" * (MAX_FILE_BYTES + 1))
+    path.write_text(SMALL.get(name, COMMAND) + "\n" * MAX_FILE_BYTES)
     words = [str(path)]
     if name == "system.txt":
         words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", "a/b", "--system", str(path)]
@@ -45,7 +61,7 @@ def test_a_huge_file_is_refused_by_its_size(name: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_grows_without_end_is_refused_in_seconds(name: str, text: str, tmp_path: Path) -> None:
     path, began = tmp_path / name, time.process_time()
-    path.write_text(text)
+    path.write_text(ENDLESS[name])
     with pytest.raises(ConfigError):
         run(["--world-size", "1", str(path)])
     assert time.process_time() - began < 5

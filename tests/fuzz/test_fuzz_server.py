@@ -118,6 +118,7 @@ def test_whatever_a_server_says_of_itself(
     with clear_or_lost():
         transfer, has_route, has_counts, _ = expected.check(client, url, "t")
         assert isinstance(transfer, str) and {has_route, has_counts} <= {True, False}
+        assert all(isinstance(gpu, str) for gpu in devices)
 
 
 def is_completion(found: EngineCompletion) -> None:
