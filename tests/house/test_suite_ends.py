@@ -30,8 +30,8 @@ from cli_cases import Rloo, surroundings
 
 def test_with_a_server():
     here = Path(__file__).parent
-    program = (sys.executable, "-c", (here / "serve").read_text())
-    Rloo(here, surroundings(here), program=program).start()
+    server = (sys.executable, "-c", (here / "serve").read_text())
+    Rloo(here, surroundings(here), program=server).start()
     time.sleep(300)
 """
 

@@ -1,9 +1,9 @@
 """Ends what a suite has started when the suite ends, however it ends: a plug-in of pytest.
 
 Servers, ranks and workers are in sessions of their own, so no Ctrl-C reaches them, and after a
-`kill -9` of pytest nobody would end them. All of them inherit the variable SUITE_MARK; the
-product's guard of agents (agent_guard.py) kills what has it once the kernel closes a pipe that
-pytest holds.
+`kill -9` of pytest nobody would end them. All of them inherit the variable SUITE_MARK. The guard
+that the product has for agents (agent_guard.py) kills what has it, once the kernel closes a pipe
+that pytest holds.
 """
 
 import os
