@@ -7,6 +7,7 @@ import pytest
 
 from rloo_cli.cli.migrate import run
 from rloo_cli.compat.migrate.old_run import MAX_FILE_BYTES
+from rloo_cli.compat.migrate.shell import simple_commands
 from rloo_cli.utils.errors import ConfigError
 
 COMMAND = "python rloo.py --rloo_k 2 --learning_rate 1e-6"
@@ -66,3 +67,8 @@ def test_a_variable_that_doubles_is_left_as_it_is_written(
     path.write_text(f"{grown}{COMMAND}\n")
     assert run(["--world-size", "1", str(path)]) == 0
     assert "num_generations: 2" in capsys.readouterr().out
+
+
+def test_a_variable_longer_than_a_command_is_left_as_it_is_written() -> None:
+    text = f"A={'x' * 5_000}\nA=$A$A\necho $A\n"
+    assert [arguments for arguments, _ in simple_commands(text)] == [["echo", "$A"]]
