@@ -17,6 +17,7 @@ from cli_cases import rloo, rloo_without_torch
 from endpoint_cases import serve
 from fork_cases import fast, forked
 from rank_cases import launchers
+from sentence_snapshot import sentence
 from slurm_cases import slurm
 from smollm2_cases import smollm2_folder
 from suite_guard import pytest_configure, pytest_unconfigure
@@ -26,7 +27,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Fixtures and hooks for all: defined once, so that a session's process or cluster is one for all.
 __all__ = [
     "fast", "forked", "launchers", "pytest_configure", "pytest_unconfigure", "quick", "rloo",
-    "rloo_without_torch", "serve", "slurm", "smollm2_folder",
+    "rloo_without_torch", "sentence", "serve", "slurm", "smollm2_folder",
 ]  # fmt: skip
 
 quick_compose.install()
@@ -46,6 +47,11 @@ LONGEST = (
     "test_slurm.py", "test_signals.py", "test_loop.py", "test_resume_ways.py", "test_fast_path.py",
     "test_cli.py", "test_processes.py", "test_eval_verb.py", "test_trl_grpo.py",
 )  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest --update`: what is said is taken as it is, for the fixture `sentence`."""
+    parser.addoption("--update", action="store_true", help="write tests/sentences.txt anew")
 
 
 COLLECTED = pytest.StashKey[set[str]]()

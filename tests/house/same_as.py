@@ -1,13 +1,22 @@
-"""Whether a move changed anything: what this checkout says and does, beside another commit.
+"""Show that a commit changed nothing that it was not meant to change: this checkout beside COMMIT.
 
-    python tests/house/same_as.py COMMIT
+    python tests/house/same_as.py COMMIT [--quick] [--hash-changed] [--planted PLACE]
+
+    --quick           train three of the runs below, instead of all
+    --hash-changed    for a commit that changes config hashes or the data's fingerprint on purpose:
+                      the order of the data is fixed, hashes and fingerprints are left out, and no
+                      run goes on from one commit to the other
+    --planted PLACE   change this checkout's copy by 1e-6 in the loss, a reward or the optimizer
+                      first: the comparison must then end with 1
 
 Compared are `rloo --help`, `rloo config --json`, `--cfg job`, the config and its hash of every
-recipe (plain and with +debug=cpu), a smoke run's metrics (times apart), samples, ledger and
-weights, and a run that COMMIT's code began and this one goes on with. For commits that move code;
-an issue that adds keys has differences to show. Ends with 1 where anything differs.
+recipe (plain and with +debug=cpu), six steps of each run in RUNS (metrics without times, samples,
+ledger and final weights, bit for bit), and a run that COMMIT's code began and this one goes on
+with. Each commit makes its own models and data, and both run side by side. Ends with 1 where
+anything differs.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -15,6 +24,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +54,55 @@ print(json.dumps(found, sort_keys=True, default=str))
 """
 SMOKE = ("train", "+recipe=smoke", "max_steps=4", "checkpoint.every=1", "eval.every=2")
 TIMES = ("time", "seconds", "per_s", "memory", "mfu", "utilization", "date", "wait_frac")
+STEPS = (
+    "max_steps=6", "eval.every=3", "logging.every=1", "logging.samples_every=1",
+    "distributed.threads=1",
+)  # fmt: skip
+QUICKSTART = ("+recipe=quickstart",)
+RANKS = (*QUICKSTART, "train.prompts_per_step=8", "distributed.num_processes=2")
+RUNS = {
+    "quickstart": QUICKSTART,
+    "grpo": (*QUICKSTART, "algorithm=grpo", "algorithm.num_iterations=2"),
+    "fsdp2": (*RANKS, "distributed=fsdp2"),
+    "zero2": (*RANKS, "distributed=zero2"),
+    "zero3": (*RANKS, "distributed=zero3"),
+    "tools_mini": ("+recipe=tools_mini",),
+    "game_mini": ("+recipe=game_mini",),
+    "vision_mini": ("+recipe=vision_mini",),
+    "tldr_mini": ("+recipe=tldr_mini",),
+    "ppo": (*QUICKSTART, "algorithm=ppo"),
+    "lora": (*QUICKSTART, "lora=default"),
+    "opd": ("+recipe=opd_addition",),
+    "ahead": (*QUICKSTART, "generation.overlap=ahead"),
+}  # name -> words; each has STEPS, too
+QUICK = ("quickstart", "grpo", "fsdp2")
+PLANTED = {
+    "loss": (
+        "rloo_cli/algorithms/common/loss.py",
+        "policy = aggregate.aggregate_loss(term, micro_batch, config) / denominator",
+        "policy = aggregate.aggregate_loss(term, micro_batch, config) / denominator * (1 + 1e-6)",
+    ),
+    "reward": (
+        "rloo_cli/rewards/exact_match.py",
+        "return float(answer is not None",
+        "return 1e-6 + float(answer is not None",
+    ),
+    "optimizer": (
+        "rloo_cli/distributed/optimizer.py",
+        "        self.inner.step()\n",
+        "        self.inner.step()\n        [m.data.mul_(1 + 1e-6) for m in self.masters]\n",
+    ),
+}  # place -> file, its code, the same with an error of 1e-6
+COPIED = ("rloo_cli", "conf", "recipes", "scripts")
+PRINTS = ("fingerprint", "check")  # in a ledger, what depends on the data's fingerprint
 
 
 class Checkout:
     """One commit's code, run in folders of its own."""
 
-    def __init__(self, root: Path, place: Path):
-        self.root, self.place = root, place
-        ours = {"PYTHONPATH": str(root), "RLOO_CACHE": str(place.parent / "cache"), "NO_COLOR": "1"}
+    def __init__(self, root: Path, place: Path, hash_changed: bool):
+        self.root, self.place, self.hash_changed = root, place, hash_changed
+        ours = {"PYTHONPATH": str(root), "RLOO_CACHE": str(place / "cache"), "NO_COLOR": "1"}
         self.environment = os.environ | ours | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         place.mkdir()
 
@@ -81,13 +134,21 @@ class Checkout:
             found[f"--cfg job {' '.join(case)}"] = self.rloo("train", *case, "--cfg", "job")
         hashes = json.loads(self.python("-c", HASHES, given=json.dumps(cases)))
         for words, (digest, values) in hashes.items():
-            found[f"hash {words}"], found[f"config {words}"] = digest, values
+            found[f"config {words}"] = values
+            if not self.hash_changed:
+                found[f"hash {words}"] = digest
         return found
 
-    def trained(self) -> dict[str, Any]:
-        """What a smoke run leaves."""
-        self.rloo(*SMOKE, "name=whole")
-        return left(self.place / "runs" / "whole")
+    def trained(self, name: str, *words: str) -> dict[str, Any]:
+        """What a run leaves; a changed fingerprint does not choose the order of its rows."""
+        in_order = ["data.shuffle=false"] if self.hash_changed else []
+        self.rloo(*words, *in_order, f"name={name}")
+        found = left(self.place / "runs" / name)
+        if self.hash_changed:
+            found["ledger"] = [
+                {k: v for k, v in line.items() if k not in PRINTS} for line in found["ledger"]
+            ]
+        return found
 
     def began(self, other: "Checkout") -> dict[str, Any]:
         """What a run leaves that this code begins and that one ends."""
@@ -140,24 +201,57 @@ def compare(what: str, before: dict[str, Any], now: dict[str, Any]) -> int:
     return len(wrong)
 
 
+def planted_copy(place: str, folder: Path) -> Path:
+    """A copy of this checkout's package in `folder`, with the error of PLANTED."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    file, code, wrong = PLANTED[place]
+    text = (folder / file).read_text()
+    assert text.count(code) == 1, f"{file} does not have this code once: {code}"
+    (folder / file).write_text(text.replace(code, wrong))
+    return folder
+
+
+def compare_all(before: Checkout, now: Checkout, names: tuple[str, ...]) -> int:
+    """Compare what both say, and the runs of these names; how many entries differ."""
+    with ThreadPoolExecutor(2) as pool:
+
+        def both(ask: Callable[[Checkout], dict[str, Any]]) -> list[dict[str, Any]]:
+            return list(pool.map(ask, (before, now)))
+
+        wrong = compare("what is said", *both(Checkout.said))
+        for name in names:
+            words = ("train", *RUNS[name], *STEPS)
+            wrong += compare(name, *both(lambda one: one.trained(name, *words)))  # noqa: B023
+        if not now.hash_changed:
+            whole, theirs = both(lambda one: one.trained("whole", *SMOKE))
+            wrong += compare("a smoke run", whole, theirs)
+            wrong += compare("begun before, ended now", whole, before.began(now))
+    return wrong
+
+
 def main() -> int:
     """Compare; 1 where anything differs."""
-    (commit,) = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("commit")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--hash-changed", action="store_true")
+    parser.add_argument("--planted", choices=[*PLANTED])
+    given = parser.parse_args()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run(
-            [*git, "add", "--quiet", "--detach", str(place / "code"), commit], check=True
-        )
+        code = str(place / "code")
+        subprocess.run([*git, "add", "--quiet", "--detach", code, given.commit], check=True)
         try:
-            before = Checkout(place / "code", place / "before")
-            now = Checkout(ROOT, place / "now")
-            wrong = compare("what is said", before.said(), now.said())
-            whole = before.trained()
-            wrong += compare("a smoke run", whole, now.trained())
-            wrong += compare("begun before, ended now", whole, before.began(now))
+            root = planted_copy(given.planted, place / "planted") if given.planted else ROOT
+            before = Checkout(place / "code", place / "before", given.hash_changed)
+            now = Checkout(root, place / "now", given.hash_changed)
+            wrong = compare_all(before, now, QUICK if given.quick else tuple(RUNS))
         finally:
-            subprocess.run([*git, "remove", "--force", str(place / "code")], check=True)
+            subprocess.run([*git, "remove", "--force", code], check=True)
+    print(f"{wrong} differ; {(time.monotonic() - began) / 60:.1f} minutes")
     return int(wrong > 0)
 
 
