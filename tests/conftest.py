@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quick_compose
 from cli_cases import rloo, rloo_without_torch
 from endpoint_cases import serve
 from fork_cases import fast, forked
@@ -30,7 +29,6 @@ __all__ = [
     "rloo_without_torch", "sentence", "serve", "slurm", "smollm2_folder",
 ]  # fmt: skip
 
-quick_compose.install()
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Files whose tests use `server`.
 ONE_SERVER = (

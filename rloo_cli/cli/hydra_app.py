@@ -1,13 +1,11 @@
 """Runs a verb under Hydra: with its grammar, groups, sweeps and flags, but our errors.
 
-app = HydraApp(args)
+def task(job):
+    job.code = launcher.launch_run(job.composed, job.multirun)
 
-def task(cfg):
-    with app.job(cfg) as job:
-        job.code = launcher.launch_run(job.composed, job.multirun)
+HydraApp(args).run(task)
 
-with app.running():
-    app.decorate(task)()
+One run is composed by Hydra's compose API; `hydra.main` is for sweeps and for --cfg.
 """
 
 import os
@@ -15,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import hydra
@@ -30,9 +28,9 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
 
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
-HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
+HYDRA_MAIN_FLAGS = ("--cfg", "-c", "--package", "-p", "--multirun", "-m", "--resolve")
+HYDRA_FLAGS = (*TAKES_VALUE, *HYDRA_MAIN_FLAGS)
 OTHER_PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
-Task = Callable[[DictConfig], float | None]
 
 
 @dataclass
@@ -67,8 +65,25 @@ class HydraApp:
         self.exit_codes: list[int] = []
         self.best_job = ""
 
+    def run(self, task: Callable[["HydraJob"], float | None]) -> None:
+        """Call `task` once per job; a sweeper that optimizes gets what it returns. Raises what a
+        job raised, and ConfigError for Hydra's own errors."""
+        if not {*self.flags} & {*HYDRA_MAIN_FLAGS}:
+            cfg = compose.compose_by_hydra(self.overrides, self.dirs)
+            if cfg.hydra.mode != RunMode.MULTIRUN:
+                task(HydraJob(partial(self._read_config, cfg, cfg.hydra), multirun=False))
+                return
+
+        def of_hydra(cfg: DictConfig) -> float | None:
+            with self._job(cfg) as job:
+                return task(job)
+            return None  # it raised what `running` raises later
+
+        with self._running():
+            hydra.main(str(paths.CONF), "config", version_base="1.3")(of_hydra)()
+
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """A context around the call of Hydra. Raises what a job raised, and ConfigError for Hydra's
         own errors, after Hydra has ended: else it would print a line of its own first."""
         before = os.environ.get("HYDRA_FULL_ERROR")
@@ -93,12 +108,6 @@ class HydraApp:
         if self.errors:
             raise self.errors[0]
 
-    def decorate(self, task: Task) -> Callable[[], None]:
-        """A function that runs Hydra, which calls `task` once per job."""
-        decorator = hydra.main(str(paths.CONF), "config", version_base="1.3")
-        decorated: Callable[[], None] = decorator(task)
-        return decorated
-
     def check_jobs(self, check: Callable[[ComposedConfig], object]) -> None:
         """Check every job of a sweep before the first one runs. Raises ConfigError with everything
         that is wrong with any of them.
@@ -111,33 +120,32 @@ class HydraApp:
             return
         problems: list[Problem] = []
 
-        def task(cfg: DictConfig) -> None:
+        def task(job: HydraJob) -> None:
             try:
-                check(self._read_config(cfg))
+                check(job.composed)
             except ConfigError as error:
                 problems.extend(error.problems)
 
-        with self.running():
-            self.decorate(task)()
+        self.run(task)
         if problems:
             raise ConfigError(*dict.fromkeys(problems))
 
     @contextmanager
-    def job(self, cfg: DictConfig) -> Iterator[HydraJob]:
+    def _job(self, cfg: DictConfig) -> Iterator[HydraJob]:
         """A context around one job. It keeps what the job raises for the end of the sweep."""
         config = cast(DictConfig, HydraConfig.get())
         with self.launcher_jobs.record_exit_code(config) as note:
             try:
-                job = HydraJob(lambda: self._read_config(cfg), config.mode == RunMode.MULTIRUN)
+                composed = partial(self._read_config, cfg.copy(), config)
+                job = HydraJob(composed, config.mode == RunMode.MULTIRUN)
                 yield job  # the config is read inside, so that its errors are kept, too
                 note(job.code)
             except Exception as error:
                 self.errors.append(error)
                 note(print_error(error) if isinstance(error, RunError) else 1)
 
-    def _read_config(self, cfg: DictConfig) -> ComposedConfig:
-        config = cast(DictConfig, HydraConfig.get())
-        composed = compose.read_hydra_config(cfg.copy(), config, self.dirs)
+    def _read_config(self, cfg: DictConfig, config: DictConfig) -> ComposedConfig:
+        composed = compose.read_hydra_config(cfg, config, self.dirs)
         return replace(composed, command_line_swept_keys=self.swept_keys)
 
 

@@ -27,8 +27,7 @@ from rloo_cli.utils.errors import (
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
-    from omegaconf import DictConfig
-
+    from rloo_cli.cli.hydra_app import HydraJob
     from rloo_cli.config.compose import ComposedConfig
     from rloo_cli.config.schema import RunConfig
 
@@ -146,32 +145,30 @@ def run_train(args: list[str]) -> int:
     codes: list[int] = []
     told: list[JsonObject] = []  # one for each job
 
-    def task(cfg: "DictConfig") -> float | None:
+    def task(job: "HydraJob") -> float | None:
+        if codes and codes[-1] in STOPPED_CODES:  # a sweep that was asked to stop
+            return None
         value = None
-        with app.job(cfg) as job:
-            if codes and codes[-1] in STOPPED_CODES:  # a sweep that was asked to stop
-                return None
-            try:
-                with hf_cache.recorded_command(job.composed.user_overrides):
-                    start = dry_run if dry else launcher.launch_run
-                    job.code = start(job.composed, multirun=job.multirun)
-                if as_json or (job.multirun and job.code == 0 and not dry):
-                    named = launcher.name_sweep_job(job.composed) if job.multirun else job.composed
-                    settings = check.check_config(named)
-                    told.append(dry_run_values(settings) if dry else _values_of_run(settings))
-                    if job.multirun and job.code == 0 and not dry:
-                        value = multirun.objective_value(settings)
-            except RunError as error:  # not raised: a failed job does not stop a sweep
-                job.code = print_error(error)
-            codes.append(job.code)
+        try:
+            with hf_cache.recorded_command(job.composed.user_overrides):
+                start = dry_run if dry else launcher.launch_run
+                job.code = start(job.composed, multirun=job.multirun)
+            if as_json or (job.multirun and job.code == 0 and not dry):
+                named = launcher.name_sweep_job(job.composed) if job.multirun else job.composed
+                settings = check.check_config(named)
+                told.append(dry_run_values(settings) if dry else _values_of_run(settings))
+                if job.multirun and job.code == 0 and not dry:
+                    value = multirun.objective_value(settings)
+        except RunError as error:  # not raised: a failed job does not stop a sweep
+            job.code = print_error(error)
+        codes.append(job.code)
         return value
 
     with json_answer.json_answer(as_json) as answer:
         if not dry:
             app.check_jobs(lambda job: check.check_config(launcher.name_sweep_job(job)))
         try:
-            with app.running():
-                app.decorate(task)()
+            app.run(task)
         except ConfigError as error:
             if not codes:
                 raise
@@ -234,12 +231,7 @@ def run_sweep(args: list[str]) -> int:
     def compose_jobs(overrides: list[str]) -> "list[ComposedConfig]":
         app, jobs = HydraApp(["--multirun", *overrides]), []
 
-        def task(cfg: "DictConfig") -> None:
-            with app.job(cfg) as job:
-                jobs.append(job.composed)
-
-        with app.running():
-            app.decorate(task)()
+        app.run(lambda job: jobs.append(job.composed))
         return jobs
 
     return sweep.run(args, compose_jobs)

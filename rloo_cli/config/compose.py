@@ -5,9 +5,11 @@ before Hydra: a plain override `key=value` reaches Hydra as `++key=value`, so th
 not Hydra's advice to add a +) answers an unknown key; a recipe may also be a file's path.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +18,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -268,15 +272,61 @@ def compose_config(
     overrides, named = split_config_dirs(overrides)
     dirs = [*map(Path, config_dirs), *named]
     register_config_dirs(dirs)
-    rewritten = rewrite_overrides(overrides, dirs)
-    GlobalHydra.instance().clear()
+    cfg = compose_by_hydra(rewrite_overrides(overrides, dirs), dirs)
+    return read_hydra_config(cfg, cfg.hydra, dirs)
+
+
+def compose_by_hydra(rewritten: Sequence[str], config_dirs: Sequence[Path] = ()) -> DictConfig:
+    """What Hydra composes from overrides of `rewrite_overrides`, its section `hydra` included.
+
+    Hydra merges the same choices of groups once in a process (0.3 s), as long as no file changes;
+    `++key=value` is then set as Hydra sets it. Raises ConfigError.
+    """
     try:
-        with initialize_config_dir(str(paths.CONF), version_base="1.3"):
-            cfg = hydra_compose("config", overrides=[*rewritten, *search_path_override(dirs)],
-                                return_hydra_config=True)  # fmt: skip
+        parsed = OverridesParser.create().parse_overrides([*rewritten])
+        settings = [] if any(o.is_delete() for o in parsed) else [*filter(_is_setting, parsed)]
+        choices = [str(o.input_line) for o in parsed if o not in settings]
+        files = [*_all_yaml_files(config_dirs)]
+        states = tuple((str(path), *_file_state(path)) for path in files)
+        words = (*choices, *search_path_override(config_dirs))
+        cfg = copy.deepcopy(_compose_choices(words, states))
+        for override in settings:
+            key, value = override.key_or_group, override.value()
+            OmegaConf.update(cfg, key, value, merge=True, force_add=True)
+        if settings:
+            cfg.hydra.overrides.task = [
+                w for w in rewritten if not w.lstrip("+").startswith("hydra")
+            ]
+        return cfg
     except COMPOSE_ERRORS as error:
         raise ConfigError(hydra_problem(error, rewritten)) from None
-    return read_hydra_config(cfg, cfg.hydra, dirs)
+
+
+def _is_setting(override: Override) -> bool:
+    """Whether it is one value of one of our keys: `++key=value`."""
+    elsewhere = override.is_hydra_override() or override.package is not None
+    return override.is_force_add() and not override.is_sweep_override() and not elsewhere
+
+
+def _all_yaml_files(config_dirs: Sequence[Path]) -> Iterator[Path]:
+    """Every file that Hydra may read for a config."""
+    yield paths.CONF / "config.yaml"
+    for choices in paths.group_choices(list(config_dirs)).values():
+        yield from choices.values()
+    yield from USER_RECIPE_FILES.values()
+
+
+def _file_state(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=64)
+def _compose_choices(words: tuple[str, ...], states: tuple[object, ...]) -> DictConfig:
+    """Hydra's config of these overrides; `states` of its files are there to be the cache's key."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+        return hydra_compose("config", overrides=[*words], return_hydra_config=True)
 
 
 def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:

@@ -12,7 +12,6 @@ def warm() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on stdout that it took it
     import datasets  # noqa: F401
     import deepspeed  # noqa: F401
-    import quick_compose
     import torch
     from transformers import conversion_mapping
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
@@ -28,7 +27,6 @@ def warm() -> None:
     for room in registry.REGISTRIES:
         for name in registry.registry_names(room):
             registry.registered_module(room, name)
-    quick_compose.install()
     compose_config(["+recipe=smoke"])  # Hydra and its plug-ins are imported, our recipes read
     conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
     curves.draw_run_curves = lambda *given: None  # type: ignore[assignment]
