@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu \
+.PHONY: quickstart test test-engines test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu \
 	pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
@@ -14,6 +14,10 @@ VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi
 # file in one of them (tests/conftest.py).
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 SIDE_BY_SIDE := -n $(shell echo $$(($(CORES) < 3 ? $(CORES) + 1 : 4))) --dist loadscope --no-loadscope-reorder
+
+PYTHON_HERE = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python
+PYTEST = $(PYTHON_HERE) -m pytest
+ENGINES = $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
 
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
@@ -67,11 +71,17 @@ $(VENV)/tried-slurm: $(VENV)/installed-test
 quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
-test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 300 -m 'not slow and not gpu'
+# Whatever needs no server, no Slurm and no process of its own: minutes.
+test: $(VENV)/installed-test lint
+	$(PYTEST) $(SIDE_BY_SIDE) --timeout 300 -m 'smoke or not (engines or slow or gpu)'
 
-test-all: $(VENV)/installed-test $(VENV)/tried-tasks $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
+# Real vLLM, ranks, Slurm, the sandbox, whole commands; and the guards of the files that changed.
+test-engines: $(ENGINES) $(VENV)/tried-tasks
+	$(PYTEST) $(SIDE_BY_SIDE) --timeout 300 -m 'engines and not (smoke or slow or gpu)'
+	$(PYTHON_HERE) tests/house/mutants.py --changed --minutes 10
+
+test-all: $(ENGINES) $(VENV)/tried-tasks lint
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not gpu'
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -83,20 +93,20 @@ words: $(VENV)/installed-test
 	$(BIN)/python tests/house/words.py
 
 # Each guard is taken out once, and its test must fail: tests/house/mutants.yaml.
-mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/house/mutants.py
+mutants: $(ENGINES)
+	$(PYTHON_HERE) tests/house/mutants.py
 
 # Runs that are killed, stopped and starved at random; then other input than anybody would write.
 MINUTES := 10
 soak: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/soak/soak.py --minutes $(MINUTES)
+	$(PYTHON_HERE) tests/soak/soak.py --minutes $(MINUTES)
 
 fuzz: $(VENV)/installed-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/fuzz/hunt.py --minutes $(MINUTES)
+	$(PYTHON_HERE) tests/fuzz/hunt.py --minutes $(MINUTES)
 
 # Every promise is put to the test, by a command each: docs/RELIABILITY.md. Half an hour on two cores.
-scorecard: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/scorecard/run_scorecard.py
+scorecard: $(ENGINES)
+	$(PYTHON_HERE) tests/scorecard/run_scorecard.py
 
 # What no single change waits for, in turn: everything above, the site and the audit; into nightly/.
 nightly: $(VENV)/installed-test
@@ -124,7 +134,7 @@ audit: $(VENV)/installed
 
 # Measures every row of docs/gpu.md on a GPU; it stops in time and continues when started again.
 gpu: $(VENV)/installed-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python bench/gpu.py --minutes 40
+	$(PYTHON_HERE) bench/gpu.py --minutes 40
 
 # The pictures of the README, from a run made now.
 pictures: $(VENV)/installed

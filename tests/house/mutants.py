@@ -1,10 +1,12 @@
 """`make mutants`: each guard is taken out of a copy of the package, and its test must then fail.
 
-    python tests/house/mutants.py [--changed] [--anew] [--processes 2] [WORD ...]
+    python tests/house/mutants.py [--changed] [--anew] [--minutes N] [--processes 2] [WORD ...]
 
     WORD        only guards whose line has one of these words
-    --changed   only guards whose file or test differs from the branch `main`
-    --anew      forget what a run that was cut has found; else it goes on there, if no code changed
+    --changed   only guards whose file or test differs from the commit MUTANTS_SINCE (HEAD~1)
+    --anew      forget what a run that was cut has found; else it goes on there, for each guard
+                whose test's file did not change, if the package and the helpers did not
+    --minutes   begin no other guard after so many minutes
 
 `mutants.yaml` has the list: the guard in words, the file, the code with and without it, the test.
 A line ends in "fails without it", "STILL PASSES without it", "fails with it, too" or "the code is
@@ -194,6 +196,7 @@ class Table:
                 self.began -= 60 * cut["minutes"]
         self.mutants = mutants
         self.waiting = [m for m in mutants if _key(m) not in self.found]
+        self.limit = float("inf")  # minutes
 
     def say(self, mutant: Mutant, found: str) -> None:
         """Print a line, and keep it."""
@@ -213,7 +216,7 @@ class Table:
 
     def run_together(self, slots: list[Slot]) -> None:
         """Run the tests that are not known yet with all guards, those of a file in one process."""
-        unknown = sorted({m["test"] for m in self.waiting} - {*self.passes})
+        unknown = sorted({m["test"] for m in self.waiting if _test(m) not in self.passes})
         files = sorted({test.partition("::")[0] for test in unknown})
         parts = [[t for t in unknown if files.index(t.partition("::")[0]) % len(slots) == n]
                  for n in range(len(slots))]  # fmt: skip
@@ -221,22 +224,22 @@ class Table:
         for slot, tests in pairs:
             slot.start_together(tests)
         for slot, tests in pairs:
-            self.passes |= dict.fromkeys(slot.wait_together(tests), True)
+            self.passes |= {_test({"test": t}): True for t in slot.wait_together(tests)}
         print(f"{len(self.passes)} tests pass with all guards", flush=True)
         self.keep()
 
     def run(self, slots: list[Slot]) -> None:
         """Until nothing waits."""
-        while self.waiting or any(slot.pid for slot in slots):
+        while (todo := self.waiting and self.minutes() < self.limit) or any(s.pid for s in slots):
             for slot in slots:
-                if not slot.pid and self.waiting:
+                if not slot.pid and todo and self.waiting:
                     self._begin(slot, self.waiting.pop(0))
                 elif slot.pid and (code := slot.ended()) is not None:
                     self._next(slot, code == 0)
             time.sleep(0.02)
 
     def _begin(self, slot: Slot, mutant: Mutant) -> None:
-        passes = self.passes.get(mutant["test"])
+        passes = self.passes.get(_test(mutant))
         if passes is False:
             self.say(mutant, "fails with it, too")
         elif not slot.start(mutant, guarded=passes is None):
@@ -248,29 +251,45 @@ class Table:
         if not slot.guarded:
             self.say(mutant, "STILL PASSES without it" if passed else FAILS)
         else:
-            self.passes[mutant["test"]] = passed
+            self.passes[_test(mutant)] = passed
             self._begin(slot, mutant)
 
 
 def _key(mutant: Mutant) -> str:
-    return json.dumps(mutant, sort_keys=True)
+    return json.dumps(mutant, sort_keys=True) + _digest([_file_of(mutant["test"])])
+
+
+def _test(mutant: Mutant) -> str:
+    return f"{mutant['test']} {_digest([_file_of(mutant['test'])])}"
+
+
+def _file_of(test: str) -> Path:
+    return ROOT / test.partition("::")[0]
 
 
 def _state() -> str:
-    """A digest of all that a mutant's result depends on, but for the mutant."""
-    digest = hashlib.blake2b()
-    for name in (*COPIED, "tests"):
-        for path in sorted(p for p in (ROOT / name).rglob("*") if p.is_file()):
-            if "__pycache__" not in path.parts and path.name != "mutants.yaml":
-                digest.update(str(path).encode() + path.read_bytes())
+    """A digest of all that every result depends on."""
+    folders = [ROOT / name for name in (*COPIED, "tests/support")]
+    files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()]
+    files = [p for p in files if "__pycache__" not in p.parts]
+    return _digest([*files, ROOT / "tests/conftest.py"])
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        digest.update(str(path).encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
 
 
 def _changed() -> set[str]:
-    """Files that differ from the branch `main`."""
-    base = subprocess.check_output(["git", "merge-base", "HEAD", "main"], cwd=ROOT, text=True)
-    words = ["git", "diff", "--name-only", base.strip()]
-    return set(subprocess.check_output(words, cwd=ROOT, text=True).split())
+    """Files that differ from the commit MUTANTS_SINCE; none where there is no such commit."""
+    since = os.environ.get("MUTANTS_SINCE", "HEAD~1")
+    words = ["git", "diff", "--name-only", since]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if said.returncode:
+        print(f"no guard is looked at, for there is no commit {since}")
+    return set(said.stdout.split())
 
 
 def main() -> int:
@@ -278,6 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--changed", action="store_true")
     parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("words", nargs="*")
     given = parser.parse_args()
@@ -288,18 +308,28 @@ def main() -> int:
         files = _changed()
         mutants = [m for m in mutants if files & {m["file"], m["test"].partition("::")[0]}]
     table = Table(mutants, given.anew)
+    table.limit = table.minutes() + given.minutes
     if len(table.waiting) < len(mutants):
         print(f"{len(mutants) - len(table.waiting)} of {len(mutants)} are known already")
-    warm()
-    with tempfile.TemporaryDirectory() as folder:
-        slots = [Slot(Path(folder) / str(n)) for n in range(given.processes)]
-        table.run_together(slots)
-        table.run(slots)
-    bad = sum(table.found[_key(m)] != FAILS for m in mutants)
-    print(f"{len(mutants)} guards, {bad} without a test that fails; {table.minutes():.0f} minutes")
-    if not given.words and not given.changed:
+    if table.waiting:
+        run_all(table, given.processes)
+    known = [table.found[_key(m)] for m in mutants if _key(m) in table.found]
+    bad = sum(found != FAILS for found in known)
+    left, minutes = len(table.waiting), table.minutes()
+    print(f"{len(mutants)} guards, {left} of them not looked at, {minutes:.0f} minutes")
+    print(f"{bad} without a test that fails")
+    if not (given.words or given.changed or table.waiting):
         CUT.unlink(missing_ok=True)
     return int(bad > 0)
+
+
+def run_all(table: Table, processes: int) -> None:
+    """Find out about all guards that wait."""
+    warm()
+    with tempfile.TemporaryDirectory() as folder:
+        slots = [Slot(Path(folder) / str(n)) for n in range(processes)]
+        table.run_together(slots)
+        table.run(slots)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""Which command runs a test (CONTRIBUTING.md): a plug-in of pytest.
+
+`make test` runs what has none of the marks `vllm`, `slurm`, `ranks`, `process` (all of them are
+`engines`), `slow` and `gpu`, and what is marked `smoke`. A fixture that starts processes marks its
+tests. In a test without such a mark a new Python process is an error; with CI in the environment
+so is one that takes over LIMIT_S seconds of the processor.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Generator
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENGINES = ("vllm", "slurm", "ranks", "process")
+FIXTURE_MARKS = {
+    "server": "vllm", "slurm": "slurm", "forked": "process", "launchers": "process",
+    "quick": "process", "rloo": "process", "rloo_without_torch": "process",
+}  # fmt: skip
+LIMIT_S = 5.0
+STARTED: list[str] = []  # Python processes that the running test has started
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Add the marks that follow from others; engines come first, since they take longest."""
+    for item in items:
+        for fixture in {*FIXTURE_MARKS} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(FIXTURE_MARKS[fixture])
+        if any(item.get_closest_marker(name) for name in ENGINES):
+            item.add_marker("engines")
+        for mark in item.iter_markers("slow_cases"):
+            if case_name(item) in mark.args:
+                item.add_marker("slow")
+        for mark in item.iter_markers("slow_but"):
+            if case_name(item) not in mark.args:
+                item.add_marker("slow")
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ENGINES])
+
+
+def case_name(item: pytest.Item) -> str:
+    """Of a parametrised test: what stands in brackets behind its name."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+def watch_starts() -> None:
+    """Write down each Python process that is started from here, in STARTED."""
+
+    def heard(event: str, given: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and Path(os.fsdecode(given[0])).name.startswith("python"):
+            STARTED.append(" ".join(map(str, given[1])))
+
+    sys.addaudithook(heard)
+    spawn = util.spawnv_passfds  # of multiprocessing: it raises no event
+
+    def spawn_heard(path: bytes, words: list[bytes], passed: list[int]) -> int:
+        STARTED.append("multiprocessing")
+        return spawn(path, words, passed)
+
+    util.spawnv_passfds = spawn_heard  # type: ignore[assignment]
+
+
+watch_starts()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What its fixtures start is its own, too."""
+    STARTED.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Run it; then look at what it took."""
+    began = time.process_time()
+    result = yield
+    if not any(item.get_closest_marker(name) for name in ("engines", "slow", "gpu")):
+        seconds = time.process_time() - began
+        if STARTED:
+            pytest.fail(f"it started {STARTED[0]}: mark it process", pytrace=False)
+        if seconds > LIMIT_S and "CI" in os.environ:
+            pytest.fail(f"it took {seconds:.1f} s: make it smaller, or mark it slow", pytrace=False)
+    return result
