@@ -17,6 +17,11 @@ SENTENCES = Path(__file__).parents[1] / "sentences.txt"
 HEAD = "## "
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest --update`: the fixture `sentence` takes what is said as it is."""
+    parser.addoption("--update", action="store_true", help="write tests/sentences.txt anew")
+
+
 def read_sentences(path: Path = SENTENCES) -> dict[str, str]:
     """Name of a test -> what is said in it."""
     entries = re.split(rf"^{HEAD}", path.read_text(), flags=re.MULTILINE)[1:]

@@ -22,12 +22,14 @@ FIXTURE_MARKS = {
     "quick": "process", "rloo": "process", "rloo_without_torch": "process",
 }  # fmt: skip
 LIMIT_S = 5.0
+COLLECTED = pytest.StashKey[set[str]]()  # names of all tests, chosen by `-m` or not
 STARTED: list[str] = []  # Python processes that the running test has started
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the marks that follow from others; engines come first, since they take longest."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     for item in items:
         for fixture in {*FIXTURE_MARKS} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(FIXTURE_MARKS[fixture])
