@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 
 from rloo_cli.cli import main
 from rloo_cli.launch.sweep import rules, state
@@ -17,18 +18,19 @@ from rloo_cli.launch.sweep import trial as sweep_member
 from rloo_cli.launch.sweep.state import Rung, SweepState, Trial
 from rloo_cli.launch.sweep.trial import FairShare
 from rloo_cli.utils import child_process, sweep_time_slices
-from rloo_cli.utils.errors import ConfigError, Stopped
+from rloo_cli.utils.errors import ConfigError, Problem, Stopped
 from rloo_cli.utils.files import write_json
 from rloo_cli.utils.timers import StepTimer
 
+ROOT = Path(__file__).parents[2]
 HOOKS = sweep_time_slices.TimeSliceHooks(lambda: None, lambda: None, lambda: None, lambda: None)
 
 
-def refused(*words: str) -> str:
-    """What is said to `rloo sweep WORDS`, which is refused as a config is."""
+def refused(*words: str) -> ConfigError:
+    """The refusal of `rloo sweep WORDS`."""
     with pytest.raises(ConfigError) as error:
         main.find_verb(["sweep", *words])()
-    return error.value.render()
+    return error.value
 
 
 # Turns and rungs by themselves.
@@ -96,54 +98,58 @@ def test_each_rung_has_a_number_a_step_and_a_metric() -> None:
         Rung(4, 5, "kl:min", True), Rung(2, 9, "kl:min"),
     ]  # fmt: skip
     for keep, at, by in (([1], [], []), ([1], [2], ["kl", "reward"])):
-        with pytest.raises(ConfigError, match="each --keep has its --at"):
+        with pytest.raises(ConfigError, match=r"--keep.* --at"):
             rules.early_stopping_rungs(keep, at, by, [])
 
 
-def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused() -> None:
-    def said(*found: Rung) -> list[str]:
-        return [problem.what for problem in rules.rung_problems(found, 4, [None, 8])]
+def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused(
+    sentence,
+) -> None:
+    def problems(*found: Rung) -> list[Problem]:
+        return [*rules.rung_problems(found, 4, [None, 8])]
 
-    assert not said(Rung(2, 3), Rung(1, 5))
-    assert said(Rung(4, 3)) == ["--keep 4 --at 3 stops nobody"]
-    assert said(Rung(2, 8)) == ["--keep 2 --at 8 is too late"]
-    assert said(Rung(3, 5), Rung(1, 5)) == ["--keep 1 --at 5 does not come later"]
-    assert said(Rung(2, 3, ":min")) == ["--by takes the name of a metric"]
+    assert not problems(Rung(2, 3), Rung(1, 5))
+    for rungs in ([Rung(4, 3)], [Rung(2, 8)], [Rung(3, 5), Rung(1, 5)], [Rung(2, 3, ":min")]):
+        (problem,) = problems(*rungs)
+        sentence(problem.render())
 
 
 SMOKE = "+recipe=smoke"
+# The key that a problem names -> the words that are refused for it.
 REFUSED = {
-    ("train.seed=1,2", "algorithm.beta=abc,0.1"): ["train.seed is not a key", "'abc'"],
-    ("generation=vllm_server", "generation.server.base_url=http://127.0.0.1:1"): [
-        "generation.server.base_url = http://127.0.0.1:1 is not for a sweep"
-    ],
-    ("distributed=ddp",): ["a member of a sweep is one process"],
-    ("checkpoint.every=1,2",): ["two members would be the run smoke-", "name=a,b"],
-    ("root=a,b",): ["two members"],
-    ("seed=1,2", "--chunk", "0"): ["--chunk: invalid count value"],
-    ("seed=1,2", "hydra/launcher=joblib"): ["a sweep has no launcher"],
-    ("seed=1,2", "--cfg", "job"): ["--cfg is not a flag of sweep"],
-    ("seed=1,2", "--chunks", "4"): ["--chunks"],
-}
+    "train.seed": ("train.seed=1,2",),
+    "algorithm.beta=abc": ("algorithm.beta=abc,0.1",),
+    "generation.server.base_url": (
+        "generation=vllm_server", "generation.server.base_url=http://127.0.0.1:1",
+    ),
+    "distributed": ("distributed=ddp",),
+    "name=a,b": ("name=mine", "checkpoint.every=1,2"),
+    "--chunk": ("seed=1,2", "--chunk", "0"),
+    "hydra/launcher": ("seed=1,2", "hydra/launcher=joblib"),
+    "--cfg": ("seed=1,2", "--cfg", "job"),
+    "--chunks": ("seed=1,2", "--chunks", "4"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED.items(), ids=lambda v: " ".join(v)[:40])
+@pytest.mark.parametrize(("key", "words"), REFUSED.items(), ids=REFUSED)
 def test_a_sweep_that_cannot_be_is_refused_before_anything_starts(
-    words: tuple[str, ...], said: list[str], tmp_path: Path
+    key: str, words: tuple[str, ...], tmp_path: Path, sentence
 ) -> None:
     with contextlib.chdir(tmp_path):
-        text = refused(SMOKE, *words)
-    for part in said:
-        assert part in text
+        error = refused(SMOKE, *words)
+    assert_refused(error, 2, key)
+    sentence(error, folder=ROOT)
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_sweep_among_ranks_that_others_started_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, sentence
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "unset RANK WORLD_SIZE" in refused(SMOKE, "seed=1,2")
+    error = refused(SMOKE, "seed=1,2")
+    assert_refused(error, 2, "RANK", fix="unset RANK WORLD_SIZE")
+    sentence(error)
 
 
 @pytest.fixture
@@ -157,29 +163,38 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepState:
     return made
 
 
-def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(idle: SweepState) -> None:
-    assert "nothing: it does not train" in refused("stop", "s", "1")
-    assert "rloo sweep resume runs/s" in refused("promote", "runs/s", "1")
-    said = refused("clone", "s", "2", "seed=3")
-    assert "resume=runs/smoke-2a2b3c/checkpoint-STEP resume_allow_changes=true" in said
-    assert f"{SMOKE} seed=3 name=OTHER" in said
-    assert "rloo sweep stop s" in refused("stop", "t", "1")
-    assert "rloo sweep stop SWEEP MEMBER" in refused("stop", "s")
-    assert "key=value" in refused("clone", "s", "1")
+ORDERS = [
+    ("stop s 1", "runs/s", ""),
+    ("promote runs/s 1", "runs/s", "rloo sweep resume runs/s"),
+    ("clone s 2 seed=3", "smoke-2a2b3c", f"{SMOKE} seed=3 name=OTHER resume=runs/smoke-2a2b3c/"),
+    ("stop t 1", "t", "rloo sweep stop s"),
+    ("stop s", "MEMBER", ""),
+    ("clone s 1", "key=value", ""),
+]
 
 
-def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(idle: SweepState) -> None:
+@pytest.mark.parametrize(("words", "key", "fix"), ORDERS, ids=[row[0] for row in ORDERS])
+def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(
+    words: str, key: str, fix: str, idle: SweepState, sentence
+) -> None:
+    error = refused(*words.split())
+    assert_refused(error, 2, key, fix=fix)
+    sentence(error)
+
+
+def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(
+    idle: SweepState, sentence
+) -> None:
     names = [idle.find_trial(word).number for word in ("2", "smoke-1a2b3c", "2a2b")]
     assert names == [2, 1, 2]
-    assert "no member of runs/s" in refused("stop", "s", "3")
-    assert "more than one member" in refused("stop", "s", "smoke")
+    for word in ("3", "smoke"):
+        sentence(refused("stop", "s", word))
 
 
-def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: SweepState) -> None:
-    said = refused(SMOKE, "seed=3,4", "--name", "s")
-    assert "runs/s is a sweep with other overrides" in said and "+recipe=smoke seed=1,2" in said
+def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: SweepState, sentence) -> None:
+    sentence(refused(SMOKE, "seed=3,4", "--name", "s"))
     Path("runs/other").mkdir()
-    assert "it is not a sweep" in refused(SMOKE, "seed=3,4", "--name", "other")
+    sentence(refused(SMOKE, "seed=3,4", "--name", "other"))
 
 
 def test_a_sweep_that_runs_is_not_started_twice(idle: SweepState) -> None:
@@ -187,7 +202,7 @@ def test_a_sweep_that_runs_is_not_started_twice(idle: SweepState) -> None:
     idle.save()
     assert state.running_process(idle.folder)
     for words in ((SMOKE, "seed=1,2", "--name", "s"), ("resume", "s")):
-        assert f"is being run by process {os.getpid()}" in refused(*words)
+        assert_refused(refused(*words), 2, str(os.getpid()))
 
 
 def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
@@ -201,13 +216,13 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
     me = os.getpid()
     facts = {"state": "training", "pid": me, "pid_started": child_process.process_start_time(me)}
     write_json(Path("runs", name, "run.json"), facts)
-    assert f"is being trained by process {me}" in refused(SMOKE, "seed=1,2")
+    assert_refused(refused(SMOKE, "seed=1,2"), 2, str(me), where="name")
 
 
 def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_time_slices, "_sweep_trial", [])
     monkeypatch.setenv(sweep_time_slices.SOCKET_VARIABLE, "/nowhere/turns:1")
-    with pytest.raises(ConfigError, match="does not lead to a sweep"):
+    with pytest.raises(ConfigError, match=sweep_time_slices.SOCKET_VARIABLE):
         sweep_time_slices.wait_in_sweep(0, HOOKS)
 
 
@@ -272,7 +287,7 @@ def test_a_member_does_as_it_is_told_while_it_waits() -> None:
         said = [{"step": 4}, {"saved": "here"}, {"parked": True}]
         assert line.receive() == [{"member": 2, **values} for values in said]
         line.send(do="stop", why="rloo sweep stop")
-        with pytest.raises(Stopped, match="stopped by rloo sweep stop"):
+        with pytest.raises(Stopped, match="rloo sweep stop"):
             member.wait_for_time_slice(5, hooks)
 
 

@@ -148,10 +148,10 @@ def test_an_engine_is_started_with_what_masks_need_and_without_it_else(
 @pytest.mark.parametrize(
     ("gpus", "triton", "version", "words"),
     [
-        ([], False, "0.32.0", "needs triton-cpu"),
+        ([], False, "0.32.0", "triton-cpu"),
         ([], True, "0.32.0", ""),
         (["0"], False, "0.32.0", ""),
-        (["0"], False, "0.22.1", "sends no sampling masks"),
+        (["0"], False, "0.22.1", "no sampling masks"),
     ],
 )
 def test_a_machine_whose_vllm_cannot_send_masks_is_refused_with_exit_2(
@@ -166,9 +166,9 @@ def test_a_machine_whose_vllm_cannot_send_masks_is_refused_with_exit_2(
     assert not [*arguments.mask_problems(masked("http://elsewhere:1"))]  # asked when it answers
     if words:
         for check in (preflight.check_machine, preflight.check_server_machine):
-            with pytest.raises(ConfigError, match="needs vLLM's model runner V2") as caught:
+            with pytest.raises(ConfigError) as caught:
                 check(own)
-            assert caught.value.code == 2
+            assert_refused(caught, 2, "vLLM's model runner V2")
 
 
 def recorded_output() -> Any:

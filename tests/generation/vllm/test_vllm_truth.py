@@ -54,10 +54,10 @@ class Trained:
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        ("sync.start", ":0, the trainer is at smoke."),
+        ("sync.start", ":0, the trainer"),
         ("sync.update", "weights are missing: "),
-        ("sync.finish", ":0, the trainer is at smoke."),
-        ("sync.version", ":0, the trainer is at smoke."),
+        ("sync.finish", ":0, the trainer"),
+        ("sync.version", ":0, the trainer"),
     ],
 )
 def test_a_sync_that_is_left_out_stops_the_run_before_the_next_update(
