@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 
 import loop_cases
 import pytest
@@ -94,8 +95,9 @@ def test_an_agent_that_could_not_be_started_is_refused_before_weights_load(words
     run = check.check_config(compose_config(["+recipe=smoke", "agent=proxy", *words]))
     with pytest.raises(ConfigError) as refused:
         proxy.load_tools(run.agent)
-    assert_refused(refused, 2, where="agent.")
-    sentence(refused)
+    problem = assert_refused(refused, 2, where="agent.")
+    if "Errno" not in problem.why:  # the system's own words
+        sentence(refused)
 
 
 CUTTING = """
@@ -148,7 +150,7 @@ PAIR = ("distributed=ddp", "distributed.num_processes=2")
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["agent.max_tool_s=3"], "max_tool_s"),
+        (["agent.max_tool_s=3"], "agent.max_tool_s"),
         (["agent.port=4000", *PAIR], "agent.port = 4000"),
         (["agent.command=null", *PAIR], "2 ranks"),
         (["agent.command=null", "distributed=ddp"], "agent.command"),
@@ -163,4 +165,4 @@ def test_keys_of_tools_and_what_several_ranks_cannot_have_are_refused(words, key
     with pytest.raises(ConfigError) as refused:
         check.check_config(compose_config(kept))
     assert_refused(refused, 2, key)
-    sentence(refused)
+    sentence(refused, folder=Path.cwd())
