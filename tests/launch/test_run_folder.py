@@ -223,7 +223,7 @@ def test_a_run_that_failed_before_its_first_update_frees_its_name(forked: Forked
     assert "ValueError" in (run / "logs" / "attempt_1" / "rank_0.log").read_text()
     code = forked(*RUN, "max_steps=1", "algorithm.beta=0.3")  # it is trained now
     problem = assert_refused(Ended(code, forked.said(), ""), 2, "runs/smoke", where="name")
-    assert "algorithm.beta: " in problem.why
+    assert "reward.function.type: " in problem.why
 
 
 def test_the_same_command_again_begins_anew_where_nothing_was_trained(forked: Forked) -> None:

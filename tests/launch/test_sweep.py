@@ -288,7 +288,7 @@ def test_what_was_stopped_stays_so_when_the_others_go_on(quick: Rloo) -> None:
     assert "step 2" in fake("sweep", "stop", "s", "3").out
     name = members(fake)[2]["name"]
     assert_refused(fake("sweep", "stop", "s", "3"), 2, name, fix="rloo sweep show")
-    assert_refused(fake(*THREE), 2, str(sweep.pid))
+    assert_refused(fake(*THREE), 2, "runs/s", fix="rloo sweep show runs/s")
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(60) == 75
     (fake.folder / "go").touch()
