@@ -200,13 +200,10 @@ def test_what_members_keep_of_a_gpu_while_they_wait_is_counted(
     """An eighth of it at most, half a gigabyte each."""
     there = replace(device.ASSUMED_GPU, memory_bytes=gigabytes * 1e9)
     monkeypatch.setattr(device, "find_device", lambda word: there)
-    assert (
-        sweep._trials_that_fit(jobs, EIGHT[:gpus]) == fit
-        and sweep._trials_that_fit(jobs, []) is None
-    )
-    assert not [*rules.too_many_trials_problems(fit, fit)] and not [
-        *rules.too_many_trials_problems(fit + 1, None)
-    ]
+    assert sweep._trials_that_fit(jobs, EIGHT[:gpus]) == fit
+    assert sweep._trials_that_fit(jobs, []) is None
+    assert not [*rules.too_many_trials_problems(fit, fit)]
+    assert not [*rules.too_many_trials_problems(fit + 1, None)]
     (problem,) = rules.too_many_trials_problems(fit + 1, fit)
     assert f"{fit + 1} members" in problem.what and "0.5 GB" in problem.why
     assert problem.why.endswith(f" {fit} fit")

@@ -149,12 +149,8 @@ def test_a_task_that_sees_one_gpu_of_its_own_takes_its_first() -> None:
     assert topology.with_private_gpu(place, env) == place
     for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1"}.items():
         own = topology.with_private_gpu(place, env | {name: value})
-        assert (own.first_local_rank, own.local_world_size, own.first_rank, own.world_size) == (
-            0,
-            1,
-            3,
-            4,
-        )
+        assert (own.first_local_rank, own.local_world_size) == (0, 1)
+        assert (own.first_rank, own.world_size) == (3, 4)
     node, _, _ = topology.find_topology(step(2, 2), spread())  # this one starts them all itself
     assert topology.with_private_gpu(node, {"SLURM_GPUS_PER_TASK": "2"}) == node
 
@@ -201,13 +197,9 @@ def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socke
 
 def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says() -> None:
     place = ProcessTopology(
-        num_started=2,
-        world_size=4,
-        local_world_size=2,
-        num_nodes=2,
-        num_launchers=2,
+        num_started=2, world_size=4, local_world_size=2, num_nodes=2, num_launchers=2,
         launched_by="Slurm",
-    )
+    )  # fmt: skip
     listening = topology.open_store_socket(spread(), place)
     assert listening is not None
     with listening:
@@ -221,12 +213,8 @@ def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says()
         with pytest.raises(MachineError) as refused:
             topology.open_store_socket(spread(f"distributed.rdzv={where}"), place)
     assert_refused(refused, 3, where)
-    assert (
-        topology.open_store_socket(
-            spread(), ProcessTopology(world_size=2, store_address="n0:1", launched_by="torchrun")
-        )
-        is None
-    )
+    there = ProcessTopology(world_size=2, store_address="n0:1", launched_by="torchrun")
+    assert topology.open_store_socket(spread(), there) is None
 
 
 def test_a_process_alone_is_told_nothing() -> None:

@@ -44,14 +44,12 @@ def test_a_share_is_kept_over_many_turns() -> None:
 
 
 def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
-    assert sweep_member.trials_per_device(3, 2) == [2, 1] and sweep_member.trials_per_device(
-        1, 1
-    ) == [1]
+    assert sweep_member.trials_per_device(3, 2) == [2, 1]
+    assert sweep_member.trials_per_device(1, 1) == [1]
     given: list[FairShare] = []
     for number in range(4):
-        given.append(
-            FairShare(number, device=sweep_member.least_used_device(given, jobs=2, devices=8))
-        )
+        device = sweep_member.least_used_device(given, jobs=2, devices=8)
+        given.append(FairShare(number, device=device))
     assert [turns.device for turns in given] == [0, 1, 0, 1]
     assert sweep_member.least_used_device([], jobs=4, devices=0) == 0
     assert [turns.number for turns in sweep_member.select_next(given, [1, 0])] == [0]
@@ -66,13 +64,8 @@ def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
 
 def test_chunks_end_at_multiples_and_at_the_rung() -> None:
     rung = Rung(2, 15)
-    assert [turns_rungs.slice_end_step(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [
-        10,
-        10,
-        15,
-        20,
-        30,
-    ]
+    ends = [turns_rungs.slice_end_step(s, 10, rung) for s in (0, 3, 10, 15, 20)]
+    assert ends == [10, 10, 15, 20, 30]
     assert turns_rungs.slice_end_step(10, 10, None) == 20
 
 
@@ -80,13 +73,10 @@ def test_a_worth_is_the_mean_of_the_last_chunk_and_an_unknown_one_is_the_worst()
     rows = [{"step": step, "reward": float(step), "kl": 0.1} for step in range(1, 9)]
     assert turns_rungs.metric_at_rung(rows, Rung(1, 6), 4) == 4.5
     assert turns_rungs.metric_at_rung(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
-    assert (
-        turns_rungs.metric_at_rung(rows[:2], Rung(1, 6), 3) == 2.0
-    )  # logged seldom: the last there is
-    assert turns_rungs.trials_below_rung({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [
-        2,
-        1,
-    ]
+    # Logged seldom: the last there is.
+    assert turns_rungs.metric_at_rung(rows[:2], Rung(1, 6), 3) == 2.0
+    worths = {1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}
+    assert turns_rungs.trials_below_rung(worths, Rung(2, 6)) == [2, 1]
 
 
 # What is refused.
@@ -257,10 +247,8 @@ def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
         member = sweep_time_slices.SweepTrial(f"{place}/turns:1")
         line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         line.send(do="go", until=3)
-        assert (
-            member.wait_for_time_slice(0, HOOKS) > 0.0
-            and member.wait_for_time_slice(2, HOOKS) == 0.0
-        )
+        assert member.wait_for_time_slice(0, HOOKS) > 0.0
+        assert member.wait_for_time_slice(2, HOOKS) == 0.0
         assert line.receive() == [{"member": 1, "step": 0}]
         line.connection.shutdown(socket.SHUT_WR)  # while it waits
         with pytest.raises(Stopped, match="is gone"):
