@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from assert_refused import assert_refused
 
 from rloo_cli.agents.common.episode import episode_reward
 from rloo_cli.algorithms.common.base import load_algorithm
@@ -17,6 +18,7 @@ from rloo_cli.config import check, registry
 from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Group, Rollout, Turn
 from rloo_cli.plugin import LossInputs
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
 TURNS = ([1.0, 0.5], [0.0, 1.0], [0.25], [0.0, None, 1.0])
@@ -209,11 +211,12 @@ def test_what_does_not_go_together_is_refused_with_the_key_and_a_way_out(words, 
 
 
 @pytest.mark.parametrize("how", ["last", "credit"])
-def test_without_an_agent_no_turn_can_have_a_reward(how):
+def test_without_an_agent_no_turn_can_have_a_reward(how, sentence):
     words = ("+recipe=smoke", "algorithm.policy_loss=reinforce", f"algorithm.turn_rewards={how}")
-    with pytest.raises(ConfigError, match="agent is null") as caught:
+    with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config(words))
-    assert f"turn_rewards={how}, and no turn can have a reward" in str(caught.value)
+    assert_refused(caught, 2, f"algorithm.turn_rewards={how}")
+    sentence(caught, folder=paths.CONF)
 
 
 def test_a_run_with_credit_or_the_last_turns_reward_is_accepted():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from assert_refused import assert_refused
 
 from rloo_cli.cli import slurm_template, sweep
 from rloo_cli.config import check
@@ -199,26 +200,25 @@ def test_what_members_keep_of_a_gpu_while_they_wait_is_counted(
     """An eighth of it at most, half a gigabyte each."""
     there = replace(device.ASSUMED_GPU, memory_bytes=gigabytes * 1e9)
     monkeypatch.setattr(device, "find_device", lambda word: there)
-    assert (
-        sweep._trials_that_fit(jobs, EIGHT[:gpus]) == fit
-        and sweep._trials_that_fit(jobs, []) is None
-    )
-    assert not [*rules.too_many_trials_problems(fit, fit)] and not [
-        *rules.too_many_trials_problems(fit + 1, None)
-    ]
+    assert sweep._trials_that_fit(jobs, EIGHT[:gpus]) == fit
+    assert sweep._trials_that_fit(jobs, []) is None
+    assert not [*rules.too_many_trials_problems(fit, fit)]
+    assert not [*rules.too_many_trials_problems(fit + 1, None)]
     (problem,) = rules.too_many_trials_problems(fit + 1, fit)
-    assert problem.what == f"{fit + 1} members are too many side by side"
-    assert problem.why == f"one that waits keeps 0.5 GB of its GPU for CUDA itself, and {fit} fit"
+    assert f"{fit + 1} members" in problem.what and "0.5 GB" in problem.why
+    assert problem.why.endswith(f" {fit} fit")
 
 
-def test_a_clone_that_would_not_fit_is_refused() -> None:
+def test_a_clone_that_would_not_fit_is_refused(sentence) -> None:
     lives = [
         SimpleNamespace(is_open=open, requested_clones=clones)
         for open, clones in ((True, [{}]), (False, []))
     ]
     control: Any = SimpleNamespace(trial_processes=lives, max_trials=2)
-    with pytest.raises(ConfigError, match="3 members are too many"):
+    with pytest.raises(ConfigError) as refused:
         commands._clone(control, control, None, {})
+    assert_refused(refused, 2, "3 members")
+    sentence(refused)
 
 
 def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
@@ -242,7 +242,7 @@ def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
 
 def test_an_engine_beside_each_of_several_ranks_is_refused_with_two_ways_out(eight: None) -> None:
     (problem,) = arguments.engine_problems(run_of(CHILD), local_ranks=2)
-    assert "beside each of 2 processes" in problem.what
+    assert "2 processes" in problem.what
     assert SERVER in problem.fix and UNTRIED in problem.fix
     assert not [*arguments.engine_problems(run_of(CHILD, UNTRIED), local_ranks=2)]
     assert not [*arguments.engine_problems(run_of(CHILD), local_ranks=1)]
@@ -251,7 +251,7 @@ def test_an_engine_beside_each_of_several_ranks_is_refused_with_two_ways_out(eig
 def test_a_colocated_engine_on_two_gpus_is_not_sent_handles_of_one(eight: None) -> None:
     two = "generation.colocate.tensor_parallel_size=2"
     (problem,) = arguments.engine_problems(run_of(CHILD, two))
-    assert "cannot be sent weights by ipc" in problem.what
+    assert "ipc" in problem.what
     assert "generation.colocate.transfer=gloo" in problem.fix
     assert not [*arguments.engine_problems(run_of(CHILD, two, "generation.colocate.transfer=gloo"))]
 
@@ -392,10 +392,9 @@ def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
     monkeypatch.setattr(worker, "build_run", make)
     with pytest.raises(OutOfMemory) as refused:
         worker.run_training(run_of(*words), tmp_path)
-    assert refused.value.code == 9
-    problem = refused.value.problems[0]
-    assert "while the run was built" in problem.what and key in problem.fix
-    assert problem.why.startswith("CUDA out of memory. Tried to allocate 2 GiB; ")
+    problem = assert_refused(refused, 9, fix=key)
+    assert "run was built" in problem.what and problem.why.startswith("CUDA out of ")
+    assert "allocate 2 GiB; " in problem.why
 
 
 def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(

@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_in_an_evaluation_is_what_the_other_says(home, tra
     two = ("distributed.engine=ddp", "distributed.num_processes=2")
     assert home("eval", "runs/trained", *two, faults="eval@1=kill9#1", ranks=2) in (5, 6)
     said = home.said()
-    assert "another rank does not answer any more" in said
+    assert "another rank " in said
     assert "Traceback" not in said and "bug in rloo" not in said
 
 

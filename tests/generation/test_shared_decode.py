@@ -150,7 +150,7 @@ def refusal(model, caplog):
 def test_a_model_that_never_asks_our_attention_falls_back_and_says_so_once(caplog):
     model = make(PASSES["nemotron"]())
     before = model.config._attn_implementation
-    assert "cannot be run so: its layers do not pass arguments" in refusal(model, caplog)
+    assert "layers do not pass" in refusal(model, caplog)
     assert model.config._attn_implementation == before
 
 
@@ -165,12 +165,12 @@ def test_a_window_shorter_than_the_rows_falls_back(caplog):
 
 def test_a_wrong_number_of_calls_falls_back(model, caplog, monkeypatch):
     monkeypatch.setattr(model.config, "num_hidden_layers", 3)
-    assert "2 calls of our attention, for 3 layers" in refusal(model, caplog)
+    assert "2 calls of our" in refusal(model, caplog)
 
 
 def test_a_layer_out_of_turn_is_refused():
     x = torch.ones(1, 1, 1, 1)
-    with pytest.raises(kv_cache.SharedPrefixError, match="layer 1 asked for attention as number 0"):
+    with pytest.raises(kv_cache.SharedPrefixError, match=r"layer 1 .* number 0"):
         kv_cache.SharedPrefixCache([1], [1], 1, x.device).attend(1, x, x, x, 1.0)
 
 
@@ -183,7 +183,7 @@ def test_numbers_that_differ_fall_back(model, caplog, monkeypatch):
     monkeypatch.setattr(
         kv_cache.SharedPrefixCache, "_attend_decode", lambda *args: math.nan * token(*args)
     )
-    assert "log-probabilities differ by nan" in refusal(model, caplog)
+    assert "differ by nan" in refusal(model, caplog)
 
 
 def test_numbers_are_compared_once(model, monkeypatch):

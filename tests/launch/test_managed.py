@@ -1,6 +1,5 @@
 """Whose GPUs are whose, and which server a run uses: no vLLM is started here."""
 
-import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,9 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.launch import rollout_server
-from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
-HERE = server_file.ServerRecord(
-    url="http://127.0.0.1:1",
-    token="t" * 20,
-    pid=1,
-    group=1,
-    pid_started=child_process.process_start_time(1),
-    host=platform.node(),
-    by="vllm-serve",
-    model="make:tiny",
-    dtype="float32",
-    vllm="0.32.0",
-    transfer="gloo",
-    devices=["GPU-b"],
-    log="",
-)
+HERE = vllm_cases.server_record(devices=["GPU-b"])
 
 
 def test_a_trainer_has_the_first_gpus_and_its_server_the_next() -> None:
@@ -82,8 +66,11 @@ def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None
     assert server_file.read_server_file(tmp_path) == HERE
 
 
-def test_without_a_server_backend_nothing_is_started(tmp_path: Path) -> None:
-    run = vllm_cases.config("http://127.0.0.1:1")
+@pytest.mark.parametrize("keys", [{"base_url": ["http://h:1"]}, {"num_nodes": 1}], ids=str)
+def test_a_trainer_whose_servers_others_start_starts_none(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    run = vllm_cases.config(**{"base_url": None} | keys)
     with rollout_server.managed_server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
@@ -114,12 +101,12 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> tupl
 def test_restarts_are_counted_and_then_no_server_will_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = GenerationError(Problem("it died", why="of a test"))
+    error = GenerationError(Problem("what", why="why"))
     found, said = watched(tmp_path, monkeypatch, error)
     for _ in range(10):
         found.check_server_alive()
     last = server_file.read_server_file(tmp_path)
-    assert last is not None and last.failed == "it died\nof a test"
+    assert last is not None and last.failed == "what\nwhy"
     assert [line.partition("restart ")[2] for line in said] == ["1 of 2)", "2 of 2)"]
     found.end_server()
     assert server_file.read_server_file(tmp_path) is None

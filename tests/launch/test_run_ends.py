@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo, children, strict
 
 from rloo_cli.checkpoint import manifest
@@ -59,8 +60,8 @@ def test_a_reward_that_raises_ends_the_run_with_5_and_its_own_frames(rloo: Rloo)
     words = ["+recipe=smoke", "reward=function", "reward.function.path=mine.py:late"]
     ended = rloo("train", *words)
     assert ended.code == 5, ended.said
-    assert 'mine.py", line 7, in late' in ended.err and 'mine.py", line 3, in helper' in ended.err
-    assert "ValueError: no score for" in ended.err and "Traceback" not in ended.err
+    assert "line 7, in late" in ended.err and "line 3, in helper" in ended.err
+    assert "ValueError: no score" in ended.err and "Traceback" not in ended.err
     assert f"{rloo.folder}/mine.py:5, step 1" in ended.err
     assert "rloo_cli" not in ended.err  # none of ours
     run = rloo.folder / "runs" / "smoke"
@@ -72,27 +73,23 @@ def test_a_reward_that_raises_ends_the_run_with_5_and_its_own_frames(rloo: Rloo)
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "key", "fix"),
     [
-        (["data.path=mine.jsonl"], 4, ["no column 'prompt'", "data.prompt_column=question"]),
-        (
-            ["data.path=mine.jsonl", "data.prompt_column=question"],
-            4,
-            ["needs the data column 'solution'", "columns found: answer"],
-        ),
+        (["data.path=mine.jsonl"], "'prompt'", "data.prompt_column=question"),
+        (["data.path=mine.jsonl", "data.prompt_column=question"], "'solution'", ""),
     ],
+    ids=["prompt", "solution"],
 )
 def test_data_that_does_not_fit_ends_with_4_and_leaves_no_run(
-    words: list[str], code: int, said: list[str], rloo: Rloo
+    words: list[str], key: str, fix: str, rloo: Rloo, sentence
 ) -> None:
     (rloo.folder / "mine.py").write_text(REWARDS)
     (rloo.folder / "mine.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
     reward = ["reward=function", "reward.function.path=mine.py:needs", "data.eval_split=null"]
     ended = rloo("train", "+recipe=smoke", *reward, *words)
-    assert ended.code == code, ended.said
+    assert_refused(ended, 4, key, fix=fix)
+    sentence(ended)
     assert "Traceback" not in ended.said
-    for part in said:
-        assert part in ended.err
     assert not (rloo.folder / "runs").exists()
 
 
@@ -125,7 +122,7 @@ def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     assert process.wait(60) == 75
     assert gone(pids)
     said = (rloo.folder / "out").read_text()
-    assert "Traceback" not in said and "runs/smoke: stopped, as it was asked to" in said
+    assert "Traceback" not in said and "runs/smoke: stopped" in said
     run = rloo.folder / "runs" / "smoke"
     step = manifest.read_trainer_state(manifest.newest_checkpoint(run)[0] or run)["state"]["step"]
     assert f"after step {step}\n" in said and step > 3
@@ -147,7 +144,7 @@ def test_a_trainer_that_is_stopped_is_killed_with_6_and_leaves_nothing_behind(rl
     assert process.wait(60) == 6
     assert gone(pids)
     said = (rloo.folder / "out").read_text()
-    assert "gave no sign of life for" in said and "go on" in said
+    assert "no sign of" in said and "resume=auto" in said
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_cases import Rloo
+from assert_refused import assert_refused
+from cli_cases import Ended, Rloo
 from fork_cases import Forked
 from resume_cases import WORDS
 
@@ -149,7 +150,7 @@ def test_a_folder_that_is_no_run_of_ours_is_refused_whatever_it_holds(tmp_path: 
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        assert "it is not a run" in (run_folder.foreign_folder_reason(folder) or ""), files
+        assert "not a run" in (run_folder.foreign_folder_reason(folder) or ""), files
     (tmp_path / "empty").mkdir()
     assert run_folder.foreign_folder_reason(tmp_path / "empty") is None
     (tmp_path / "logs").mkdir()
@@ -161,7 +162,7 @@ def test_a_server_waits_in_no_folder_of_somebody_else(rloo_without_torch: Rloo) 
     mine.mkdir(parents=True)
     (mine / "server.json").write_text('{"mine": 1}')
     ended = rloo_without_torch("vllm-serve", "+recipe=smoke")
-    assert ended.code == 2 and "runs/smoke exists" in ended.err, ended.said
+    assert_refused(ended, 2, "runs/smoke")
     assert rloo_without_torch.left() == ["runs", "runs/smoke", "runs/smoke/server.json"]
 
 
@@ -181,24 +182,27 @@ def test_a_refused_attempt_leaves_a_run_as_it_was(copy: Path, forked: Forked) ->
     assert forked(*WORDS, "resume=auto") == 0, forked.said()
 
 
-def test_a_path_that_can_be_no_folder_is_one_clear_error(rloo_without_torch: Rloo) -> None:
+def test_a_path_that_can_be_no_folder_is_one_clear_error(
+    rloo_without_torch: Rloo, sentence
+) -> None:
     here = rloo_without_torch.folder
     (here / "file").write_text("mine")
     (here / "loop").symlink_to("loop")
     (here / "dangling").symlink_to("nowhere/at/all")
     before = seen(here)
-    for words, why in (
-        (("root=.", "name=file"), "it is a file"),
-        (("root=.", "name=loop"), "leads to no file"),
-        (("root=.", "name=dangling"), "dangling is a link to nowhere/at/all, which leads"),
-        (("root=loop", "name=x"), "loop is a link to loop, which leads to no file"),
-        (("root=file/below", "name=x"), "file is a file"),
-        (("root=dangling", "name=x"), "dangling is a link"),
-        (("root=" + "x" * 300, "name=x"), "File name too long"),
+    for words, key in (
+        (("root=.", "name=file"), "file"),
+        (("root=.", "name=loop"), "loop"),
+        (("root=loop", "name=x"), "loop"),
+        (("root=file/below", "name=x"), "file/below"),
+        (("root=dangling", "name=x"), "dangling"),
+        (("root=" + "x" * 300, "name=x"), "x" * 300),
+        (("root=.", "name=dangling"), "nowhere/at/all"),
     ):
         ended = rloo_without_torch("train", "+recipe=smoke", *words)
-        assert ended.code == 2 and why in ended.err and "Traceback" not in ended.said, ended.said
-        assert ended.err.count("error: ") == 1, ended.err
+        assert_refused(ended, 2, key)
+        assert ended.err.count("error: ") == 1 and "Traceback" not in ended.said, ended.said
+    sentence(ended)
     assert seen(here) == before
 
 
@@ -212,14 +216,14 @@ def test_a_run_that_failed_before_its_first_update_frees_its_name(forked: Forked
     forked.said()
     (forked.folder / "good.py").write_text("def score(completions):\n    return [1.0] * 16\n")
     assert forked(*RUN, "reward=function", "reward.function.path=good.py:score") == 0, forked.said()
-    said = forked.said()
-    assert said.count("attempt 1 ended before its first update, so this one begins anew") == 1
+    assert forked.said().count("logs/attempt_1 ") == 1
     assert read_json(run / "run.json")["attempt"] == 2
     assert "good.py" in (run / "config.yaml").read_text()
     assert "bad.py" in (run / "logs" / "attempt_1" / "config.yaml").read_text()
     assert "ValueError" in (run / "logs" / "attempt_1" / "rank_0.log").read_text()
-    assert forked(*RUN, "max_steps=1", "algorithm.beta=0.3") == 2  # it is trained now
-    assert "it is another config" in forked.said()
+    code = forked(*RUN, "max_steps=1", "algorithm.beta=0.3")  # it is trained now
+    problem = assert_refused(Ended(code, forked.said(), ""), 2, "runs/smoke", where="name")
+    assert "reward.function.type: " in problem.why
 
 
 def test_the_same_command_again_begins_anew_where_nothing_was_trained(forked: Forked) -> None:
@@ -233,7 +237,7 @@ def test_what_was_trained_is_never_begun_anew_unasked(faults: str, forked: Forke
     words = (*RUN, "max_steps=3", "checkpoint.every=0")
     assert forked(*words, faults=faults) in (1, 6), forked.said()
     before = seen(forked.folder / "runs")
-    assert forked(*words) == 2 and "fix      resume=auto" in forked.said()
+    assert_refused(Ended(forked(*words), forked.said(), ""), 2, "runs/smoke", fix="resume=auto")
     assert forked(*words, "algorithm.beta=0.3") == 2
     assert seen(forked.folder / "runs") == before
     assert forked(*words, "resume=auto") == 0, forked.said()
@@ -248,21 +252,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(
     for folder in manifest.list_checkpoints(copy):
         (folder / "model.safetensors").write_bytes(b"x")
     before = seen(copy)
-    assert forked(*WORDS, "resume=auto") == 2
-    said = forked.said()
-    for part in ("none of its checkpoints is whole", "checkpoint-1 is passed over", "checkpoint-2"):
-        assert part in said
-    assert "mv runs/smoke runs/smoke.old" in said and seen(copy) == before
+    ended = Ended(forked(*WORDS, "resume=auto"), forked.said(), "")
+    problem = assert_refused(ended, 2, "checkpoint-1", "resume", "mv runs/smoke runs/smoke.old")
+    assert "checkpoint-2" in problem.why and seen(copy) == before
     for folder in manifest.list_checkpoints(copy):
         folder.rename(copy.parent / folder.name)
-    assert forked(*WORDS, "resume=auto") == 2
-    assert "checkpoint-2, the last one that was saved, does not exist" in forked.said()
+    ended = Ended(forked(*WORDS, "resume=auto"), forked.said(), "")
+    problem = assert_refused(ended, 2, "checkpoint-2", where="resume")
+    assert "checkpoint-1" not in problem.why
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so(forked: Forked) -> None:
     assert forked(*RUN, "max_steps=3", "checkpoint.every=0", faults="step@2=kill9") == 6
     assert forked(*RUN, "max_steps=3", "checkpoint.every=0", "resume=auto") == 0
-    assert "runs/smoke has no checkpoint yet: it begins anew" in forked.said()
+    assert "runs/smoke has no " in forked.said()
 
 
 # While it runs.
@@ -286,9 +289,9 @@ def test_a_run_whose_folder_is_removed_while_it_runs_ends_with_8(what: str, fork
     text = REMOVES.format(folder=str(run), what=what.format(folder=str(run)))
     (forked.folder / "mine.py").write_text(text)
     words = (*RUN, "max_steps=4", "checkpoint.every=1", "reward=function")
-    assert forked(*words, "reward.function.path=mine.py:score") == 8
-    said = forked.said()
-    assert "the run's folder is gone: runs/smoke" in said and "a bug in rloo" not in said
+    code, said = forked(*words, "reward.function.path=mine.py:score"), forked.said()
+    assert_refused(Ended(code, said, ""), 8, "runs/smoke", where="root, name", fix="resume=auto")
+    assert "a bug in rloo" not in said
     assert not run.exists() or not [*run.iterdir()]
 
 
@@ -311,7 +314,7 @@ def test_a_reward_that_changes_the_working_folder_moves_nothing_of_the_run(
     assert forked(*words, faults="gen.request@3=term") == 75, forked.said()
     assert forked(*words, "resume=auto") == 0
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    assert "goes on from runs/smoke/checkpoint-2, step 2 of 3" in said
+    assert "runs/smoke/checkpoint-2, step 2 of 3" in said
     assert "final          runs/smoke/final\n" in said
     assert (run / "final").is_dir() and not [*elsewhere.iterdir()]
     assert "root: runs\n" in (run / "config.yaml").read_text()
@@ -332,7 +335,7 @@ def test_a_run_whose_disk_takes_no_word_of_its_end_ends_with_8_or_its_own_code(
     (tmp_path / "run.json").write_text('{"progress": {"step": 3}, "code": 0}')
     monkeypatch.setattr(launcher, "update_json", full)
     assert launcher.report_run_end(ResumePlan(tmp_path), code, "rloo train", []) == ended
-    assert "run.json does not say how the run ended" in capsys.readouterr().err
+    assert "run.json" in capsys.readouterr().err
 
 
 def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
@@ -386,8 +389,9 @@ def test_a_run_whose_files_lead_out_of_its_folder_does_not_go_on(
     (copy / name).rename(copy / "was") if (copy / name).exists() else None
     (copy / name).symlink_to(outside / "file" if name.endswith(".jsonl") else outside)
     before = seen(forked.folder) | seen(outside)
-    assert forked(*WORDS, "resume=auto", "max_steps=5") == 2
-    assert f"its {name} is a link to {outside}" in forked.said()
+    ended = Ended(forked(*WORDS, "resume=auto", "max_steps=5"), forked.said(), "")
+    problem = assert_refused(ended, 2, name)
+    assert str(outside) in problem.why
     after = seen(forked.folder) | seen(outside)
     assert {p: f for p, f in after.items() if p in before} == before
 
@@ -423,13 +427,15 @@ def test_what_links_lead_to_is_never_removed(copy: Path, tmp_path: Path) -> None
     assert seen(outside) == before
 
 
-def test_results_take_the_place_of_nothing_but_results(tmp_path: Path) -> None:
+def test_results_take_the_place_of_nothing_but_results(tmp_path: Path, sentence) -> None:
     place = tmp_path / "eval" / "final"
     place.mkdir(parents=True)
     evaluation._check_output_dir(place)
     (place / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="it is not the results of an evaluation"):
+    with pytest.raises(ConfigError) as refused:
         evaluation._check_output_dir(place)
+    assert_refused(refused, 2, str(place), where="name", fix=f"mv {place} {place}.old")
+    sentence(refused)
     (place / "about.json").write_text("{}")
     evaluation._check_output_dir(place)
     mine = [place.with_name(".tmp-final-mine"), place.with_name(".tmp-final-99999999")]

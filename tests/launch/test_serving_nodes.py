@@ -1,7 +1,6 @@
 """Servers on nodes of their own: whose file is whose, and what a trainer does that waits."""
 
 import os
-import platform
 import signal
 import time
 from dataclasses import replace
@@ -9,31 +8,16 @@ from pathlib import Path
 
 import pytest
 import vllm_cases
+from assert_refused import assert_refused
 from fake_server import Fake
 
 from rloo_cli.cli import vllm_serve
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.generation.vllm.discovery import ServerFinder
 from rloo_cli.generation.vllm.http import HttpClient
-from rloo_cli.launch import rollout_server
-from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
-HERE = server_file.ServerRecord(
-    url="http://127.0.0.1:1",
-    token="t" * 32,
-    pid=1,
-    group=1,
-    pid_started=child_process.process_start_time(1),
-    host=platform.node(),
-    by="vllm-serve",
-    model="make:tiny",
-    dtype="float32",
-    vllm="0.32.0",
-    transfer="gloo",
-    devices=[],
-    log="",
-)
+HERE = vllm_cases.server_record()
 REFUSED = MachineError(Problem("the port is taken", "generation.server.port", "by somebody"))
 
 
@@ -54,7 +38,7 @@ def test_each_serving_node_has_a_file_of_its_own_and_all_are_found(
     tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving(tmp_path, fake, 1, monkeypatch)
-    with pytest.raises(GenerationError, match="no rollout server answers"):
+    with pytest.raises(GenerationError, match=r"server_2\.json"):
         finder(tmp_path, 2).find_servers(reconnecting=False)  # one of two is not enough
     serving(tmp_path, fake, 2, monkeypatch)
     found = {p.name for p in server_file.server_file_paths(tmp_path)}
@@ -67,8 +51,8 @@ def test_a_failed_server_stops_the_trainer_with_its_words(tmp_path: Path) -> Non
     server_file.write_server_failure(tmp_path, "vllm-serve", REFUSED, tmp_path / "logs")
     with pytest.raises(GenerationError) as caught:
         finder(tmp_path, 1).find_servers(reconnecting=False)
-    said = caught.value.render()
-    assert "the port is taken\n           by somebody" in said and str(tmp_path / "logs") in said
+    problem = assert_refused(caught, 6, str(tmp_path / "logs"))
+    assert REFUSED.problems[0].what in problem.why and REFUSED.problems[0].why in problem.why
 
 
 @pytest.mark.parametrize(
@@ -102,12 +86,17 @@ def test_what_an_earlier_attempt_left_is_not_believed(
     assert left.is_stale() is stale
 
 
-def test_a_stale_failure_is_waited_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_failure_is_waited_past(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     server_file.write_server_failure(tmp_path, "vllm-serve", REFUSED, tmp_path)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with pytest.raises(GenerationError, match="no rollout server answers"):
+    with pytest.raises(GenerationError) as refused:
         finder(tmp_path, 1).find_servers(reconnecting=False)
+    key = "generation.server.ready_timeout_s"
+    assert_refused(refused, 6, "server.json", where=key, fix=f"{key}=2")
+    sentence(refused)
 
 
 def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
@@ -119,14 +108,6 @@ def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
         assert heard == []
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_trainer_with_serving_nodes_starts_no_server_itself(tmp_path: Path) -> None:
-    run = vllm_cases.config(base_url=None, num_nodes=1)
-    with rollout_server.managed_server(tmp_path, run, pytest.fail) as (look, env):
-        look()
-        assert env == {}
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_server_of_a_node_that_went_down_does_not_keep_the_next_one_out(

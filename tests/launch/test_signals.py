@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
+from cli_cases import Ended
 from fork_cases import Forked
 from resume_cases import differing, left, temporaries
 
@@ -66,7 +68,7 @@ def test_what_was_sampled_before_a_signal_is_not_sampled_again(forked: Forked) -
     # Two groups of one update are left of step 2; the next request is the evaluation's.
     assert forked(*WORDS, "resume=auto", faults="gen.request@1=exit:77") == 77
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    assert "goes on from runs/smoke/checkpoint-1-1, step 1 of 3" in said
+    assert "runs/smoke/checkpoint-1-1, step 1 of 3" in said
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2 and rows[-1]["updates"] == 4
 
@@ -103,20 +105,20 @@ def test_metrics_samples_and_ledger_are_cut_back_and_what_was_cut_is_kept(forked
 def test_a_stop_that_cannot_be_saved_ends_with_8_and_names_what_is_there(forked: Forked) -> None:
     code = forked(*WORDS, faults="eval@4=term; ckpt.write@1=enospc")
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    assert code == 8 and "checkpoint-2 was not saved" in said, said
-    assert "No space left on device" in said and not temporaries(run)
+    problem = assert_refused(Ended(code, said, ""), 8, "checkpoint-2", fix="resume=auto")
+    assert "No space left" in problem.why and not temporaries(run)
 
 
 def test_a_reward_that_fails_at_a_later_step_keeps_the_steps_before(forked: Forked) -> None:
     (forked.folder / "mine.py").write_text(
         "def score(completions, trainer_state, **kwargs):\n"
-        "    if trainer_state.step == 1:\n        raise OSError('no answer from the judge')\n"
+        "    if trainer_state.step == 1:\n        raise OSError('no answer')\n"
         "    return [1.0 * len(text) for text in completions]\n"
     )
     words = ("reward=function", "reward.function.path=mine.py:score", "data.eval_split=null")
     assert forked(*WORDS, *words) == 5
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    assert "no answer from the judge" in said
+    assert "no answer" in said
     assert [p.name for p in manifest.list_checkpoints(run)] == ["checkpoint-1"]
 
 
@@ -136,7 +138,7 @@ def test_a_signal_that_was_taken_for_an_error_of_what_it_met_is_still_a_stop(
     (forked.folder / "mine.py").write_text(STOPPED_AT_IMPORT)
     reward = "+reward.mine={type: function, path: 'mine.py:score'}"
     code, said = forked(*WORDS, "reward=[]", reward), forked.said()
-    assert code == 75 and "could not be imported" not in said, said
+    assert code == 75 and "error: " not in said, said
 
 
 def test_what_goes_wrong_while_a_run_is_saved_for_a_stop_is_not_hidden_by_it() -> None:

@@ -140,7 +140,7 @@ def test_a_script_waits_for_its_trainer_through_a_signal(stand: Stand) -> None:
 def test_one_node_cannot_train_and_serve(stand: Stand) -> None:
     job = stand.submit("--nodes=1", script("train_and_serve"), "smoke")
     assert job.wait(60)["ExitCode"] == "3:0"
-    assert "1 nodes are too few for 1 that serve and 1 that trains" in job.said()
+    assert "error: 1 nodes" in job.said()
     assert stand.said() == []
 
 
@@ -205,7 +205,7 @@ def test_the_other_scripts_requeue_too_and_keep_the_code(stand: Stand, name: str
 def test_a_task_of_a_sweep_without_a_line_is_refused(stand: Stand) -> None:
     (stand.folder / "lines").write_text("seed=1\n")
     job = stand.submit("--array=2", script("sweep"), "smoke", "lines")
-    assert job.wait(60)["ExitCode"] == "2:0" and "lines has no line 2" in job.said()
+    assert job.wait(60)["ExitCode"] == "2:0" and "no line 2" in job.said()
 
 
 def test_an_evaluation_is_of_a_run_where_there_is_such_a_folder(stand: Stand) -> None:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 
 from rloo_cli.cli import main
 from rloo_cli.launch.sweep import rules, state
@@ -17,18 +18,19 @@ from rloo_cli.launch.sweep import trial as sweep_member
 from rloo_cli.launch.sweep.state import Rung, SweepState, Trial
 from rloo_cli.launch.sweep.trial import FairShare
 from rloo_cli.utils import child_process, sweep_time_slices
-from rloo_cli.utils.errors import ConfigError, Stopped
+from rloo_cli.utils.errors import ConfigError, Problem, Stopped
 from rloo_cli.utils.files import write_json
 from rloo_cli.utils.timers import StepTimer
 
+ROOT = Path(__file__).parents[2]
 HOOKS = sweep_time_slices.TimeSliceHooks(lambda: None, lambda: None, lambda: None, lambda: None)
 
 
-def refused(*words: str) -> str:
-    """What is said to `rloo sweep WORDS`, which is refused as a config is."""
+def refused(*words: str) -> ConfigError:
+    """The refusal of `rloo sweep WORDS`."""
     with pytest.raises(ConfigError) as error:
         main.find_verb(["sweep", *words])()
-    return error.value.render()
+    return error.value
 
 
 # Turns and rungs by themselves.
@@ -42,14 +44,12 @@ def test_a_share_is_kept_over_many_turns() -> None:
 
 
 def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
-    assert sweep_member.trials_per_device(3, 2) == [2, 1] and sweep_member.trials_per_device(
-        1, 1
-    ) == [1]
+    assert sweep_member.trials_per_device(3, 2) == [2, 1]
+    assert sweep_member.trials_per_device(1, 1) == [1]
     given: list[FairShare] = []
     for number in range(4):
-        given.append(
-            FairShare(number, device=sweep_member.least_used_device(given, jobs=2, devices=8))
-        )
+        device = sweep_member.least_used_device(given, jobs=2, devices=8)
+        given.append(FairShare(number, device=device))
     assert [turns.device for turns in given] == [0, 1, 0, 1]
     assert sweep_member.least_used_device([], jobs=4, devices=0) == 0
     assert [turns.number for turns in sweep_member.select_next(given, [1, 0])] == [0]
@@ -64,13 +64,8 @@ def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
 
 def test_chunks_end_at_multiples_and_at_the_rung() -> None:
     rung = Rung(2, 15)
-    assert [turns_rungs.slice_end_step(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [
-        10,
-        10,
-        15,
-        20,
-        30,
-    ]
+    ends = [turns_rungs.slice_end_step(s, 10, rung) for s in (0, 3, 10, 15, 20)]
+    assert ends == [10, 10, 15, 20, 30]
     assert turns_rungs.slice_end_step(10, 10, None) == 20
 
 
@@ -78,13 +73,10 @@ def test_a_worth_is_the_mean_of_the_last_chunk_and_an_unknown_one_is_the_worst()
     rows = [{"step": step, "reward": float(step), "kl": 0.1} for step in range(1, 9)]
     assert turns_rungs.metric_at_rung(rows, Rung(1, 6), 4) == 4.5
     assert turns_rungs.metric_at_rung(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
-    assert (
-        turns_rungs.metric_at_rung(rows[:2], Rung(1, 6), 3) == 2.0
-    )  # logged seldom: the last there is
-    assert turns_rungs.trials_below_rung({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [
-        2,
-        1,
-    ]
+    # Logged seldom: the last there is.
+    assert turns_rungs.metric_at_rung(rows[:2], Rung(1, 6), 3) == 2.0
+    worths = {1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}
+    assert turns_rungs.trials_below_rung(worths, Rung(2, 6)) == [2, 1]
 
 
 # What is refused.
@@ -96,54 +88,58 @@ def test_each_rung_has_a_number_a_step_and_a_metric() -> None:
         Rung(4, 5, "kl:min", True), Rung(2, 9, "kl:min"),
     ]  # fmt: skip
     for keep, at, by in (([1], [], []), ([1], [2], ["kl", "reward"])):
-        with pytest.raises(ConfigError, match="each --keep has its --at"):
+        with pytest.raises(ConfigError, match=r"--keep.* --at"):
             rules.early_stopping_rungs(keep, at, by, [])
 
 
-def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused() -> None:
-    def said(*found: Rung) -> list[str]:
-        return [problem.what for problem in rules.rung_problems(found, 4, [None, 8])]
+def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused(
+    sentence,
+) -> None:
+    def problems(*found: Rung) -> list[Problem]:
+        return [*rules.rung_problems(found, 4, [None, 8])]
 
-    assert not said(Rung(2, 3), Rung(1, 5))
-    assert said(Rung(4, 3)) == ["--keep 4 --at 3 stops nobody"]
-    assert said(Rung(2, 8)) == ["--keep 2 --at 8 is too late"]
-    assert said(Rung(3, 5), Rung(1, 5)) == ["--keep 1 --at 5 does not come later"]
-    assert said(Rung(2, 3, ":min")) == ["--by takes the name of a metric"]
+    assert not problems(Rung(2, 3), Rung(1, 5))
+    for rungs in ([Rung(4, 3)], [Rung(2, 8)], [Rung(3, 5), Rung(1, 5)], [Rung(2, 3, ":min")]):
+        (problem,) = problems(*rungs)
+        sentence(problem.render())
 
 
 SMOKE = "+recipe=smoke"
+# The key that a problem names -> the words that are refused for it.
 REFUSED = {
-    ("train.seed=1,2", "algorithm.beta=abc,0.1"): ["train.seed is not a key", "'abc'"],
-    ("generation=vllm_server", "generation.server.base_url=http://127.0.0.1:1"): [
-        "generation.server.base_url = http://127.0.0.1:1 is not for a sweep"
-    ],
-    ("distributed=ddp",): ["a member of a sweep is one process"],
-    ("checkpoint.every=1,2",): ["two members would be the run smoke-", "name=a,b"],
-    ("root=a,b",): ["two members"],
-    ("seed=1,2", "--chunk", "0"): ["--chunk: invalid count value"],
-    ("seed=1,2", "hydra/launcher=joblib"): ["a sweep has no launcher"],
-    ("seed=1,2", "--cfg", "job"): ["--cfg is not a flag of sweep"],
-    ("seed=1,2", "--chunks", "4"): ["--chunks"],
-}
+    "train.seed": ("train.seed=1,2",),
+    "algorithm.beta=abc": ("algorithm.beta=abc,0.1",),
+    "generation.server.base_url": (
+        "generation=vllm_server", "generation.server.base_url=http://127.0.0.1:1",
+    ),
+    "distributed": ("distributed=ddp",),
+    "name=a,b": ("name=mine", "checkpoint.every=1,2"),
+    "--chunk": ("seed=1,2", "--chunk", "0"),
+    "hydra/launcher": ("seed=1,2", "hydra/launcher=joblib"),
+    "--cfg": ("seed=1,2", "--cfg", "job"),
+    "--chunks": ("seed=1,2", "--chunks", "4"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED.items(), ids=lambda v: " ".join(v)[:40])
+@pytest.mark.parametrize(("key", "words"), REFUSED.items(), ids=REFUSED)
 def test_a_sweep_that_cannot_be_is_refused_before_anything_starts(
-    words: tuple[str, ...], said: list[str], tmp_path: Path
+    key: str, words: tuple[str, ...], tmp_path: Path, sentence
 ) -> None:
     with contextlib.chdir(tmp_path):
-        text = refused(SMOKE, *words)
-    for part in said:
-        assert part in text
+        error = refused(SMOKE, *words)
+    assert_refused(error, 2, key)
+    sentence(error, folder=ROOT)
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_sweep_among_ranks_that_others_started_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, sentence
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "unset RANK WORLD_SIZE" in refused(SMOKE, "seed=1,2")
+    error = refused(SMOKE, "seed=1,2")
+    assert_refused(error, 2, "RANK", fix="unset RANK WORLD_SIZE")
+    sentence(error)
 
 
 @pytest.fixture
@@ -157,29 +153,38 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepState:
     return made
 
 
-def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(idle: SweepState) -> None:
-    assert "nothing: it does not train" in refused("stop", "s", "1")
-    assert "rloo sweep resume runs/s" in refused("promote", "runs/s", "1")
-    said = refused("clone", "s", "2", "seed=3")
-    assert "resume=runs/smoke-2a2b3c/checkpoint-STEP resume_allow_changes=true" in said
-    assert f"{SMOKE} seed=3 name=OTHER" in said
-    assert "rloo sweep stop s" in refused("stop", "t", "1")
-    assert "rloo sweep stop SWEEP MEMBER" in refused("stop", "s")
-    assert "key=value" in refused("clone", "s", "1")
+ORDERS = [
+    ("stop s 1", "runs/s", ""),
+    ("promote runs/s 1", "runs/s", "rloo sweep resume runs/s"),
+    ("clone s 2 seed=3", "smoke-2a2b3c", f"{SMOKE} seed=3 name=OTHER resume=runs/smoke-2a2b3c/"),
+    ("stop t 1", "t", "rloo sweep stop s"),
+    ("stop s", "MEMBER", ""),
+    ("clone s 1", "key=value", ""),
+]
 
 
-def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(idle: SweepState) -> None:
+@pytest.mark.parametrize(("words", "key", "fix"), ORDERS, ids=[row[0] for row in ORDERS])
+def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(
+    words: str, key: str, fix: str, idle: SweepState, sentence
+) -> None:
+    error = refused(*words.split())
+    assert_refused(error, 2, key, fix=fix)
+    sentence(error)
+
+
+def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(
+    idle: SweepState, sentence
+) -> None:
     names = [idle.find_trial(word).number for word in ("2", "smoke-1a2b3c", "2a2b")]
     assert names == [2, 1, 2]
-    assert "no member of runs/s" in refused("stop", "s", "3")
-    assert "more than one member" in refused("stop", "s", "smoke")
+    for word in ("3", "smoke"):
+        sentence(refused("stop", "s", word))
 
 
-def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: SweepState) -> None:
-    said = refused(SMOKE, "seed=3,4", "--name", "s")
-    assert "runs/s is a sweep with other overrides" in said and "+recipe=smoke seed=1,2" in said
+def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: SweepState, sentence) -> None:
+    sentence(refused(SMOKE, "seed=3,4", "--name", "s"))
     Path("runs/other").mkdir()
-    assert "it is not a sweep" in refused(SMOKE, "seed=3,4", "--name", "other")
+    sentence(refused(SMOKE, "seed=3,4", "--name", "other"))
 
 
 def test_a_sweep_that_runs_is_not_started_twice(idle: SweepState) -> None:
@@ -187,7 +192,7 @@ def test_a_sweep_that_runs_is_not_started_twice(idle: SweepState) -> None:
     idle.save()
     assert state.running_process(idle.folder)
     for words in ((SMOKE, "seed=1,2", "--name", "s"), ("resume", "s")):
-        assert f"is being run by process {os.getpid()}" in refused(*words)
+        assert_refused(refused(*words), 2, str(os.getpid()))
 
 
 def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
@@ -201,13 +206,13 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
     me = os.getpid()
     facts = {"state": "training", "pid": me, "pid_started": child_process.process_start_time(me)}
     write_json(Path("runs", name, "run.json"), facts)
-    assert f"is being trained by process {me}" in refused(SMOKE, "seed=1,2")
+    assert_refused(refused(SMOKE, "seed=1,2"), 2, str(me), where="name")
 
 
 def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_time_slices, "_sweep_trial", [])
     monkeypatch.setenv(sweep_time_slices.SOCKET_VARIABLE, "/nowhere/turns:1")
-    with pytest.raises(ConfigError, match="does not lead to a sweep"):
+    with pytest.raises(ConfigError, match=sweep_time_slices.SOCKET_VARIABLE):
         sweep_time_slices.wait_in_sweep(0, HOOKS)
 
 
@@ -242,10 +247,8 @@ def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
         member = sweep_time_slices.SweepTrial(f"{place}/turns:1")
         line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         line.send(do="go", until=3)
-        assert (
-            member.wait_for_time_slice(0, HOOKS) > 0.0
-            and member.wait_for_time_slice(2, HOOKS) == 0.0
-        )
+        assert member.wait_for_time_slice(0, HOOKS) > 0.0
+        assert member.wait_for_time_slice(2, HOOKS) == 0.0
         assert line.receive() == [{"member": 1, "step": 0}]
         line.connection.shutdown(socket.SHUT_WR)  # while it waits
         with pytest.raises(Stopped, match="is gone"):
@@ -272,7 +275,7 @@ def test_a_member_does_as_it_is_told_while_it_waits() -> None:
         said = [{"step": 4}, {"saved": "here"}, {"parked": True}]
         assert line.receive() == [{"member": 2, **values} for values in said]
         line.send(do="stop", why="rloo sweep stop")
-        with pytest.raises(Stopped, match="stopped by rloo sweep stop"):
+        with pytest.raises(Stopped, match="rloo sweep stop"):
             member.wait_for_time_slice(5, hooks)
 
 

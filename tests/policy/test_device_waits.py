@@ -244,7 +244,7 @@ def test_a_lost_send_that_never_ends_stops_the_run_and_no_later_wait_hangs(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost, began = Lost(monkeypatch, aborts=False), time.monotonic()
-    with pytest.raises(MachineError, match="still busy with a send whose other side is gone"):
+    with pytest.raises(MachineError, match="still busy"):
         transfer_send.close_lost_sender(lost)
     device_waits.wait_for_device()
     assert not device_waits.is_device_done(5) and lost.waited == 1

@@ -179,14 +179,14 @@ def test_a_token_outside_of_its_own_mask_is_refused():
     rollout = groups[1].rollouts[2]
     wrong = [[(token + 1) % WORDS] for token in rollout.completion_ids]
     rollout.sampling_mask = SamplingMask.from_lists(wrong)
-    with pytest.raises(GenerationError, match="not in its own sampling mask"):
+    with pytest.raises(GenerationError, match="own sampling mask"):
         laid(groups, "padded")
 
 
 def test_a_completion_without_a_mask_among_others_that_have_one_is_refused():
     groups = masked(made())
     groups[2].rollouts[0].sampling_mask = None
-    with pytest.raises(GenerationError, match="has no sampling mask, and others"):
+    with pytest.raises(GenerationError, match="no sampling mask"):
         laid(groups, "padded")
 
 

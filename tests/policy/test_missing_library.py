@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from lora_cases import keys
 from policy_cases import fresh
 
@@ -56,4 +57,4 @@ def test_a_model_that_needs_a_package_names_the_package(kind: str, tmp_path: Any
             reward_load._load_pretrained_reward(
                 refuse, str(tmp_path), "here", "reward.model", config
             )
-    assert "pip install --upgrade sentencepiece" in refused.value.problems[0].fix
+    assert_refused(refused, 3, fix="pip install --upgrade sentencepiece")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from assert_refused import assert_refused
 from loop_cases import checked, make, sampled
 from policy_cases import FAMILIES
 from test_lora_experts import FAMILIES as MIXTURES
@@ -37,7 +38,7 @@ def change(file: Path, **values: Any) -> None:
 
 
 def test_weights_with_another_head_and_a_reference_of_another_size_are_refused_in_the_launcher(
-    tmp_path: Path,
+    tmp_path: Path, sentence
 ) -> None:
     other = saved(
         tmp_path / "c", AutoModelForSequenceClassification, num_labels=1, tie_word_embeddings=True
@@ -47,45 +48,51 @@ def test_weights_with_another_head_and_a_reference_of_another_size_are_refused_i
     bare = saved(tmp_path / "b")
     for path in bare.glob("tokenizer*"):
         path.unlink()
-    refused = {
+    faulty = {
         (f"model.path={other}",): "Qwen3ForSequenceClassification",
-        (f"model.path={plain}", f"model.ref_path={other}", BETA): "is not a language model",
-        (f"model.path={plain}", f"model.ref_path={small}", BETA): "knows 258 tokens, the reference",
-        (f"model.path={bare}",): "has no tokenizer",
+        (f"model.path={plain}", f"model.ref_path={other}", BETA): "model.ref_path",
+        (f"model.path={plain}", f"model.ref_path={small}", BETA): "258 tokens",
+        (f"model.path={bare}",): "tokenizer",
     }
-    for words, says in refused.items():
-        with pytest.raises(ConfigError, match=says):
+    for words, key in faulty.items():
+        with pytest.raises(ConfigError) as refused:
             checked(("digits",), words)
+        assert_refused(refused, 2, key)
+        sentence(refused)
     checked(("digits",), (f"model.path={plain}", f"model.ref_path={plain}", BETA))
     checked(("digits",), (f"model.path={bare}", f"model.tokenizer={plain}"))
 
 
-def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path) -> None:
+def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path, sentence) -> None:
     folder = saved(tmp_path / "m", num_hidden_layers=2)
     change(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-    with pytest.raises(ConfigError, match=r"more layers in its weights") as caught:
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path, f"model.path={folder}")
-    assert "model.layers.1.input_layernorm.weight" in str(caught.value)
+    assert_refused(caught, 2, "model.layers.1.input_layernorm.weight")
+    sentence(caught)
     change(folder / "config.json", num_nextn_predict_layers=1)  # the layer is one of these
     make(tmp_path, f"model.path={folder}")
 
 
 def test_tokens_of_the_prompts_that_the_embedding_lacks_are_refused_before_any_weights_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sentence
 ) -> None:
     few = saved(tmp_path / "few", vocab_size=50)
     (few / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"tokens of the prompts are unknown to the model"):
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path, f"model.path={few}")
+    sentence(caught)
     more = saved(tmp_path / "more")
     tokens = tiny.tiny_tokenizer()
     tokens.add_tokens(["<never seen>"])
     tokens.save_pretrained(more)
     make(tmp_path, f"model.path={more}")
-    assert "the tokenizer has 259 tokens, the model 258" in capsys.readouterr().out
+    assert "259 tokens, the model 258" in capsys.readouterr().out
 
 
-def test_a_reference_whose_tokenizer_gives_words_other_ids_is_refused(tmp_path: Path) -> None:
+def test_a_reference_whose_tokenizer_gives_words_other_ids_is_refused(
+    tmp_path: Path, sentence
+) -> None:
     folder = saved(tmp_path / "other")
     tokens = json.loads((folder / "tokenizer.json").read_text())
     ids = tokens["model"]["vocab"]
@@ -93,19 +100,22 @@ def test_a_reference_whose_tokenizer_gives_words_other_ids_is_refused(tmp_path: 
     ids[a], ids[b] = ids[b], ids[a]
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
     policy = saved(tmp_path / "policy")
-    with pytest.raises(ConfigError, match=r"2 tokens have another id in the reference"):
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path, f"model.path={policy}", f"model.ref_path={folder}", BETA)
+    assert_refused(caught, 2, "2 tokens", where="model.ref_path")
+    sentence(caught)
 
 
 def test_a_model_for_which_no_token_ends_a_completion_is_refused_unless_that_is_asked_for(
-    tmp_path: Path,
+    tmp_path: Path, sentence
 ) -> None:
     folder = saved(tmp_path / "m", eos_token_id=None, pad_token_id=None)
     (folder / "generation_config.json").unlink(missing_ok=True)
     change(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
-    with pytest.raises(ConfigError, match=r"no token ends a completion") as caught:
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path, f"model.path={folder}")
-    assert "generation.stop_token_ids=[ID]" in str(caught.value)
+    assert_refused(caught, 2, fix="generation.stop_token_ids=[ID]")
+    sentence(caught)
     make(tmp_path, f"model.path={folder}", "generation.ignore_eos=true")
 
 
@@ -125,12 +135,12 @@ def test_code_of_a_folder_that_is_not_used_is_named(
     folder = saved(tmp_path / "m")
     change(folder / "config.json", auto_map={"AutoModelForCausalLM": "mine.M"})
     make(tmp_path, f"model.path={folder}")
-    assert "brings Python code of its own (auto_map), which is not used" in capsys.readouterr().out
+    assert "(auto_map), which is" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["mamba", "qwen3_next"])
 def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
-    family: str, tmp_path: Path
+    family: str, tmp_path: Path, sentence
 ) -> None:
     config = (FAMILIES | MIXTURES)[family]()
     config.vocab_size, config.eos_token_id = WORDS, 1
@@ -139,9 +149,10 @@ def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
         config.layer_types = ["linear_attention"] * config.num_hidden_layers
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     tiny.tiny_tokenizer().save_pretrained(tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"ForCausalLM cannot be sampled") as caught:
+    with pytest.raises(ConfigError) as caught:
         make(tmp_path, "generation.allow_moe=true", f"model.path={tmp_path / 'm'}")
-    assert "generation=vllm_server" in str(caught.value)
+    assert_refused(caught, 2, "generation", fix="generation=vllm_server")
+    sentence(caught)
 
 
 def test_advice_about_a_sampler_that_differs_fits_the_backend(tmp_path: Path) -> None:
@@ -151,4 +162,4 @@ def test_advice_about_a_sampler_that_differs_fits_the_backend(tmp_path: Path) ->
     group.old_logp = [torch.zeros(len(r.completion_ids)) for r in group.rollouts]
     with pytest.raises(GenerationError) as caught:
         guards.check_sampler_logprobs(run, chosen, [0])
-    assert "there is no server" in str(caught.value)
+    assert "no server" in str(caught.value)

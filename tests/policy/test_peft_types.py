@@ -6,6 +6,7 @@ from typing import Any
 import policy_cases
 import pytest
 import torch
+from assert_refused import assert_refused
 from loop_cases import digits, make, sampled, step, updated
 from lora_cases import adapted, frozen, keys, same
 from policy_cases import fresh, groups, packed
@@ -16,6 +17,7 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.policy import layouts, lora
 from rloo_cli.policy.model import Policy
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
 IDS = torch.arange(5, 25)[None]
@@ -118,7 +120,7 @@ def test_an_adapter_made_with_another_scale_is_not_gone_on_from(tmp_path: Path) 
     lora.save_adapter(adapted(**changes("LOHA")), tmp_path)
     same_scale = keys(**changes("LOHA"), path=str(tmp_path))
     lora._check_arguments(same_scale)
-    with pytest.raises(ConfigError, match="alpha is 16, and the adapter's is 8"):
+    with pytest.raises(ConfigError, match=r"alpha is 16, .* 8"):
         lora._check_arguments(same_scale.model_copy(update={"kwargs": {"r": 4, "alpha": 16}}))
 
 
@@ -128,28 +130,29 @@ REFUSED = {
     "a reference that moves": (("model.ref_sync.every=1",), "model.ref_sync.every=0"),
     "few bits": (("quantization=4bit",), "model.quantization=null"),
     "layers twice": (("model.lora.kwargs={target_modules: [q_proj]}",), "target_modules=..."),
-    "biases": (("model.lora.kwargs={bias: all}",), "leave bias out"),
+    "biases": (("model.lora.kwargs={bias: all}",), "bias"),
     "a LoRA's arguments": (
-        ("model.lora.peft_type=LORA", "model.lora.kwargs={lora_alpha: 3}"), "leave it out"),
+        ("model.lora.peft_type=LORA", "model.lora.kwargs={lora_alpha: 3}"), ""),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "says"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("more", "fix"), REFUSED.values(), ids=REFUSED)
 def test_what_it_does_not_go_with_is_refused_with_what_to_change(
-    more: tuple[str, ...], says: str
+    more: tuple[str, ...], fix: str, sentence
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config(["+recipe=smoke", "lora=peft", *more]))
-    assert says in caught.value.render() and len(caught.value.problems) == 1
+    assert_refused(caught, 2, fix=fix)
+    sentence(caught, folder=paths.CONF)
 
 
 def test_an_argument_that_its_kind_does_not_have_is_refused_with_those_it_has() -> None:
-    with pytest.raises(ConfigError, match="IA3Config takes no r") as caught:
+    with pytest.raises(ConfigError) as caught:
         lora.make_adapter_config(keys(peft_type="IA3", kwargs={"r": 8}))
-    assert "feedforward_modules" in caught.value.render()
-    with pytest.raises(ConfigError, match="OFTConfig refuses these arguments"):
+    assert_refused(caught, 2, "feedforward_modules", where="model.lora.kwargs.r")
+    with pytest.raises(ConfigError, match="OFTConfig refuses"):
         lora.make_adapter_config(keys(peft_type="OFT", kwargs={"r": 4, "oft_block_size": 4}))
-    with pytest.raises(ConfigError, match="does not fit the model"):
+    with pytest.raises(ConfigError, match="does not fit"):
         lora.attach_adapter(
             policy_cases.fresh(), keys(peft_type="ROAD", kwargs={"group_size": 6}), seed=1
         )

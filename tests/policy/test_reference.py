@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from loop_cases import apart, flat, make, sampled, step, updated
-from lora_cases import adapter_in, move
+from lora_cases import move
 from policy_cases import fresh, groups
 from torch import Tensor
 
@@ -76,8 +76,12 @@ def test_a_reference_that_stands_is_never_touched(tmp_path: Path) -> None:
 
 
 def test_training_from_an_adapter_measures_to_that_adapter(tmp_path: Path) -> None:
-    folder = adapter_in(tmp_path)
-    run = make(tmp_path, "lora=default", f"model.lora.path={folder}", *WORDS, noise=0.0)
+    (tmp_path / "made").mkdir()
+    made = make(tmp_path / "made", "lora=default", noise=0.0)
+    move(made.policy.model)
+    lora.save_adapter(made.policy.model, tmp_path / "adapter")
+    path = f"model.lora.path={tmp_path}/adapter"
+    run = make(tmp_path, "lora=default", path, *WORDS, noise=0.0)
     batch = sampled(run)
     micro = run.policy.pack(
         batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))

@@ -122,7 +122,7 @@ def test_a_model_that_does_not_see_its_images_is_refused():
     with torch.no_grad():
         for weight in policy.model.model.visual.merger.parameters():
             weight.zero_()
-    with pytest.raises(NumbersError, match="does not see its images"):
+    with pytest.raises(NumbersError, match="see its images"):
         layouts.choose_policy_layout(policy, "auto", 200)
 
 

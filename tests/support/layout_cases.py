@@ -5,7 +5,7 @@ from policy_cases import fresh, rollout
 
 from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
-from rloo_cli.policy import layouts, load, shared_attention
+from rloo_cli.policy import load, shared_attention
 from rloo_cli.policy.model import Policy
 
 # Lengths of a prompt and of its completions: unequal, of a single token, one alone, equal ones.
@@ -44,12 +44,6 @@ def policy(name, layout, fused=True, checkpointed=False, model=None, temperature
     if layout == "shared":
         shared_attention.install_shared_attention(model)
     return found
-
-
-def settled(model, wanted="auto", longest=64, temperature=1.0):
-    """A policy of this model at the level that was found, and what is said of it."""
-    found = Policy(model, temperature)
-    return found, str(layouts.choose_policy_layout(found, wanted, longest))
 
 
 def gradients(model):

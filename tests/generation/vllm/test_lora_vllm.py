@@ -105,10 +105,10 @@ def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
         run.generator.load(run.policy, 1)
     name = "base_model.model.model.layers.0.surplus.lora_A.weight"
     but(lambda named: named | {name: torch.zeros(16, 32)})
-    with pytest.raises(GenerationError, match=r"surplus \(not a layer that vLLM adapts\)"):
+    with pytest.raises(GenerationError, match="surplus"):
         run.generator.load(run.policy, 1)
     but(lambda named: {n: t.new_zeros(32, 32) for n, t in named.items()})
-    with pytest.raises(GenerationError, match=r"all of rank 32 \(there is room for 16\)"):
+    with pytest.raises(GenerationError, match=r"rank 32 .* 16"):
         run.generator.load(run.policy, 1)
     monkeypatch.setattr(lora, "adapter_tensors", every)
     run.generator.load(run.policy, 1)

@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from assert_refused import assert_refused
 from fake_server import SCORE
 from vllm_cases import tokenizer
 
@@ -146,7 +147,7 @@ def test_another_token_is_named_by_its_variable(teacher, monkeypatch, token):
     monkeypatch.setenv(NAMED, token)
     problem = refused(lambda: teacher().connect(tokenizer(), 40))
     assert "401 from" in problem.what and problem.where == "algorithm.teacher"
-    assert f"set {NAMED} (algorithm.teacher.api_key_env)" in problem.fix
+    assert NAMED in problem.fix and "algorithm.teacher.api_key_env" in problem.fix
 
 
 def test_a_server_that_is_away_ends_the_start_with_6_and_its_address(teacher):
@@ -155,9 +156,8 @@ def test_a_server_that_is_away_ends_the_start_with_6_and_its_address(teacher):
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(GenerationError) as caught:
         teacher(base_url=url, ready_timeout_s=0.3).connect(tokenizer(), 40)
-    (problem,) = caught.value.problems
-    assert caught.value.code == 6 and problem.what == f"no teacher answers at {url}"
-    assert problem.where == "algorithm.teacher.base_url" and "0.3 s" in problem.why
+    problem = assert_refused(caught, 6, url, where="algorithm.teacher.base_url")
+    assert "0.3 s" in problem.why
 
 
 def test_what_is_no_server_of_vllms_is_said_at_once(teacher, fake):
@@ -189,7 +189,7 @@ def test_a_server_that_stays_away_ends_the_step(ready, fake):
     client = ready(reconnect_timeout_s=0.3)
     fake.close()
     problem = refused(lambda: client.logprobs(ROWS))
-    assert problem.what == f"no teacher answers at {fake.url}"
+    assert fake.url in problem.what and "no teacher answers" in problem.what
 
 
 def test_a_server_that_comes_back_with_another_model_is_refused(ready, fake):
@@ -237,7 +237,7 @@ def test_an_answer_about_other_ids_is_refused(ready, fake, monkeypatch):
         fake, "score", lambda p, b: score(p, b | {"prompt": [*b["prompt"][:-1], 3]})
     )
     problem = refused(lambda: client.logprobs(ROWS))
-    assert "of the ids it gets" in problem.what and "KeyError" in problem.why
+    assert fake.url in problem.what and "KeyError" in problem.why
 
 
 def test_a_server_that_ignores_prompt_logprobs_is_refused(ready, fake, monkeypatch):

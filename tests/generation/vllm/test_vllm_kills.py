@@ -115,7 +115,7 @@ def check(run: Going, alone: Going, groups: list[int]) -> None:
     assert run.ends() == 0, run.said
     assert [row["step"] for row in run.rows] == [*range(1, STEPS + 1)]
     assert run.rows[-1]["vllm/restarts"] == 1.0
-    assert run.said.count("it is started again") == 1
+    assert run.said.count("started again") == 1
     assert run.samples == alone.samples
     assert all(version == int(name[5:11]) - 1 for name, _, _, version in run.samples)
     ledger = [sys.executable, "-m", "rloo_cli", "ledger", str(run.folder)]
@@ -263,7 +263,7 @@ def test_a_second_trainer_takes_over_the_server_of_one_that_was_killed(
         assert first.ends() == 6, first.said
         second = Going(root, "checkpoint.every=1", "resume=auto", attempt=2)
         assert second.ends() == 0, second.said
-        assert "samples with the server at" in second.said
+        assert "the server at " in second.said
         assert second.samples == alone.samples
         assert server_file.running_server(root / "smoke") == server
     finally:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo, children, surroundings
 from test_vllm_guard import FORBIDDEN
 
@@ -301,9 +302,8 @@ def test_a_port_that_is_taken_names_its_holder(rloo: Rloo) -> None:
         held.listen()
         port = held.getsockname()[1]
         ended = rloo("vllm-serve", *WORDS, f"generation.server.port={port}")
-    assert ended.code == 3, ended.said
-    assert f"generation.server.port = {port} is taken" in ended.err
-    assert f"process {os.getpid()} (" in ended.err and "Traceback" not in ended.said
+    problem = assert_refused(ended, 3, f"generation.server.port = {port}")
+    assert f"process {os.getpid()} (" in problem.why and "Traceback" not in ended.said
     assert rloo.left() == []
 
 
@@ -311,8 +311,7 @@ def test_one_that_is_late_is_ended_and_its_log_shown(rloo: Rloo, tmp_path: Path)
     (tmp_path / "t").mkdir()
     late = "generation.server.ready_timeout_s=2"
     ended = rloo("vllm-serve", *WORDS, late, TMPDIR=str(tmp_path / "t"), timeout=60)
-    assert ended.code == 6, ended.said
-    assert "does not answer after 2 s" in ended.err and "server_1.log" in ended.err
+    assert_refused(ended, 6, "server_1.log", fix="generation.server.ready_timeout_s=")
     assert [*(tmp_path / "t").iterdir()] == []
     assert not (tmp_path / "runs/smoke/server.json").exists()
 

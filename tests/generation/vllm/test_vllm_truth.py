@@ -54,10 +54,10 @@ class Trained:
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        ("sync.start", ":0, the trainer is at smoke."),
+        ("sync.start", ":0, the trainer"),
         ("sync.update", "weights are missing: "),
-        ("sync.finish", ":0, the trainer is at smoke."),
-        ("sync.version", ":0, the trainer is at smoke."),
+        ("sync.finish", ":0, the trainer"),
+        ("sync.version", ":0, the trainer"),
     ],
 )
 def test_a_sync_that_is_left_out_stops_the_run_before_the_next_update(
@@ -85,8 +85,7 @@ def test_weights_that_change_behind_our_back_under_the_right_label_stop_the_run(
     assert other.sync_weights(weights, label) == label
     other.close()
     said = run.refused()
-    assert "the sampler had other weights than the trainer" in said
-    assert "log-probabilities differ by" in said and "expected at most 0.02" in said
+    assert "log-probabilities differ by" in said and "at most 0.02" in said
     assert [row["step"] for row in run.rows] == [1]
 
 
@@ -103,7 +102,7 @@ def test_another_trainer_that_takes_the_server_stops_the_run(
     other.connect()
     assert other.sync_weights(weights, "somebody:7") == "somebody:7"
     other.close()
-    assert "it says somebody:7, the trainer is at smoke." in run.refused()
+    assert "it says somebody:7" in run.refused()
     assert [row["step"] for row in run.rows] == [1]
 
 
@@ -116,7 +115,7 @@ def test_another_model_behind_the_url_is_refused_before_anything_is_sent(
     tiny.tiny_tokenizer().save_pretrained(folder)
     run = Trained(tmp_path, fast, server, f"model.path={folder}")
     said = run.refused()
-    assert "has another model" in said and f"expected {folder}, found make:tiny" in said
+    assert f"{folder}, found make:tiny" in said
     assert run.rows == []
 
 

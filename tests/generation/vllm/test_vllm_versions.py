@@ -217,7 +217,7 @@ def test_an_older_server_that_is_not_ours_is_told_apart() -> None:
             raise GenerationError(versions.Problem("no", why=f"it answered 404 at {path}"))
 
     wanted = handshake.ExpectedServer("m", "float32", "t", 8, "gloo", True)
-    with pytest.raises(GenerationError, match=r"0\.22\.1 has no labels of weights"):
+    with pytest.raises(GenerationError, match=r"0\.22\.1 has no labels"):
         wanted.check(Wire(), "http://there", "")  # type: ignore[arg-type]
 
 
@@ -327,7 +327,7 @@ def test_an_update_that_fails_on_the_way_is_closed_with_its_layers() -> None:
     calls: list[str] = []
 
     def broken(info: Any) -> None:
-        raise ValueError("no weight of this name")
+        raise ValueError("no such weight")
 
     worker = Worker(SimpleNamespace(
         start_weight_update=lambda: calls.append("start"), parse_update_info=dict,
@@ -335,7 +335,7 @@ def test_an_update_that_fails_on_the_way_is_closed_with_its_layers() -> None:
     ))  # fmt: skip
     for _ in range(2):
         worker.rloo_start()
-        with pytest.raises(ValueError, match="no weight of this name"):
+        with pytest.raises(ValueError, match="no such weight"):
             worker.rloo_update({})
         assert worker.rloo_weights() == versions.UPDATE_REFUSED
     assert calls == ["start", "finish"] * 2
@@ -568,7 +568,7 @@ def test_nccl_sends_each_tensor_on_one_stream_to_vllms_own_receiver(
 
 def test_nccl_s_members_cannot_meet_on_ipv6_there(old: None) -> None:
     control = Control()
-    with pytest.raises(GenerationError, match=r"(?s)meet the trainer at ::1.* vLLM 0\.22\.1"):
+    with pytest.raises(GenerationError, match=r"(?s)::1.* vLLM 0\.22\.1"):
         transfer_send.connect_weight_sender("nccl", control, Source(), "::1", "::1", 1, 5.0)  # type: ignore[arg-type]
     assert not control.calls
 
@@ -643,7 +643,7 @@ def test_handles_carry_weights_part_by_part_through_one_buffer(
 def test_a_buffer_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_pretended_gpu(monkeypatch)
     receiver = versions.HandleReceiver()
-    with pytest.raises(ValueError, match="weights lie on GPU GPU-2, this engine is on GPU-1"):
+    with pytest.raises(ValueError, match=r"GPU-2, .* GPU-1"):
         receiver.receive_weights(versions.HandleUpdateInfo([], [], [], {"GPU-2": ()}))
 
 

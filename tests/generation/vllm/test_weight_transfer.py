@@ -167,10 +167,10 @@ def test_a_server_without_workers_is_told_all_the_same():
 
 
 def test_what_the_engine_refuses_is_raised_without_a_wait():
-    engine, threads = Engine(refuses="no module named lm_head"), threading.active_count()
+    engine, threads = Engine(refuses="no lm_head"), threading.active_count()
     sender = link(engine, ModelWeightSource(fresh("qwen3"), torch.float32), limit=5.0)
     began = time.monotonic()
-    with pytest.raises(ValueError, match="no module named lm_head"):
+    with pytest.raises(ValueError, match="no lm_head"):
         sender.send_weights()
     assert engine.said == ["start", "update"] and time.monotonic() - began < 4
     sender.shutdown()
