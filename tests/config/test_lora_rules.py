@@ -16,7 +16,6 @@ from rloo_cli.launch import preflight
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, MachineError
 
-ROOT = Path(__file__).parents[2]
 SMOKE = ("+recipe=smoke",)
 SERVER, COLOCATE = "generation=vllm_server", "generation=vllm_colocate"
 # The key, or what the fix sets.
@@ -55,9 +54,10 @@ def test_what_cannot_be_is_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config([*SMOKE, *words]))
-    assert_refused(caught, key=key)
+    problem = assert_refused(caught, key=key)
     assert len(caught.value.problems) == 1
-    sentence(caught, folder=ROOT)
+    if ".yaml" not in problem.where:  # a line of conf/, which may move
+        sentence(caught, folder=Path.cwd())
 
 
 @pytest.mark.parametrize("words", [
@@ -124,11 +124,10 @@ def test_a_choice_has_a_value_for_every_key(group: str) -> None:
 
 
 def test_a_training_of_whole_models_does_not_leave_an_adapter_out_silently(
-    rloo_without_torch: Rloo, sentence: Callable[..., None]
+    rloo_without_torch: Rloo,
 ) -> None:
     ended = rloo_without_torch("sft", "+recipe=smoke", "lora=default")
     assert_refused(ended, key="model.lora", fix="model.lora=null")
-    sentence(ended, folder=ROOT)
 
 
 def test_an_adapters_folder_as_the_model_is_named_with_its_base(tmp_path: Path) -> None:
