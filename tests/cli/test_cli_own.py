@@ -225,7 +225,8 @@ def test_a_name_of_another_config_is_refused_with_the_difference_and_the_choices
     ):
         ended = rloo("train", "+recipe=smoke", word)
         assert_refused(ended, key=change, where="name", fix="mv runs/smoke")
-        sentence(ended)
+        if word == "algorithm.beta=0.1":
+            sentence(ended)
     assert rloo.left() == before
 
 
