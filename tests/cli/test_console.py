@@ -127,7 +127,7 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(
     monkeypatch.delenv("RLOO_CACHE", raising=False)
     for variable in ("XDG_CACHE_HOME", "RLOO_CACHE"):
         monkeypatch.setenv(variable, "/proc/nope")
-        with pytest.raises(MachineError, match=r"/proc/nope.* cannot be made"):
+        with pytest.raises(MachineError, match="/proc/nope"):
             cached_folder("x", "x", lambda folder: None)
         with pytest.raises(MachineError, match="RLOO_CACHE=/a/folder") as refused:
             preflight.check_machine(checked((), ()))
