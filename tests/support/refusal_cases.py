@@ -25,7 +25,7 @@ MINE = """defaults:
 max_steps: 2
 """
 DRIVER = """
-import contextlib, io, json, os, sys, time
+import contextlib, io, json, os, sys
 from pathlib import Path
 from rloo_cli.cli import main as cli
 
@@ -41,7 +41,7 @@ for number, (name, case) in enumerate(cases.items()):
     given = sorted(str(p) for p in Path(".").rglob("*"))
     os.environ.update({k: v.replace("HERE", str(folder)) for k, v in case["env"].items()})
     sys.argv = ["rloo", *[w.replace("HERE", str(folder)) for w in case["words"]]]
-    out, err, start = io.StringIO(), io.StringIO(), time.monotonic()
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             cli.main()
@@ -50,7 +50,7 @@ for number, (name, case) in enumerate(cases.items()):
     left = [p for p in sorted(str(p) for p in Path(".").rglob("*")) if p not in given]
     answers[name] = {
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "left": left,
-        "seconds": time.monotonic() - start, "folder": str(folder),
+        "folder": str(folder),
     }
     for key in set(os.environ) - set(before):
         del os.environ[key]
@@ -84,7 +84,6 @@ class Answer:
     out: str
     err: str
     left: list[str]
-    seconds: float
     folder: str
 
 
