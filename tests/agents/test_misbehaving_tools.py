@@ -23,7 +23,7 @@ def tool(items: list[int]) -> str:
 '''
 # What it does -> (its body, what the model is told).
 TOLD = {
-    "raises": ("raise ValueError('no page')", "ValueError: no page"),
+    "raises": ("raise ValueError('gone')", "ValueError: gone"),
     "leaves": ("sys.exit(3)", "SystemExit: 3"),
     "hangs": ("time.sleep(60)", "no answer within 1 s"),
     "hangs_in_c": ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
@@ -78,10 +78,10 @@ def test_what_a_tool_prints_is_labelled_on_the_screen_and_in_the_log(tmp_path, c
 
 
 def test_an_error_may_leave_the_row_out_instead(tmp_path):
-    spec = function(tmp_path, "raise ValueError('no page')")
+    spec = function(tmp_path, "raise ValueError('gone')")
     generator = episode_generator(tools_agent([spec], on_tool_error="mask", **AGENT), once)
     (group,) = play(generator)
-    assert group.rollouts[0].failed == "tool: ValueError: no page"
+    assert group.rollouts[0].failed == "tool: ValueError: gone"
     assert group.rollouts[0].episode_facts["ended_by"] == "failed"
 
 

@@ -224,7 +224,7 @@ def test_a_mixture_of_experts_is_trained_once_its_router_has_no_loss(model):
 
 
 @pytest.mark.parametrize("kind", ["rloo", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_a_script_of_trl_runs_whole_with_its_imports_changed(kind, model, monkeypatch, capsys):
+def test_a_script_of_trl_runs_whole_with_its_imports_changed(kind, model, monkeypatch):
     pytest.importorskip("trl", minversion="1.16")
     spec = find_spec("trl.scripts")
     text = Path(spec.submodule_search_locations[0], f"{kind}.py").read_text()
@@ -238,7 +238,6 @@ def test_a_script_of_trl_runs_whole_with_its_imports_changed(kind, model, monkey
     words += " --max_completion_length 6 --eval_strategy steps --eval_steps 1 --report_to none"
     monkeypatch.setattr(sys, "argv", ["script.py", *words.split()])
     runpy.run_path("script.py", run_name="__main__")
-    assert "Model saved to out." in capsys.readouterr().out
     assert transformers.AutoModelForCausalLM.from_pretrained("out").num_parameters()
 
 

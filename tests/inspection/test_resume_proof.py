@@ -34,7 +34,7 @@ def test_a_reward_that_depends_on_the_clock_is_found_out(rloo: Rloo) -> None:
     reward = ("reward=function", "reward.function.path=rewards.py:by_the_clock")
     done = rloo.real("verify-resume", *SHORT, *reward, "--steps", "4")
     assert done.code == 20
-    assert "first difference: step 1, reward function" in done.out
+    assert "difference: step 1, reward function" in done.out
     assert "weights differ" in done.out and "kept: runs/verify-resume-" in done.out
 
 
