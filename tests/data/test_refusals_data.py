@@ -44,11 +44,6 @@ def refused(folder: Path, content: str | bytes, *words: str) -> RunError:
 
 # The rows and overrides, then: the code, the key, where, and the fix.
 CASES: dict[str, tuple[list[Any], tuple[str, ...], tuple[Any, ...]]] = {
-    "BD-1 no such column": (
-        [{"question": "x"}] * 8, (),
-        (4, "columns: question", "data.prompt_column", "data.prompt_column=question"),
-    ),
-    "BD-2 no rows": ([], (), (4, "0 rows", "data.path")),
     "BD-2 fewer than a step": (
         ROWS[:3], (), (4, "4", "train.prompts_per_step", "train.prompts_per_step=3"),
     ),
@@ -60,23 +55,10 @@ CASES: dict[str, tuple[list[Any], tuple[str, ...], tuple[Any, ...]]] = {
         [{"prompt": "long"}] * 6 + [{"prompt": "s"}] * 4, ("data.max_prompt_length=3",),
         (4, "6 of 10", "data.max_prompt_length", "data.overlong=truncate_left"),
     ),
-    "BD-3 one too long, and that is an error": (
-        [{"prompt": "s"}] * 9 + [{"prompt": "long"}],
-        ("data.max_prompt_length=3", "data.overlong=error"),
-        (4, "row 9", "data.max_prompt_length", "data.max_prompt_length=4"),
-    ),
-    "BD-5 no such split": (
-        ROWS, ("data.split=tset",), (4, "'tset'", "data.split", "data.split=train"),
-    ),
     "a template that is none": (ROWS, ("data.template='{'",), (2, "'{'", "data.template")),
-    "a template into objects": (
-        ROWS, ("data.template='{prompt.__class__}'",),
-        (4, "{prompt.__class__}", "data.template"),
-    ),
     "a column of ours": (
         [{"prompt": "x", "completions": "y"}] * 8, (), (2, "'completions'", "data.columns"),
     ),
-    "a row without a prompt": ([*ROWS, {"x": 1}], (), (4, "prompt 10", "row 10")),
     "a row whose prompt is null": ([*ROWS, {"prompt": None}], (), (4, "NoneType", "row 10")),
     "a row whose prompt is empty": ([*ROWS, {"prompt": ""}], (), (4, "prompt 10", "row 10")),
     "a row whose prompt is a number": ([{"prompt": 5}] * 8, (), (4, "int: '5'", "row 0")),

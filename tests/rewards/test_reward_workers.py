@@ -159,7 +159,7 @@ def test_an_async_reward_has_no_workers(sentence) -> None:
 
     with pytest.raises(ConfigError) as caught:
         reward(fn, workers=2)
-    assert_refused(caught, 2, "workers")
+    assert_refused(caught, 2, "reward.mine.workers", fix="reward.mine.workers=0")
     sentence(caught)
 
 
