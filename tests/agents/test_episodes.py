@@ -12,6 +12,7 @@ from agent_cases import (
     tools_agent,
     write_file,
 )
+from assert_refused import assert_refused
 
 from rloo_cli.agents import tools
 from rloo_cli.agents.common.tool_set import load_environments
@@ -147,7 +148,7 @@ def test_environments_keep_their_state_open_the_prompt_and_say_the_reward(tmp_pa
     generator = episode_generator(config, lambda *_: call_text("increment", by=2))
     (group,) = play(generator, {"start": 5}, k=2)
     tokenizer = generator.rules.renderer.tokenizer
-    assert "go You begin with 5." in tokenizer.decode(group.prompt_ids)
+    assert "begin with 5." in tokenizer.decode(group.prompt_ids)
     assert group.rollouts[0].opening_ids == group.prompt_ids
     assert [row.environment_reward for row in group.rollouts] == [4.0, 4.0]
     assert [row.environment["count"] for row in group.rollouts] == [4, 4]
@@ -168,7 +169,7 @@ def test_openings_that_differ_share_what_they_begin_with(tmp_path):
         assert row.mask[0] == 0 and "You begin with" in decode(prompt)
 
 
-def test_the_row_chooses_among_environments(tmp_path):
+def test_the_row_chooses_among_environments(tmp_path, sentence):
     path = write_file(tmp_path, COUNTER)
     config = class_agent({"counter": f"{path}:Counter", "echo": f"{path}:Echo"}, max_turns=2)
 
@@ -181,8 +182,10 @@ def test_the_row_chooses_among_environments(tmp_path):
     assert groups[0].rollouts[0].environment == {"said": ["hello"]}
     assert groups[0].rollouts[0].environment_reward is None
     assert groups[1].rollouts[0].environment_reward == 0.0
-    with pytest.raises(DataError, match="which is no environment"):
+    with pytest.raises(DataError) as caught:
         asked_groups(generator, {"environment": "other"})
+    assert_refused(caught, 4, "'other'", where="agent.environments", fix="counter, echo")
+    sentence(caught)
 
 
 def test_an_environment_says_that_it_is_over():

@@ -210,7 +210,7 @@ class Opens:
     assert first.environment["row"] == ["n"] and third.environment["row"] == ["n", "prompt"]
     assert "user\ngoYour task 3<|im_end|>" in decode(groups[2].prompt_ids)
     assert told(first) == ["a door"] and first.failed is None
-    assert "it returned an image, and the model takes text alone" in image.failed
+    assert "image" in image.failed and "text alone" in image.failed
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from compare_cases import write
 from push_cases import PushHub, push_hub
 
@@ -106,7 +107,7 @@ def test_a_hub_that_refuses_is_10(hub: PushHub) -> None:
     make_run()
     hub.refuses = 403
     done = pushed(hub, "mine", "--repo", "org/mine")
-    assert done.returncode == 10 and "the hub does not take org/mine" in done.stderr
+    assert done.returncode == 10 and "org/mine" in done.stderr
 
 
 def test_a_dry_run_sends_nothing_and_a_checkpoint_leaves_its_trainer_out(
@@ -122,12 +123,13 @@ def test_a_dry_run_sends_nothing_and_a_checkpoint_leaves_its_trainer_out(
 
 def test_what_is_not_there_is_refused() -> None:
     folder = make_run()
-    for words, said in (
-        (["mine"], "which repository"), (["mine", "--repo", "a/b/c"], "is not a repository"),
-        (["mine", "--dry-run", "--checkpoint", "checkpoint-3"], "is not a model"),
+    for words, key in (
+        (["mine"], "--repo"), (["mine", "--repo", "a/b/c"], "a/b/c"),
+        (["mine", "--dry-run", "--checkpoint", "checkpoint-3"], "checkpoint-3"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError) as caught:
             push.run(words)
+        assert_refused(caught, 2, key)
     (folder / "final/config.json").unlink()
     with pytest.raises(ConfigError, match="checkpoint-2"):
         push.run(["mine", "--dry-run"])

@@ -143,8 +143,8 @@ def test_a_few_lines_that_a_tracker_refuses_are_told_at_the_end(
     for step in range(3):
         client.send({"step": step, "reward": 0.5})
     client.close(limit_s=60.0)
-    assert len(notes) == 1 and "refused 2 lines (OSError: [Errno 28] No space left" in notes[0]
-    assert "rloo sync" in notes[0]
+    (note,) = notes
+    assert "2 lines" in note and "OSError: [Errno 28]" in note and "rloo sync" in note
 
 
 def test_a_required_tracker_that_refuses_ends_the_run_with_10(
@@ -369,7 +369,7 @@ def test_sync_sends_all_of_a_run_and_twice_is_once(
     folder = write(Path("runs"), "one")
     for _ in range(2):
         assert sync.run(["one", "tensorboard"]) == 0
-    assert "lines sent to tensorboard" in capsys.readouterr().out
+    assert "tensorboard" in capsys.readouterr().out
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     found = [(event.step, round(event.value, 4)) for event in events.Scalars("reward")]

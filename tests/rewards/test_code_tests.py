@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo
 from loop_cases import checked
 from reward_cases import PLAIN
@@ -158,9 +159,9 @@ def test_the_columns_it_reads_are_asked_for() -> None:
 
 def test_no_code_runs_before_a_sandbox_is_chosen(rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("train", "+recipe=smoke", "reward=code_tests")
-    assert ended.code == 2 and "reward.code_tests.sandbox is not chosen" in ended.err
+    problem = assert_refused(ended, 2, "reward.code_tests.sandbox")
     for choice in ("bwrap", "external", "unsafe_subprocess"):
-        assert choice in ended.err
+        assert choice in problem.render()
     assert rloo_without_torch.left() == []
 
 
@@ -178,8 +179,9 @@ def test_a_machine_without_bubblewrap_refuses_the_run(rloo_without_torch: Rloo, 
 
 
 def test_a_sandbox_that_does_not_work_is_found_when_the_reward_is_built() -> None:
-    with pytest.raises(MachineError, match="does not work here"):
+    with pytest.raises(MachineError) as caught:
         shipped("code_tests", sandbox="external", command="false")
+    assert_refused(caught, 3, "external")
 
 
 def test_running_uncontained_is_said_in_the_log() -> None:

@@ -186,7 +186,7 @@ def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypa
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
     monkeypatch.setattr(math_equal, "_idle_children", [child])
-    with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
+    with pytest.raises(RewardFailed, match=r"math-verify.* with 3"):
         values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
 
@@ -229,7 +229,7 @@ def test_overlong_grows_from_the_soft_limit_to_the_hard_one() -> None:
     assert values(reward, step) == [0.0, -0.5, -1.0, -1.0, 0.0]
     sharp = shipped("overlong", max_length=100, soft_cache=0)
     assert values(sharp, step) == [0.0, 0.0, 0.0, -1.0, 0.0]
-    with pytest.raises(ValueError, match="soft_cache 101 is above max_length 100"):
+    with pytest.raises(ValueError, match=r"soft_cache 101 .* 100"):
         shipped("overlong", max_length=100, soft_cache=101)
 
 
