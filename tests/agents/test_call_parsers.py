@@ -83,6 +83,7 @@ def test_the_tokenizers_own_parser_is_told_how_an_answer_begins():
     assert len(parse("<tool_call>{nonsense}</tool_call>").unreadable) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllms_parser_of_a_name_reads_what_ours_reads():
     pytest.importorskip("vllm", reason="vLLM, whose parsers are asked, is not installed")

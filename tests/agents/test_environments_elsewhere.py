@@ -85,6 +85,9 @@ GONE = {
 }
 
 
+@pytest.mark.slow_but(
+    "/reset-never_answers", "/step-list", "/step-status", "/step-other_session", "/close-nan"
+)
 @pytest.mark.parametrize(("path", "fault"), GONE)
 def test_a_server_that_misbehaves_leaves_the_row_out_and_its_neighbours_alone(odd, path, fault):
     server = odd({path: fault})

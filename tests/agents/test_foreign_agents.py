@@ -293,6 +293,7 @@ MISBEHAVING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but("floods", "asks_another_model", "sends_too_much", "leaves_a_process")
 @pytest.mark.parametrize("name", MISBEHAVING)
 def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
     text, why, refused = MISBEHAVING[name]

@@ -53,6 +53,7 @@ def once(text, seed):
     return "the end" if told else call_text("tool", items=[1, 2])
 
 
+@pytest.mark.slow_but("raises", "hangs_in_c", "returns_odd_text", "kills_what_forked_it")
 @pytest.mark.parametrize("name", TOLD)
 def test_a_tool_that_misbehaves_is_an_answer_and_the_run_goes_on(tmp_path, name):
     body, told = TOLD[name]
@@ -107,6 +108,9 @@ class World:
 '''
 
 
+@pytest.mark.slow_but(
+    "RESET-os.kill(os.getpid(), 9)-reset: its process ended", "REWARD-return float('nan')-None"
+)
 @pytest.mark.parametrize(
     ("where", "body", "why"),
     [

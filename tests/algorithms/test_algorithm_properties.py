@@ -120,6 +120,9 @@ def run(case: dict[str, Any], rows: list[int], c: Any, logp: Tensor, n: float) -
     return rloo.loss(logp[places], cut["old"], cut["ref"], m, case["a"][rows], c, n)
 
 
+@pytest.mark.slow_but(
+    "sequence-sequence_sum", "token-sequence_sum", "token-constant", "geometric-constant"
+)
 @pytest.mark.parametrize("agg", AGGS)
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=15, deadline=None)

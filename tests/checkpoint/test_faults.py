@@ -52,6 +52,7 @@ def whole(forked: Forked) -> dict[str, object]:
     return left(forked.folder / "whole" / "smoke")
 
 
+@pytest.mark.slow_but("all")
 @pytest.mark.parametrize(
     "points",
     [
@@ -82,6 +83,7 @@ def test_kill_9_at_every_point_of_a_save_loses_nothing(
         assert passed, f"a save does not pass {point}"
 
 
+@pytest.mark.slow_but("ckpt.write-enospc", "ckpt.write-raise")
 @pytest.mark.parametrize(
     ("point", "action"), [*((p, "enospc") for p in POINTS[:5]), ("ckpt.write", "raise")]
 )

@@ -123,6 +123,7 @@ def other_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow_but("words0-resume=nothing does not exist")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -163,6 +164,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but("another config", "data")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_change_that_makes_it_another_experiment_is_refused(
     case: str, copy: Path, rloo_without_torch: Rloo
@@ -274,6 +276,7 @@ def unknown_counter(checkpoint: Path, canary: Path) -> None:
     path.write_text(json.dumps(values))
 
 
+@pytest.mark.slow_but("remote_code", "unknown_counter")
 @pytest.mark.parametrize(
     "spoil", [remote_code, pickled, pickled_optimizer, state_of_another, unknown_counter]
 )

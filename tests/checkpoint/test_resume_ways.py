@@ -123,6 +123,7 @@ def test_the_environment_variable_of_a_requeued_job_resumes_unasked(
 # What only a real process shows.
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_do_not_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
     rloo = Rloo(tmp_path_factory.mktemp("two"), surroundings(tmp_path_factory.getbasetemp()))
     first = rloo.start("train", "+recipe=smoke", "max_steps=100000", "logging.samples=0")

@@ -176,6 +176,7 @@ def test_runs_that_differ_only_in_how_they_ran_are_told_apart_by_that():
 # Refusals.
 
 
+@pytest.mark.slow_but("{'fingerprint': 'f2'}-data", "{'eval__max_samples': 5}-eval.max_samples")
 @pytest.mark.parametrize(
     ("keys", "key"),
     [

@@ -343,6 +343,9 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow_but(
+    "", "+recipe=smoke eval.num_generation=4", "--config-dir nothing +recipe=smoke"
+)
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
 def test_a_refused_evaluation_imports_no_torch_and_leaves_nothing(
     words: list[str], rloo_without_torch: Rloo
@@ -379,6 +382,7 @@ def test_a_refused_data_set_leaves_nothing_at_all(rloo: Rloo) -> None:
     assert rloo.left() == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_nothing_is_kept(rloo: Rloo) -> None:
     (rloo.folder / "slow.py").write_text(
         "import time\ndef f(completions):\n    print('asked', flush=True)\n    time.sleep(60)\n"

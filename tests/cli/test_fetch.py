@@ -56,6 +56,7 @@ def fetch(rloo: Rloo, served: Hub, tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
+@pytest.mark.slow
 def test_what_was_fetched_trains_without_network(fetch, served: Hub, rloo: Rloo) -> None:
     ended = fetch(*WORDS)
     assert ended.code == 0, ended.said
@@ -79,6 +80,7 @@ def test_what_was_fetched_trains_without_network(fetch, served: Hub, rloo: Rloo)
     assert (rloo.folder / "runs" / "smoke" / "final" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_what_is_made_is_made_and_what_lies_here_is_named(fetch, rloo: Rloo) -> None:
     (rloo.folder / "mine.jsonl").write_text('{"prompt": "a"}\n' * 8)
     ended = fetch("+recipe=smoke", "data.path=mine.jsonl", "data.eval_split=null")
@@ -121,6 +123,7 @@ def test_a_gated_model_is_answered_with_the_terms(fetch, served: Hub) -> None:
     assert_refused(ended, 3, "org/model is gated", fix="https://huggingface.co/org/model")
 
 
+@pytest.mark.slow
 def test_without_network_what_was_searched_is_said(fetch, served: Hub) -> None:
     served.shutdown()
     served.server_close()  # the port answers no more

@@ -235,6 +235,7 @@ UNFIT = {  # BM-7: words -> the numbers and names that are said, from sinfo's fa
 }
 
 
+@pytest.mark.slow_but("slurm.partition=hgih", "slurm.time=1:30:00")
 @pytest.mark.slurm
 @pytest.mark.parametrize("line", UNFIT)
 def test_a_job_that_could_never_run_is_refused_with_the_clusters_facts(

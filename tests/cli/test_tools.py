@@ -296,6 +296,7 @@ COMPLETED = {  # what is typed before TAB -> what stands there after it
 }
 
 
+@pytest.mark.slow
 def test_tab_in_a_real_bash_completes_behind_an_equals_sign(tmp_path: Path, ask) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "rloo").write_text(f'#!/bin/sh\nexec {sys.executable} -m rloo_cli "$@"\n')

@@ -123,6 +123,7 @@ def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_training_that_is_stopped_leaves_nothing(rloo: Rloo) -> None:
     running = rloo.start("reward-model", *PAIRS, "reward_model.epochs=1e5")
     said = rloo.folder / "out"
@@ -164,6 +165,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow_but("sft sft.batch_size=0", "sft sft.path=./nothing")
 @pytest.mark.parametrize("words", BAD)
 def test_what_a_config_shows_is_refused_before_torch(words: str, rloo_without_torch: Rloo) -> None:
     verb, *rest = words.split()

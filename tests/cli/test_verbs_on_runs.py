@@ -97,6 +97,7 @@ def check(code: int, out: str, err: str, what: object) -> None:
         assert out and "error" not in err, (what, err)
 
 
+@pytest.mark.slow_but("top", "samples", "compare", "push")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_answers_on_every_whole_run(verb: str, runs: Path, say: Say) -> None:
     if verb == "sync":
@@ -111,6 +112,7 @@ def test_a_verb_answers_on_every_whole_run(verb: str, runs: Path, say: Say) -> N
                 json.loads(out)
 
 
+@pytest.mark.slow_but("runs", "doctor", "ledger", "push")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_says_one_clear_thing_about_a_damaged_run(verb: str, runs: Path, say: Say) -> None:
     if verb == "sync":

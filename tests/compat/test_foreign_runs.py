@@ -140,6 +140,7 @@ BESIDE_AN_ESTIMATOR = [  # for each tool: what changes where its KL is, and how 
 ]
 
 
+@pytest.mark.slow_cases("in the loss")
 @pytest.mark.parametrize(
     "more",
     [

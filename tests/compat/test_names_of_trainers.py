@@ -62,6 +62,7 @@ def answer(name: str, value: object, tool: str) -> str:
         return str(error)
 
 
+@pytest.mark.slow_cases("grpo")
 @pytest.mark.parametrize("tool", ["trl", "grpo", "ms_swift"])
 def test_no_setting_of_trl_or_ms_swift_is_lost(tool):
     settings = dict.fromkeys(NAMES.get(tool, "").split(), 1) or settings_of_trl()
@@ -77,6 +78,7 @@ def test_no_setting_of_trl_or_ms_swift_is_lost(tool):
     assert not lost
 
 
+@pytest.mark.slow_cases("ms_swift")
 @pytest.mark.parametrize("tool", ["trl", "grpo", "ms_swift"])
 def test_a_recipe_of_any_setting_has_keys_of_ours_alone(tool):
     settings = dict.fromkeys(NAMES.get(tool, "").split(), 1) or settings_of_trl()

@@ -272,6 +272,7 @@ def test_a_column_that_no_source_has_is_missed(words, tmp_path) -> None:
     assert_refused(caught, 4, "'gold'", where="reward.f")
 
 
+@pytest.mark.slow
 def test_a_run_of_a_mixture_that_was_stopped_goes_on_as_if_it_had_not_been(words, tmp_path) -> None:
     words, looks = (*words, "checkpoint.every=1"), []
     assert attempt(tmp_path / "whole", *words, looks=looks)

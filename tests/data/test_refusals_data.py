@@ -140,6 +140,7 @@ def test_bd_6_conversations_for_a_model_without_a_template(
     assert_refused(error, 4, where="data.prompt_column", fix="model.chat_template=FILE.jinja")
 
 
+@pytest.mark.slow
 def test_bd_7_100_000_identical_prompts_are_warned_of_and_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def pair(request, home):
     return home.folder / "runs" / request.param
 
 
+@pytest.mark.slow_but("zero3")
 def test_two_ranks_make_the_adapter_of_one_process(single, pair):
     assert adapters_apart(single, pair) < 1e-4
     assert (pair / "ledger.jsonl").read_text() == (single / "ledger.jsonl").read_text()

@@ -21,6 +21,7 @@ def own(rloo: Rloo, what: str) -> list[str]:
     return ["reward=function", "reward.function.path=mine.py:score"]
 
 
+@pytest.mark.slow
 def test_the_command_trains_with_two_ranks_and_leaves_one_run(rloo):
     said = rloo.real("train", *WORDS)
     assert said.code == 0, said.err
@@ -32,6 +33,7 @@ def test_the_command_trains_with_two_ranks_and_leaves_one_run(rloo):
     }  # fmt: skip
 
 
+@pytest.mark.slow_but("STOP")
 @pytest.mark.parametrize("what", ["KILL", pytest.param("STOP", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_or_stands_still_ends_the_run_with_6_and_its_place(rloo, what):
     words = own(rloo, f"os.kill(os.getpid(), signal.SIG{what})")

@@ -19,6 +19,7 @@ def home(fast, tmp_path_factory):
     return Forked(fast, tmp_path_factory.mktemp("family"))
 
 
+@pytest.mark.slow_cases("reinforce_pp-ddp")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

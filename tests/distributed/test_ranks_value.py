@@ -70,6 +70,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.slow_cases("fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_both_gradients_of_two_ranks_are_as_large_as_those_of_one_process(home, plain, engine):
     two = home.folder / "runs" / f"plain_{engine}"

@@ -53,6 +53,7 @@ def trainings_apart(one: Path, other: Path) -> float:
     return max(float((a[n] - b[n]).norm() / moved[n].norm()) for n in a)
 
 
+@pytest.mark.slow_cases("ddp-sft")
 @pytest.mark.parametrize("section", TRAININGS)
 @pytest.mark.parametrize(
     "engine",
@@ -99,6 +100,7 @@ def evaluated(place: Path) -> dict[str, Any]:
     return found | {"metrics": read_json(place / "metrics.json")}
 
 
+@pytest.mark.slow_but("fsdp2")
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_ranks_evaluate_as_one_process(home, trained, engine):
     before = {p.name for p in (trained / "eval").iterdir()}

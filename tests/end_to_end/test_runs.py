@@ -129,6 +129,7 @@ def test_any_recipe_runs_on_a_laptop_with_debug_cpu(rloo: Rloo) -> None:
     assert rows[2]["updates"] == 8  # two steps of 2 iterations x 2 mini-batches
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_one_run_directory_per_job(rloo: Rloo) -> None:
     words = ["train", "--multirun", "+recipe=smoke", "algorithm.beta=0.0,0.05"]
     ended = rloo(*words, "logging.samples=0")

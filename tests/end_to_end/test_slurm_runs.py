@@ -128,6 +128,7 @@ def test_a_server_that_dies_at_its_start_ends_the_trainer_with_6_and_its_words(
 # Preempted, at the limit, requeued.
 
 
+@pytest.mark.slow_but("train_and_serve")
 @pytest.mark.parametrize(
     "name", ["train", pytest.param("train_and_serve", marks=[*served, pytest.mark.slow])]
 )

@@ -246,6 +246,7 @@ def test_the_end_is_told_from_files_and_not_from_memory(tmp_path, capsys):
     assert summary.summarize_run(run) == expected[0] and "reward" in said(run, capsys)
 
 
+@pytest.mark.slow_cases("words1")
 @pytest.mark.parametrize("words", [["data.eval_split=null"], ["eval.at_start=false"], [*SETS]])
 def test_the_end_is_told_without_before_without_anything_and_for_several_sets(
     tmp_path, capsys, words

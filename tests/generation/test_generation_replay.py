@@ -106,6 +106,7 @@ def changed(values: dict[str, Any], key: str, value: object) -> RunConfig:
     return check.build_run_config(values)
 
 
+@pytest.mark.slow_but("checkpoint.every-1-none", "generation.replay.path-no-truncate")
 @pytest.mark.parametrize(
     ("key", "value", "mode"),
     [

@@ -477,6 +477,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow_cases("reward=function reward.function.path=nothing.py:score")
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
 def test_a_refused_config_imports_no_torch(words: list[str], rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("train", "+recipe=smoke", *words)
@@ -485,6 +486,7 @@ def test_a_refused_config_imports_no_torch(words: list[str], rloo_without_torch:
     assert rloo_without_torch.left() == []
 
 
+@pytest.mark.slow_but("--help", "config --json", "train +recipe=smoke --cfg job")
 @pytest.mark.parametrize(
     "words",
     [

@@ -128,6 +128,7 @@ def test_damaged_runs_are_compared_as_far_as_they_can_be() -> None:
     assert found.parting is not None and found.parting.step == 2 and found.notes
 
 
+@pytest.mark.slow
 def test_real_runs_part_where_their_configs_say(forked: Forked) -> None:
     short = ("train", "+recipe=smoke", "train.prompts_per_step=2", "algorithm.num_generations=2")
     for name, words in {

@@ -54,6 +54,7 @@ def test_the_layout_for_72_b_fits_4_x_8_x_80_gib_and_one_machine_does_not(
 RECIPES = {"qwen2_5_7b_lora": [], "tldr_1b": ["--gpus=8"], "tldr_6_9b": []}
 
 
+@pytest.mark.slow_cases("tldr_6_9b")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_for_gpus_fit_80_gib(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, f"+recipe={recipe}", GPU, *RECIPES[recipe])
@@ -78,6 +79,7 @@ def test_a_run_that_cannot_fit_is_refused_with_two_keys_that_bring_most() -> Non
         assert checked(line.split()[0]).name == "smoke"  # a word that composes
 
 
+@pytest.mark.slow
 def test_a_key_that_would_do_is_named_and_does() -> None:
     words = ("generation=vllm_server", "train.micro_batch_tokens=65536",
              "train.prompts_per_step=512", "distributed=zero3")  # fmt: skip
@@ -153,6 +155,7 @@ def test_an_adapters_checkpoint_is_the_adapter_and_its_moments() -> None:
     assert made.checkpoint_bytes == 12 * adapter
 
 
+@pytest.mark.slow
 def test_a_faster_gpu_and_more_of_them_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+recipe=tldr_1b", "distributed=zero2"]
     seconds = [

@@ -73,6 +73,9 @@ def test_parameters_are_those_that_torch_counts(name: str, tmp_path: Path) -> No
         assert found.embedding_params + found.head_params + found.body_params == found.total_params
 
 
+@pytest.mark.slow_but(
+    "llama-fp32", "qwen2-bf16", "gpt_neox-bf16", "mixtral-fp32", "phi3-fp32", "olmo2-bf16"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_layer_keeps_of_a_row_is_what_autograd_saves(name: str, dtype: torch.dtype) -> None:

@@ -240,6 +240,7 @@ def test_training_moves_the_adapter_and_neither_base_nor_reference(
     assert all("lora_" in name for name in run.optimizer.names)
 
 
+@pytest.mark.slow_but("a model that follows")
 @pytest.mark.parametrize(
     "words",
     [("lora=dora", "model.ref_sync.every=2", "algorithm.num_minibatches=2"),

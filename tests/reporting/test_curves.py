@@ -56,6 +56,7 @@ def texts(path):
     return path.read_text()
 
 
+@pytest.mark.slow_but("1", "200")
 @pytest.mark.parametrize("steps", [1, 2, 11, 30, 31, 200])
 def test_a_run_of_any_length_becomes_a_png(tmp_path, steps):
     out = draw_run_curves(

@@ -92,6 +92,7 @@ def test_a_run_tells_what_it_does_in_order_and_copies_of_it(tmp_path: Path) -> N
     assert tensors(run / weights) == tensors(plain / weights)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_by_an_error_or_a_signal_tells_it_with_its_code(tmp_path: Path) -> None:
     def fails(completion_ids: Any, **_: Any) -> list[float]:
         raise ValueError("no score")

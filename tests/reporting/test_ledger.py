@@ -161,6 +161,7 @@ def some_flat(completion_ids, **_):
     return [len({*ids}) // 6 for ids in completion_ids]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_goes_on_has_the_ledger_of_one_that_was_not(tmp_path):
     (tmp_path / "whole").mkdir()
     looks = []

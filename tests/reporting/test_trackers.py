@@ -200,6 +200,7 @@ def train_here(*words: str) -> str:
         return str(train("smoke", overrides=[*short, "logging.console=plain", *words])["folder"])
 
 
+@pytest.mark.slow_but("absent", "hanging")
 @pytest.mark.parametrize("kind", ["absent", "refusing", "hanging", "slow", "hanging later"])
 def test_whatever_a_tracker_does_the_files_of_a_run_are_equal(
     kind: str, untracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

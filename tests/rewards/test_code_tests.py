@@ -98,6 +98,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_but("one case", "a string of JSON")
 @pytest.mark.parametrize("name", CASES)
 def test_input_and_output_come_as_the_data_sets_have_them(name: str) -> None:
     assert scores(CASES[name], ADDS, ADDS.replace("sum", "max")) == [1.0, 0.0]
@@ -123,6 +124,7 @@ def test_functions_of_apps_are_called_and_compared() -> None:
     assert scores(json.dumps(case), method) == [1.0]
 
 
+@pytest.mark.slow_but("assert f(2 ==-not valid Python", "tests5-has no test", "tests6-has no test")
 @pytest.mark.parametrize(
     ("tests", "said"),
     [

@@ -96,6 +96,14 @@ def test_br_5_a_reward_that_raises_shows_the_users_frames_alone(run_with) -> Non
     assert "ValueError: no score" in said and "in inner" in said and "rloo_cli" not in said
 
 
+@pytest.mark.slow_but(
+    "[1.0]-returned 1 values for 16 completions",
+    "None-returned None (NoneType), not a list",
+    "{i: 1.0 for i in range(16)}-(dict), not a list",
+    "['1'] * 16-gave '1' (str), not a number",
+    "[float('inf')] * 16-gave inf (beyond 1e30)",
+    "[10 ** 400] * 16-gave an int (beyond 1e30)",
+)
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
@@ -171,6 +179,9 @@ def test_br_9_what_on_error_says_is_done(run_with) -> None:
     assert not batch.scorable.any()
 
 
+@pytest.mark.slow_but(
+    "def-sys.exit(0)", "def-exit()", "async def-os._exit(1)", "async def-raise KeyboardInterrupt"
+)
 @pytest.mark.parametrize(
     "ending",
     ["sys.exit(0)", "os._exit(1)", "os._exit(0)", "exit()", "raise KeyboardInterrupt"],
@@ -226,6 +237,7 @@ def test_br_11_async_that_never_yields_runs_out_of_time(run_with) -> None:
 # In their spirit: the file itself.
 
 
+@pytest.mark.slow_but("a file that sleeps", "interrupt", "deep")
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -279,6 +291,7 @@ def test_two_files_with_neighbours_of_one_name_get_their_own(tmp_path: Path) -> 
     assert [f() for f in found] == [1, 2]
 
 
+@pytest.mark.slow_cases("os.kill(os.getpid(), 9)")
 @pytest.mark.parametrize("ending", ["os._exit(0)", "os.kill(os.getpid(), 9)", "os.abort()"])
 def test_a_run_whose_reward_ends_its_process_is_no_success(ending: str, rloo: Rloo) -> None:
     (rloo.folder / "mine.py").write_text(f"import os\ndef f(completions):\n    {ending}\n")

@@ -81,6 +81,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.slow_but("Score: 4", "Score:10", "<think>Score: 9</think> I cannot", "None")
 @pytest.mark.parametrize("said", ANSWERS)
 def test_an_answer_is_a_number_within_limits_or_a_failure(serve: Any, said: str | None) -> None:
     stub = serve(chats(lambda question: said))

@@ -105,6 +105,9 @@ def test_workers_share_out_rows_and_results_come_back_in_their_places(made) -> N
     assert len(one.idle_workers) <= 2
 
 
+@pytest.mark.slow_but(
+    "leaves-ended in the call, with exit code 0", "crashes-with signal 11", "odd-pickle"
+)
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -127,6 +127,7 @@ def test_torch_can_be_forbidden_to_a_row(tmp_path: Path) -> None:
     assert any("Traceback" in text for text in found.why)
 
 
+@pytest.mark.slow
 def test_a_skipped_test_is_not_run_and_a_failed_one_is_red(tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(

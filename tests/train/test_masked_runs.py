@@ -163,6 +163,7 @@ def test_a_record_with_masks_is_not_replayed_without_them(recorded: Path, tmp_pa
         replayed(tmp_path, recorded, MASKED[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(recorded: Path, tmp_path: Path) -> None:
     looks: list[int] = []
     words = (*MASKED, "logging.rollouts_every=1", "data.eval_split=null", "checkpoint.every=2")

@@ -37,6 +37,7 @@ def moody(completion_ids: Any, **_: Any) -> list[float | None]:
     return [None if ids[0] % 7 == 0 else drawn + len(set(ids)) % 5 for ids in completion_ids]
 
 
+@pytest.mark.slow_but("8")
 @pytest.mark.parametrize("stops", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(stops: int, tmp_path: Path) -> None:
     keys = (*PPO, "algorithm.num_minibatches=2", "max_steps=2", "checkpoint.every=1")

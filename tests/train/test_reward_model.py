@@ -62,6 +62,14 @@ def fed(code, given):
 # Scores
 
 
+@pytest.mark.slow_but(
+    "qwen3-left-<pad>-shared",
+    "qwen3-right-<eos>-shared",
+    "llama-left-<pad>-packed",
+    "llama-right-<eos>-packed",
+    "gpt_neox-left-<pad>-padded",
+    "gpt_neox-right-<eos>-padded",
+)
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 @pytest.mark.parametrize(("side", "pad"), [("left", "<pad>"), ("right", "<eos>")])
 @pytest.mark.parametrize("family", DECODERS)
@@ -72,6 +80,7 @@ def test_the_score_is_the_classs_own_of_the_row_alone(family, side, pad, layout)
     close(code(**given), by_class(family, sampled_ids(given)))
 
 
+@pytest.mark.slow_but("qwen3", "window", "bert", "xlnet")
 @pytest.mark.parametrize("family", FOUND)
 def test_a_family_is_computed_in_the_way_that_is_right_for_it(family) -> None:
     own = tokenizer(ends=family == "t5")

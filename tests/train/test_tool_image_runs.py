@@ -69,6 +69,7 @@ def test_a_recorded_step_with_its_images_comes_out_bit_for_bit(recorded: Path) -
         assert not found.found and not found.tolerance, found.to_json()
 
 
+@pytest.mark.slow_but("tools")
 def test_a_run_that_was_stopped_between_turns_ends_as_one_that_was_not(
     rows: Path, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def base_says(run: Run, adapting: Real) -> list[Any]:
     return said
 
 
+@pytest.mark.slow
 def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
     run: Run, adapting: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,7 @@ def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
     assert run.generator.metrics["vllm/weight_version"] == STEPS
 
 
+@pytest.mark.slow
 def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +118,7 @@ def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
     run.generator.generate(groups, vllm_cases.SEEDS)
 
 
+@pytest.mark.slow
 def test_a_trainer_of_whole_models_is_refused_by_a_server_for_an_adapter(
     adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

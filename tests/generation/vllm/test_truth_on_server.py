@@ -51,6 +51,7 @@ class Trained:
             time.sleep(0.05)
 
 
+@pytest.mark.slow_but("sync.start-:0, the trainer", "sync.version-:0, the trainer")
 @pytest.mark.parametrize(
     ("place", "told"),
     [
