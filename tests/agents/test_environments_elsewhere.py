@@ -32,6 +32,7 @@ def once(text, seed):
     return "the end" if "<tool_response>" in text else call_text("add", by=2)
 
 
+@pytest.mark.process
 def test_the_server_that_the_page_shows_plays_an_episode(tmp_path):
     def script(text, seed):
         return call_text("add", by=-1 if text.count("<tool_response>") == 1 else 4)

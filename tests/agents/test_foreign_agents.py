@@ -18,6 +18,8 @@ from proxy_cases import agent_command, play_agents, proxy_generator, row_groups
 from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.rng import turn_seed
 
+pytestmark = pytest.mark.process
+
 CALL = call_text("add", a=1, b=2)
 
 

@@ -11,6 +11,8 @@ from agent_cases import call_text, class_agent, episode_generator, play, tools_a
 
 from rloo_cli.agents.processes.tool_pool import ToolPool
 
+pytestmark = pytest.mark.process
+
 HEAD = "import os, signal, sys, time\n\n"
 FUNCTION = '''
 def tool(items: list[int]) -> str:

@@ -16,6 +16,8 @@ from rloo_cli.config import registry
 from rloo_cli.data.batch import Group
 from rloo_cli.data.images import decode_png
 
+pytestmark = pytest.mark.process
+
 TOOLS = '''
 import io
 

@@ -7,6 +7,8 @@ tools, get_reward or attributes that a reward function reads, an exception where
 import pytest
 from agent_cases import call_text, class_agent, episode_generator, play, tools_agent, write_file
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENTS = '''
 LIMIT = 20  # taken from around the class, as TRL advises for addresses
 

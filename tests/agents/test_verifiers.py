@@ -21,6 +21,8 @@ from rloo_cli.data.batch import Group
 from rloo_cli.data.prompts import render_prompt
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError
 
+pytestmark = pytest.mark.process
+
 TOKEN = "the token of this run"
 # A host without verifiers: it comes for episodes one by one, and does as the row says.
 HOST = """

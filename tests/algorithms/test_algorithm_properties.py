@@ -469,6 +469,7 @@ def test_a_micro_batch_has_what_the_loss_looks_at() -> None:
     assert wanted <= set(vars(MicroBatch)) | set(MicroBatch.__dataclass_fields__)
 
 
+@pytest.mark.process
 def test_the_registry_reads_the_schema_without_torch() -> None:
     code = "import sys, rloo_cli.algorithms.rloo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -44,6 +44,7 @@ def test_a_console_that_is_full_or_closed_takes_everything_and_says_why() -> Non
         assert ("No space left" in str(shown.write_error)) == (how == "full")
 
 
+@pytest.mark.process
 def test_descriptors_and_streams_that_user_code_closed_come_back(tmp_path: Path) -> None:
     code = f"""
 import io, os, sys

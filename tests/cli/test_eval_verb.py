@@ -64,6 +64,7 @@ def own_files(run: Path) -> dict[str, tuple[int, bytes]]:
 # What it says of a run.
 
 
+@pytest.mark.process
 def test_the_final_model_gives_the_last_evaluation_of_its_run_again(
     trained: Rloo, run: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_final_model_gives_the_last_evaluation_of_its_run_again(
     assert settings["model"]["path"] == "runs/smoke/final"
 
 
+@pytest.mark.process
 def test_a_checkpoint_gives_the_evaluation_of_its_step_again(trained: Rloo, run: Path) -> None:
     ended = trained("eval", "runs/smoke/checkpoint-1")
     assert ended.code == 0, ended.said
@@ -99,6 +101,7 @@ def test_a_checkpoint_gives_the_evaluation_of_its_step_again(trained: Rloo, run:
     assert logged(run, 1) != logged(run, 3) | {"step": 1}
 
 
+@pytest.mark.process
 def test_other_words_have_results_of_their_own_and_replace_only_those(
     trained: Rloo, run: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_other_words_have_results_of_their_own_and_replace_only_those(
     assert [p.name for p in (run / "eval").iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.process
 def test_results_that_do_not_come_to_their_end_leave_the_old_ones(trained: Rloo, run: Path) -> None:
     place = run / "eval" / "checkpoint-2"
     place.mkdir(parents=True)
@@ -132,6 +136,7 @@ def test_results_that_do_not_come_to_their_end_leave_the_old_ones(trained: Rloo,
     assert not [*run.glob("eval/checkpoint-2-*")]
 
 
+@pytest.mark.process
 def test_a_reward_that_fails_ends_it_with_5(trained: Rloo, run: Path) -> None:
     (trained.folder / "broken.py").write_text("def f(completions):\n    return [None, 'x']\n")
     word = "reward.state.path=broken.py:f"

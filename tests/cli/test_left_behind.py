@@ -27,6 +27,7 @@ def main():
 """
 
 
+@pytest.mark.process
 def test_a_child_that_left_our_group_by_setsid_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -323,6 +323,7 @@ def test_a_column_that_is_not_there_is_named_as_a_run_names_it(place):
         ended("test", "contains", *ON_ROWS)
 
 
+@pytest.mark.process
 def test_no_torch_is_imported_for_a_function_on_made_data(place):
     words = ["reward", "test", "mine.py:exact", "+recipe=quickstart", "--rows", "2"]
     program = (

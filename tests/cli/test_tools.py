@@ -338,6 +338,7 @@ def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
     return said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("typed", "some"),
     [

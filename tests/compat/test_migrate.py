@@ -203,6 +203,7 @@ def test_a_reward_the_script_imports_is_named(migrate):
     assert "reward mine:" in text and "reward theirs:" in text
 
 
+@pytest.mark.process
 def test_no_torch_is_imported():
     code = (
         "import sys; from rloo_cli.cli.migrate import run;"

@@ -30,6 +30,8 @@ from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 from rloo_cli.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.process
+
 YAML = Path(__file__).parents[2] / "conf/model/default.yaml"
 
 # Objects named in a config.

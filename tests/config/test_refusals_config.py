@@ -13,6 +13,8 @@ from rloo_cli.config import rules, synthetic
 from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, vision_model
 from rloo_cli.planning import model_families
 
+pytestmark = pytest.mark.process
+
 RANKS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1"}
 FUNCTION = "reward=function"
 

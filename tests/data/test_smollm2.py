@@ -20,6 +20,8 @@ from rloo_cli.planning.model_families import SMOLLM2
 from rloo_cli.planning.model_spec import load_model_spec
 from rloo_cli.utils.errors import MachineError
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.slow
 def test_the_converted_model_is_a_plain_folder_that_answers_a_question(

@@ -9,6 +9,8 @@ from cli_cases import strict
 from fork_cases import Forked
 from resume_cases import differing, left, untimed, update_apart
 
+pytestmark = pytest.mark.ranks
+
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 # 5 prompts: ranks of 3 and 2 groups. Some 500 rows in parts of 120: unequal micro-batches, and one
 # of nothing where their number is odd.

@@ -18,6 +18,8 @@ from rloo_cli.config import check
 from rloo_cli.policy import lora
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.ranks
+
 LORA = ("lora=default",)
 BEGIN = 3  # the step whose checkpoint is gone on from
 

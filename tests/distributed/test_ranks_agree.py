@@ -6,6 +6,8 @@ from test_ranks import WORDS, spread
 
 from rloo_cli.checkpoint import manifest
 
+pytestmark = pytest.mark.ranks
+
 SHORT = ("max_steps=3", "eval.at_start=false", "eval.max_samples=2")
 REWARD = """
 import os, signal

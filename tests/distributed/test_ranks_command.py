@@ -10,6 +10,8 @@ from test_ranks_agree import REWARD
 
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.ranks
+
 WORDS = (
     "+recipe=smoke", "distributed=ddp", "distributed.num_processes=2", "distributed.threads=1",
     "logging.console=plain", "max_steps=3", "eval.at_start=false", "eval.max_samples=2",

@@ -5,6 +5,8 @@ from fork_cases import Forked
 from resume_cases import update_apart
 from test_ranks import PLAIN, spread
 
+pytestmark = pytest.mark.ranks
+
 KINDS = {
     "reinforce_pp": ("algorithm.num_iterations=2", "algorithm.normalize_advantages=false"),
     "remax": ("algorithm.normalize_advantages=false",),

@@ -16,6 +16,8 @@ from rloo_cli.launch import local_ranks
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.ranks
+
 SMOKE = ("+recipe=smoke", "distributed.threads=1")
 # Batches of 7 in parts of 2: four and three examples a rank, two parts each; the last batch of 60
 # has four, and the last part of the held-out ones is one that only one rank has.

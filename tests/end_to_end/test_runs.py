@@ -35,6 +35,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rloo, Ended]:
     return rloo, rloo("train", "+recipe=smoke")
 
 
+@pytest.mark.smoke
 def test_a_run_ends_well_and_says_where_things_are(
     smoke: tuple[Rloo, Ended], sentence: Callable[..., None]
 ) -> None:
@@ -51,6 +52,7 @@ def test_a_run_ends_well_and_says_where_things_are(
         assert (rloo.folder / "runs" / "smoke" / name).exists()
 
 
+@pytest.mark.smoke
 def test_a_run_leaves_its_files_and_no_others(smoke: tuple[Rloo, Ended]) -> None:
     rloo, _ = smoke
     run = rloo.folder / "runs" / "smoke"
@@ -60,6 +62,7 @@ def test_a_run_leaves_its_files_and_no_others(smoke: tuple[Rloo, Ended]) -> None
     assert {p.name for p in rloo.folder.iterdir()} == {"runs"}
 
 
+@pytest.mark.smoke
 def test_what_a_run_writes_can_be_read_again(smoke: tuple[Rloo, Ended]) -> None:
     rloo, _ = smoke
     run = rloo.folder / "runs" / "smoke"
@@ -74,6 +77,7 @@ def test_what_a_run_writes_can_be_read_again(smoke: tuple[Rloo, Ended]) -> None:
     assert {"torch", "transformers", "rloo-cli"} <= set(read_json(run / "env.json")["packages"])
 
 
+@pytest.mark.smoke
 def test_metrics_and_samples_are_strict_json_with_one_line_per_step(
     smoke: tuple[Rloo, Ended],
 ) -> None:
@@ -99,6 +103,7 @@ def test_metrics_and_samples_are_strict_json_with_one_line_per_step(
     assert (summary["before"], summary["after"]) == (rows[0]["eval_reward"], rows[3]["eval_reward"])
 
 
+@pytest.mark.smoke
 def test_the_final_model_is_one_that_transformers_loads(smoke: tuple[Rloo, Ended]) -> None:
     rloo, _ = smoke
     run = rloo.folder / "runs" / "smoke"

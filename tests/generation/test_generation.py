@@ -315,6 +315,7 @@ def test_logits_that_are_not_finite_stop_the_run(model, monkeypatch, shared):
             sample(generator(model, shared_prompt=shared), PROMPTS, SEEDS, greedy)
 
 
+@pytest.mark.process
 def test_the_registry_reads_the_config_without_torch():
     assert registry.load_code(
         registry.registered_module("generation", "transformers").IMPLEMENTATION

@@ -110,6 +110,7 @@ def test_without_a_recipe_the_machine_is_looked_at(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.rstrip().endswith("ok")
 
 
+@pytest.mark.process
 def test_no_torch_is_imported(place: Path) -> None:
     site = place / "site"
     site.mkdir()

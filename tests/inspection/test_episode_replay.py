@@ -48,6 +48,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.process
 def test_a_record_keeps_turns_masks_rewards_and_failures(recorded: Path) -> None:
     rows = [r for n in (1, 2, 3) for g in read_rollout_record(recorded, n).batch.groups
             for r in g.rollouts]  # fmt: skip

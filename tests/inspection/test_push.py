@@ -72,6 +72,7 @@ def test_the_card_says_how_it_was_made_and_nothing_of_this_machine() -> None:
     assert public_text("[org/data,/home/me/x]") == "[org/data,(local)]"
 
 
+@pytest.mark.process
 def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     make_run()
     done = pushed(hub, "mine", "--repo", "org/mine", "--json")
@@ -87,6 +88,7 @@ def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     assert done.returncode == 2 and "org/mine is public" in done.stderr
 
 
+@pytest.mark.process
 def test_a_name_alone_is_a_repository_of_the_account(hub: PushHub) -> None:
     make_run()
     for _ in range(2):
@@ -95,6 +97,7 @@ def test_a_name_alone_is_a_repository_of_the_account(hub: PushHub) -> None:
     assert hub.private == {"account/named": True} and hub.commits == 2
 
 
+@pytest.mark.process
 def test_a_push_has_a_message_and_may_go_to_a_branch(hub: PushHub) -> None:
     make_run()
     done = pushed(hub, "mine", "--repo", "org/mine", "--message", "m1", "--revision", "b1")
@@ -103,6 +106,7 @@ def test_a_push_has_a_message_and_may_go_to_a_branch(hub: PushHub) -> None:
     assert hub.said == ["m1"]
 
 
+@pytest.mark.process
 def test_a_hub_that_refuses_is_10(hub: PushHub) -> None:
     make_run()
     hub.refuses = 403

@@ -467,5 +467,6 @@ cli.main()
 """
 
 
+@pytest.mark.process
 def test_a_launcher_that_is_asked_to_end_three_times_ends_with_75() -> None:
     assert subprocess.run([sys.executable, "-P", "-c", AGAIN], check=False).returncode == 75

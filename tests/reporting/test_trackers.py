@@ -24,6 +24,8 @@ from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.train import worker
 from rloo_cli.utils.errors import ConfigError, TrackerError
 
+pytestmark = pytest.mark.process
+
 # Clients that stand in for a tracker's own package: a folder that comes first on the path.
 STAND_INS = {
     "absent": "raise ImportError('No module named wandb')",

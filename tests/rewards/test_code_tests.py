@@ -17,6 +17,8 @@ from rloo_cli.rewards.engine.columns import check_reward_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.utils.errors import ConfigError, MachineError
 
+pytestmark = pytest.mark.process
+
 CONTAINED = {"sandbox": "bwrap", "time_s": 9.0, "memory_mb": 96, "at_once": 2}
 UNSAFE = CONTAINED | {"sandbox": "unsafe_subprocess"}  # for code of our own
 GOOD = "Here:\n```python\ndef f(x):\n    return x * 2\n```\nDone."

@@ -351,6 +351,7 @@ def test_a_hostile_program_passes_no_test(name: str) -> None:
     assert all(result.failure_reason for result in found), found
 
 
+@pytest.mark.process
 def test_the_programs_do_harm_where_nothing_holds_them(
     surroundings: dict[str, str], tmp_path: Path
 ) -> None:

@@ -21,6 +21,8 @@ from rloo_cli.rewards.function import Config
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.process
+
 CODE = """
 import ctypes, os, signal, sys, threading, time
 

@@ -139,6 +139,7 @@ def test_the_trainer_compared_with_is_that_of_trl_1_16_0():
     "two mini-batches",
     "all at once",
 )
+@pytest.mark.smoke_cases("as it comes", "truncated masked", "two mini-batches")
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_is_that_of_trl(case, name):
     ours, theirs = case(name)

@@ -130,6 +130,7 @@ def strange() -> Any:
     return model
 
 
+@pytest.mark.smoke
 def test_every_row_says_its_weights_and_every_step_how_far_off_the_sampler_was(
     tmp_path: Path, fast: dict[str, str], server: Real
 ) -> None:
