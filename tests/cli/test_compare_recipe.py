@@ -16,6 +16,8 @@ from rloo_cli.launch import launcher
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.process
+
 ALGORITHMS = ("rloo", "grpo", "reinforce", "reinforce_pp", "ppo")
 SWEPT = ("algorithm", "seed")
 

@@ -15,6 +15,8 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError, DataError, MachineError, Problem
 
+pytestmark = pytest.mark.process
+
 # As Hydra itself has loaded it: not what an import of its module would give.
 Sweeper = Plugins.instance().class_name_to_class[
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
