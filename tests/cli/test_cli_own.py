@@ -56,6 +56,7 @@ def test_a_copied_recipe_is_the_same_experiment(here: Path, rloo: Rloo) -> None:
     assert check.dump_config(copy) == check.dump_config(original)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("text", "line", "key"),
     [  # more of each kind in tests/config/test_refusals_config.py and test_hostile.py

@@ -19,6 +19,8 @@ from rloo_cli.inspection import run_folders, run_record
 from rloo_cli.reporting import statistics
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(autouse=True)
 def in_a_folder(request, tmp_path, monkeypatch):

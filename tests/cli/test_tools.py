@@ -238,6 +238,7 @@ def valid(value: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> bo
     return True
 
 
+@pytest.mark.wide
 def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_others(ask) -> None:
     schema = json.loads(ask("config", "--json"))
     definitions = schema["$defs"]

@@ -18,6 +18,8 @@ from seen_runs import DAMAGES, damaged_copy, make_real_runs, write_long_run
 from rloo_cli.cli import compare, main, verb_help
 from rloo_cli.reporting import curves
 
+pytestmark = pytest.mark.wide
+
 VERBS = {
     "runs": ("runs", "."),
     "top": ("top", "RUN", "--once"),

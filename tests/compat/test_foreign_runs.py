@@ -13,6 +13,8 @@ from rloo_cli.compat.migrate.openrlhf import convert_openrlhf
 from rloo_cli.compat.migrate.verl import convert_verl
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 NAMES = yaml.safe_load((Path(__file__).parent / "names_of_trainers.yaml").read_text())
 CONVERT = {"openrlhf": convert_openrlhf, "verl": convert_verl}
 # What a setting that is more than a number or a switch may hold, by the end of its name.

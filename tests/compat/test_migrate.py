@@ -13,6 +13,8 @@ from migrate_cases import flags
 from rloo_cli.cli import migrate as verb
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 BLOG_1B = r"""
 # 1B RLOO experiment
 accelerate launch --config_file examples/accelerate_configs/deepspeed_zero2.yaml \

@@ -8,6 +8,8 @@ from assert_refused import assert_refused
 from rloo_cli.cli.migrate import run
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 SCRIPT = '''
 from datasets import load_dataset
 from my_tools import search as find

@@ -12,6 +12,8 @@ from rloo_cli.compat.migrate.recipe import Recipe, fitting_value, schema_field
 from rloo_cli.config.old_names import OLD_NAME_TABLE
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 # Corrections with arithmetic
 
 

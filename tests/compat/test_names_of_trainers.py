@@ -14,6 +14,8 @@ from rloo_cli.compat.migrate.recipe import Recipe, our_defaults, schema_refusal
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 NAMES = yaml.safe_load((Path(__file__).parent / "names_of_trainers.yaml").read_text())
 TRL_FILES = (
     "trl:trainer/base_config.py", "trl:trainer/rloo_config.py", "trl:trainer/grpo_config.py",

@@ -12,6 +12,8 @@ from rloo_cli.compat import trl, trl_settings
 from rloo_cli.compat.trl_settings import TRL_FIELDS
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 TRAINERS = {"RLOOConfig": trl.RLOOTrainer, "GRPOConfig": trl.GRPOTrainer}
 # A value other than the default, where one more or the opposite would not be valid. The second
 # part: what must be set beside it, for it acts with that alone.

@@ -27,6 +27,8 @@ from rloo_cli.config import synthetic
 from rloo_cli.plugin import Events
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 ROWS = Dataset.from_list([{"prompt": f"Say {n}: "} for n in range(16)])
 SMALL = {"max_completion_length": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
 TWO_RANKS = """

@@ -23,6 +23,8 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 SCRIPTS = yaml.safe_load((Path(__file__).parent / "trl_scripts.yaml").read_text())
 NAMES = [script["is"] for script in SCRIPTS]
 ROWS = {

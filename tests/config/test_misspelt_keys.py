@@ -84,6 +84,7 @@ def all_keys() -> dict[str, str]:
     return keys
 
 
+@pytest.mark.wide
 def test_every_key_of_every_recipe_is_guessed_when_it_is_misspelt() -> None:
     keys, known, wrong = keys_of_recipes(), all_keys(), []
     for key in sorted(keys):

@@ -14,6 +14,8 @@ from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
 
+pytestmark = pytest.mark.wide
+
 # The fetched model and its smaller brother have files of their own.
 MODELS = sorted(set(synthetic.SYNTHETIC_MODELS) - {"smollm2", "smollm2_shallow"})
 

@@ -26,6 +26,8 @@ from rloo_cli.reporting import eval_lines
 from rloo_cli.utils.errors import ConfigError, DataError, RewardError
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.wide
+
 SMALL = ["eval.max_samples=6"]
 RULE = """
 def digits(completions, **_):

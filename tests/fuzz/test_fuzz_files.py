@@ -17,6 +17,8 @@ from rloo_cli.config import check
 from rloo_cli.reporting import curves
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 VERBS = {
     "runs": ("runs", "."),
     "top": ("top", "RUN", "--once"),

@@ -23,6 +23,8 @@ from rloo_cli.generation import RecordedGenerator, replay
 from rloo_cli.generation.common.record_player import RecordPlayer
 from rloo_cli.utils.errors import ConfigError, DataError, GenerationError
 
+pytestmark = pytest.mark.wide
+
 REPLAYED = ("data.eval_split=null", "checkpoint.every=2", "name=replayed", "generation=replay")
 
 

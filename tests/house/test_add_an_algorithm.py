@@ -20,6 +20,8 @@ from rloo_cli.data.packing import MicroBatch
 from rloo_cli.plugin import Loss, LossInputs
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 PAGE = "ADD_AN_ALGORITHM.md"
 MEDIAN = ("--config-dir=my_conf", "algorithm=median")
 

@@ -396,6 +396,7 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("debug", [[], ["+debug=cpu"]], ids=["plain", "cpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
@@ -406,6 +407,7 @@ def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
         assert run.model.path.startswith("make:") and run.data.path.startswith("make:")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("group", "choice"), sorted(GROUPS))
 def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
     words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]

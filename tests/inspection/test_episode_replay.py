@@ -20,6 +20,8 @@ from rloo_cli.generation import replay
 from rloo_cli.inspection.reward_what_if import judge_reward
 from rloo_cli.inspection.step_replay import replay_step
 
+pytestmark = pytest.mark.wide
+
 CONVERSATION = """
 def score(completions, environments, sampled_ids, **kwargs):
     assert all(m["role"] in ("assistant", "tool", "user") for c in completions for m in c)

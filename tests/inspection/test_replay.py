@@ -24,6 +24,8 @@ from rloo_cli.inspection.reward_what_if import judge_reward, rank_correlation
 from rloo_cli.inspection.step_replay import replay_bases, replay_step
 from rloo_cli.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.wide
+
 # Four updates of every step, whose later ones are not on-policy; no KL in the rewards.
 SEVERAL = ("algorithm.num_iterations=2", "algorithm.num_minibatches=2", "algorithm.beta=0.0")
 FLIPPED = (

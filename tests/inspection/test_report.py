@@ -22,6 +22,8 @@ from rloo_cli.cli import report as report_verb
 from rloo_cli.inspection.report import make_report, sections
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 NASTY = "</script><script>alert(1)</script><b>&amp;\x1b[31m"

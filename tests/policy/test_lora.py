@@ -30,6 +30,8 @@ from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import write_json, write_text
 
+pytestmark = pytest.mark.wide
+
 IDS = torch.arange(5, 25)[None]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

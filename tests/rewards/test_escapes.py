@@ -286,7 +286,10 @@ def refusal() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "it runs")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(bool(refusal()), reason=refusal() or "it runs"),
+]
 
 
 @pytest.fixture

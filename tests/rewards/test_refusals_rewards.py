@@ -23,6 +23,8 @@ from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.wide
+
 LENIENT = ("reward.function.on_error=none", "reward.function.max_error_rate=1.0")
 
 

@@ -1,9 +1,9 @@
 """Which command runs a test (CONTRIBUTING.md): a plug-in of pytest.
 
 `make test` runs what is marked `smoke`, and what has none of the marks `slow`, `gpu` and
-`engines`, which all of `vllm`, `slurm`, `ranks`, `process` and `trl` are. A fixture that starts
-processes marks its tests. A test without such a mark fails if it starts a Python process; with CI
-in the environment, also if it takes over LIMIT_S seconds of the processor.
+`engines`. All of `vllm`, `slurm`, `ranks`, `process`, `trl` and `wide` are `engines`, and a fixture
+that starts processes marks its tests. A test without such a mark fails if it starts a Python
+process; with CI in the environment, also if it takes over LIMIT_S seconds of the processor.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-ENGINES = ("vllm", "slurm", "ranks", "process", "trl")
+ENGINES = ("vllm", "slurm", "ranks", "process", "trl", "wide")
 FIXTURE_MARKS = {
     "server": "vllm", "slurm": "slurm", "forked": "process", "launchers": "process",
     "quick": "process", "rloo": "process", "rloo_without_torch": "process",

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rloo_cli.data.packing import LAYOUTS
 from rloo_cli.train import step as train_step
 
+pytestmark = pytest.mark.wide
+
 FORWARDED = ["reward", "grad_norm", "loss", "policy_loss", "advantages/mean", "advantages/std"]
 
 

@@ -23,6 +23,8 @@ from loop_cases import (
 from rloo_cli.train import loop
 from rloo_cli.utils.errors import NumbersError
 
+pytestmark = pytest.mark.wide
+
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 A = "algorithm."
 SWITCHES = {

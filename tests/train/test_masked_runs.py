@@ -24,6 +24,8 @@ from rloo_cli.run import StepProgress
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, GenerationError
 
+pytestmark = pytest.mark.wide
+
 MASKED = ("generation.top_p=0.5", "generation.return_sampling_mask=true")
 CORRECTED = ("algorithm.correction.mode=truncate", ENDS)
 

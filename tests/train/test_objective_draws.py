@@ -29,6 +29,8 @@ from torch import Tensor
 from rloo_cli.algorithms.common import advantage, forward_plan
 from rloo_cli.utils.errors import NumbersError
 
+pytestmark = pytest.mark.wide
+
 DRAWS, PARTS = 200, 4
 ONLY = [int(n) for n in os.environ.get("RLOO_DRAWS", "").split(",") if n]
 PLAINLY = {"old_logp": "separate", "forward_all": True}

@@ -9,6 +9,8 @@ from rloo_cli.policy.divergence import generalized_jsd
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.run import Run
 
+pytestmark = pytest.mark.wide
+
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 LARGE = (*PLAIN, "train.learning_rate=1.0")  # the gradient itself: a teacher's is small
 TEACHER = ("algorithm=opd", "model.ref_path=make:tiny")

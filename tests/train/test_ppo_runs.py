@@ -25,6 +25,8 @@ from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import ConfigError, StorageError
 
+pytestmark = pytest.mark.wide
+
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
 ENDS = f"generation.stop_token_ids={[*range(10, 258, 16)]}".replace(" ", "")
 PPO = ("algorithm=ppo", "train.learning_rate=0.01", ENDS, "eval.at_start=false")

@@ -32,6 +32,8 @@ from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.model import preflight
 from rloo_cli.utils.errors import ConfigError, MachineError, RunError
 
+pytestmark = pytest.mark.wide
+
 EOS = 1
 SWAPPED = ("<eos>", "<pad>")  # a tokenizer with the first two ids the other way round
 DECODERS = ("qwen3", "llama", "gpt_neox")

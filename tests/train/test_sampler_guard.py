@@ -7,6 +7,8 @@ from loop_cases import alone as make
 
 from rloo_cli.utils.errors import GenerationError
 
+pytestmark = pytest.mark.wide
+
 
 def shifted(batch, by, groups=None):
     """The batch, whose sampler was off by `by` nats on every token of these groups."""

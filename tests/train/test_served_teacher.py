@@ -34,6 +34,8 @@ from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.train.minibatches import forwarded_completions
 from rloo_cli.utils.errors import ConfigError, GenerationError
 
+pytestmark = pytest.mark.wide
+
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 LOCAL = ("algorithm=opd", "model.ref_path=make:tiny")
 EAGER = ("algorithm.teacher.ready_timeout_s=0.3", "algorithm.teacher.reconnect_timeout_s=0.3")

@@ -41,6 +41,8 @@ from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, GenerationError, NumbersError, Problem
 from rloo_cli.utils.timers import StepTimer
 
+pytestmark = pytest.mark.wide
+
 ORDER = ("train.micro_batch_order=virtual_time", "train.prompts_per_step=6", ENDS)
 ORDER = (*ORDER, "train.learning_rate=0.01", "train.micro_batch_tokens=160")
 STREAM = "generation.overlap=stream"

@@ -18,6 +18,8 @@ from rloo_cli.agents.common import call_parsers
 from rloo_cli.data.rollout_record import read_rollout_record
 from rloo_cli.inspection.step_replay import replay_step
 
+pytestmark = pytest.mark.wide
+
 
 def run_words(folder: Path, rows: Path, *more: str) -> list[str]:
     return [*words_of(rows), *image_world_words(folder), "max_steps=2", *more]

@@ -16,6 +16,8 @@ from rloo_cli.policy.model import PlainSequence
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.wide
+
 SHORT = ("generation.max_completion_length=6", "algorithm.num_generations=2", ENDS)
 
 
