@@ -187,6 +187,7 @@ def source(word: str, *words: str) -> str:
     return str(eval_target.eval_target_of_run(word, [*words]).provenance["source"])
 
 
+@pytest.mark.process
 def test_a_run_means_its_final_model_or_else_its_newest_whole_checkpoint(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,8 @@ from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import RewardError
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.process
+
 RUN_FILES = (
     "config.yaml overrides.txt env.json run.json metrics.jsonl summary.json curves.png"
     " samples/step_000001.jsonl samples/step_000002.jsonl samples/eval_000000.jsonl"

@@ -22,7 +22,7 @@ def test_the_test_of_a_guard_is_there(request: pytest.FixtureRequest) -> None:
         pytest.skip("only some tests of a file were collected")
     names = request.config.stash[COLLECTED]
     files = {name.partition("::")[0] for name in names}
-    names = names | {name.partition("[")[0] for name in names}
+    names = names | {name.partition("[")[0] for name in names} | files
     tests = {mutant["test"] for mutant in MUTANTS}
     assert {test for test in tests if test.partition("::")[0] in files} <= names
 

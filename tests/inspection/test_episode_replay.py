@@ -68,6 +68,7 @@ def test_a_record_keeps_turns_masks_rewards_and_failures(recorded: Path) -> None
     assert {r.opening_ids is None for r in rows} == {True, False}
 
 
+@pytest.mark.process
 def test_a_recorded_episode_comes_out_bit_for_bit_without_its_environment(recorded: Path) -> None:
     for step, earlier in ((1, []), (3, [])):
         found = replay_step(recorded, step)

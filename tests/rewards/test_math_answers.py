@@ -59,6 +59,7 @@ def test_a_bare_gold_answer_is_read_whole() -> None:
     assert not wrong
 
 
+@pytest.mark.process
 def test_a_gold_answer_of_which_only_a_part_can_be_read_scores_nobody_and_is_counted() -> None:
     for gold in (r"\frac{1}{2", "He is 5 years old, and then 8", "about 7 of them", "  "):
         found = math_equal.compare_answers([r"\boxed{1}", r"\boxed{8}"], [gold, gold], 20, 300.0)

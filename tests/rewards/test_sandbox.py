@@ -18,6 +18,8 @@ from rloo_cli.rewards.common import sandbox, sandbox_harness
 from rloo_cli.rewards.common.sandbox import SandboxLimits
 from rloo_cli.utils.errors import MachineError
 
+pytestmark = pytest.mark.process
+
 LIMITS = SandboxLimits(seconds=9.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
 SHORT = SandboxLimits(seconds=1.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
 DOUBLES = [{"test": "assert f(2) == 4"}]

@@ -16,6 +16,8 @@ import scorecard_page
 import scorecard_rows
 from scorecard_rows import Row, Step
 
+pytestmark = pytest.mark.process
+
 CARD = scorecard_rows.read_scorecard()
 # How many of each family were promised first; the other families came later.
 PROMISED = {"BC": 22, "BR": 12, "BD": 7, "BM": 7, "FK": 4, "FS": 7, "FV": 4, "FX": 6}

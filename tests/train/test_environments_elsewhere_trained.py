@@ -4,8 +4,11 @@ import json
 import math
 
 import loop_cases
+import pytest
 import torch
 from environment_servers import page_server_started
+
+pytestmark = pytest.mark.process
 
 WORDS = (
     "data.path=make:tiny_chat", "agent=http", "agent.max_turns=3", "agent.parser=hermes",

@@ -13,6 +13,8 @@ from rloo_cli.run import StepProgress
 from rloo_cli.train.advantages import prepare_advantages
 from rloo_cli.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.process
+
 TOOL = '''
 import random
 

@@ -15,6 +15,8 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.process
+
 AGENT = """
 import json, os
 import openai
