@@ -1,4 +1,4 @@
-"""Before torch is imported: its threads must not spin long while they wait for each other.
+"""What holds for all tests.
 
 `server` is the one real rollout server that all tests of a session share: whoever uses it connects
 and sends weights first, and leaves it running.
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes run as there are cores
 # Modules of tests/support whose fixtures and hooks hold for all tests.
 pytest_plugins = (
     "cli_cases", "endpoint_cases", "fork_cases", "rank_cases", "sentence_snapshot", "slurm_cases",

@@ -33,6 +33,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.provenance import COMMAND_LINE, ConfigSources
 from rloo_cli.config.user_files import (
     APPENDED_GROUPS,
+    STORED_FILE_STATES,
     USER_RECIPE_FILES,
     register_config_dirs,
     register_recipe_file,
@@ -286,8 +287,7 @@ def compose_by_hydra(rewritten: Sequence[str], config_dirs: Sequence[Path] = ())
         parsed = OverridesParser.create().parse_overrides([*rewritten])
         settings = [] if any(o.is_delete() for o in parsed) else [*filter(_is_setting, parsed)]
         choices = [str(o.input_line) for o in parsed if o not in settings]
-        files = [*_all_yaml_files(config_dirs)]
-        states = tuple((str(path), *_file_state(path)) for path in files)
+        states = (*_group_file_states(config_dirs), *_recipe_file_states(choices))
         words = (*choices, *search_path_override(config_dirs))
         cfg = copy.deepcopy(_compose_choices(words, states))
         for override in settings:
@@ -308,12 +308,19 @@ def _is_setting(override: Override) -> bool:
     return override.is_force_add() and not override.is_sweep_override() and not elsewhere
 
 
-def _all_yaml_files(config_dirs: Sequence[Path]) -> Iterator[Path]:
-    """Every file that Hydra may read for a config."""
-    yield paths.CONF / "config.yaml"
+def _group_file_states(config_dirs: Sequence[Path]) -> Iterator[tuple[object, ...]]:
+    """Path, inode, time and size of every file that a choice of a group may name."""
+    yield str(paths.CONF / "config.yaml"), *_file_state(paths.CONF / "config.yaml")
     for choices in paths.group_choices(list(config_dirs)).values():
-        yield from choices.values()
-    yield from USER_RECIPE_FILES.values()
+        for path in choices.values():
+            yield str(path), *_file_state(path)
+
+
+def _recipe_file_states(choices: Sequence[str]) -> Iterator[object]:
+    """The states of the recipe files of a user's own that are chosen, as they were stored."""
+    for name in USER_RECIPE_FILES:
+        if any(name in choice for choice in choices):
+            yield STORED_FILE_STATES.get(name)
 
 
 def _file_state(path: Path) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from agent_cases import call_text, episode_generator, play, remote_agent
+from assert_refused import assert_refused
 from environment_servers import ADD, OddServer, page_server_started
 
 from rloo_cli.agents import http
@@ -31,6 +32,7 @@ def once(text, seed):
     return "the end" if "<tool_response>" in text else call_text("add", by=2)
 
 
+@pytest.mark.process
 def test_the_server_that_the_page_shows_plays_an_episode(tmp_path):
     def script(text, seed):
         return call_text("add", by=-1 if text.count("<tool_response>") == 1 else 4)
@@ -39,7 +41,7 @@ def test_the_server_that_the_page_shows_plays_an_episode(tmp_path):
         generator = episode_generator(remote_agent("http", url, **AGENT), script)
         (group,) = play(generator, {"start": 2}, k=2)
     decode = generator.rules.renderer.tokenizer.decode
-    assert "go It is at 2." in decode(group.prompt_ids)
+    assert "at 2." in decode(group.prompt_ids)
     for row in group.rollouts:
         told = [turn.observation[0]["content"] for turn in row.turns[1:]]
         assert told == ["6", '{"error": "it only counts upwards"}']
@@ -84,6 +86,9 @@ GONE = {
 }
 
 
+@pytest.mark.slow_but(
+    "/reset-never_answers", "/step-list", "/step-status", "/step-other_session", "/close-nan"
+)
 @pytest.mark.parametrize(("path", "fault"), GONE)
 def test_a_server_that_misbehaves_leaves_the_row_out_and_its_neighbours_alone(odd, path, fault):
     server = odd({path: fault})
@@ -101,7 +106,7 @@ def test_a_server_that_misbehaves_leaves_the_row_out_and_its_neighbours_alone(od
 
 # What a step answers that the model is told.
 TOLD = {
-    "error": '{"error": "no such page"}', "flood": "[cut]", "surrogate": "odd ? text",
+    "error": '{"error": "no page"}', "flood": "[cut]", "surrogate": "odd ? text",
     "structure": '{"seen": [1, null]}',
 }  # fmt: skip
 
@@ -119,7 +124,7 @@ def test_an_error_of_a_step_may_leave_the_row_out_instead(odd):
     server = odd({"/step": "error"})
     config = remote_agent("http", server.url, on_tool_error="mask", **AGENT)
     (group,) = play(episode_generator(config, once), {"bad": True})
-    assert group.rollouts[0].failed == "add: no such page"
+    assert group.rollouts[0].failed == "add: no page"
 
 
 def test_a_call_that_the_description_forbids_is_not_sent(odd):
@@ -128,7 +133,7 @@ def test_a_call_that_the_description_forbids_is_not_sent(odd):
     config = remote_agent("http", server.url, **AGENT | {"max_turns": 2})
     (group,) = play(episode_generator(config, lambda *_: said))
     told = group.rollouts[0].turns[1].observation[0]["content"]
-    assert "the argument 'by' of add is not of type integer" in told
+    assert "'by'" in told and "integer" in told
     assert "/step" not in [p for p, _, _ in server.asked]
 
 
@@ -142,7 +147,7 @@ def test_a_failed_episode_tells_the_server_to_forget_its_session(odd):
         time.sleep(0.02)
 
 
-def test_the_token_is_sent_to_the_server_and_masked_where_it_is_quoted(odd, monkeypatch):
+def test_the_token_is_sent_to_the_server_and_masked_where_it_is_quoted(odd, monkeypatch, sentence):
     monkeypatch.setenv("WORLD_TOKEN", "sesame-7319")
     server = odd({"/step": "status"})
     server.answer = lambda path, body: {"session": body["session"], "text": "sesame-7319"}
@@ -151,49 +156,50 @@ def test_the_token_is_sent_to_the_server_and_masked_where_it_is_quoted(odd, monk
     assert {key for _, _, key in server.asked} == {"Bearer sesame-7319"}
     server.answer = lambda path, body: {"session": "sesame-7319"}
     (group,) = play(episode_generator(config, once))
-    assert group.rollouts[0].failed.endswith("answered about another session: '***'")
+    assert "'***'" in group.rollouts[0].failed
     server.tools = "sesame-7319"
     with pytest.raises(MachineError) as caught:
         http.load_tools(config)
-    assert "not a JSON object" in str(caught.value) and "sesame" not in str(caught.value)
+    problem = assert_refused(caught, 3, "JSON", where="agent.url")
+    assert "sesame" not in problem.render()
     monkeypatch.delenv("WORLD_TOKEN")
-    with pytest.raises(MachineError, match="the environment has no WORLD_TOKEN"):
+    with pytest.raises(MachineError) as caught:
         http.preflight(config)
+    assert_refused(caught, 3, "WORLD_TOKEN", where="agent.token_env", fix="export WORLD_TOKEN=")
+    sentence(caught)
 
 
-def test_a_server_that_does_not_answer_at_the_start_is_one_clear_error(odd, monkeypatch):
+def test_a_server_that_does_not_answer_at_the_start_is_one_clear_error(odd):
     server = odd()
     server.close()
-    with pytest.raises(MachineError, match="does not answer as it should") as caught:
-        http.load_tools(remote_agent("http", server.url, **AGENT))
-    (problem,) = caught.value.problems
-    assert problem.where == "agent.url" and server.url in problem.what
-    assert "no connection" in problem.why and "start it there first" in problem.fix
-    with pytest.raises(MachineError, match="does not answer as it should"):  # before torch is there
-        http.preflight(remote_agent("http", server.url, **AGENT))
+    for look in (http.load_tools, http.preflight):  # the second before torch is there
+        with pytest.raises(MachineError) as caught:
+            look(remote_agent("http", server.url, **AGENT))
+        assert_refused(caught, 3, server.url, where="agent.url", fix="agent.url=")
 
 
 @pytest.mark.parametrize(
-    ("tools", "why"),
+    ("tools", "key"),
     [
-        ({"tools": []}, "not a list of at least one tool"),
-        ({"tool": []}, "not a list of at least one tool"),
-        ({"environments": {"a": [3]}}, 'tool 1: it has no object "function"'),
-        ({"tools": [{"function": ADD | {"name": "a b"}}]}, "its name is 'a b'"),
-        ({"tools": [{"function": ADD}, {"function": ADD}]}, "two of the name 'add'"),
-        ({"tools": [{"function": ADD | {"description": 3}}]}, 'no text "description"'),
-        ({"tools": [{"function": ADD | {"parameters": []}}]}, 'no "parameters"'),
+        ({"tools": []}, "list"),
+        ({"tool": []}, "list"),
+        ({"environments": {"a": [3]}}, '"function"'),
+        ({"tools": [{"function": ADD | {"name": "a b"}}]}, "'a b'"),
+        ({"tools": [{"function": ADD}, {"function": ADD}]}, "tool 2"),
+        ({"tools": [{"function": ADD | {"description": 3}}]}, '"description"'),
+        ({"tools": [{"function": ADD | {"parameters": []}}]}, '"parameters"'),
         ({"tools": [{"function": ADD | {"parameters": {"properties": {"by": 1}}}}]},
-         "is not an object"),
+         "property of 'add'"),
         ({"tools": [{"function": ADD | {"parameters": {"properties": {}, "required": ["by"]}}}]},
-         "requires ['by']"),
+         "['by']"),
     ],
 )  # fmt: skip
-def test_tools_that_a_server_describes_wrongly_are_refused_by_name(odd, tools, why):
+def test_tools_that_a_server_describes_wrongly_are_refused_by_name(odd, tools, key):
     server = odd(tools=tools)
     with pytest.raises(ConfigError) as caught:
         http.load_tools(remote_agent("http", server.url, **AGENT))
-    assert why in str(caught.value) and f"{server.url}/tools" in str(caught.value)
+    problem = assert_refused(caught, 2, key, where="agent.url", fix="docs/agents_elsewhere.md")
+    assert f"{server.url}/tools" in problem.what
 
 
 def test_the_row_chooses_among_the_environments_of_a_server(odd):

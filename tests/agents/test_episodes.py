@@ -12,6 +12,7 @@ from agent_cases import (
     tools_agent,
     write_file,
 )
+from assert_refused import assert_refused
 
 from rloo_cli.agents import tools
 from rloo_cli.agents.common.tool_set import load_environments
@@ -74,6 +75,7 @@ def calls_until(word, call):
     return lambda text, seed: "the end" if word in text else call
 
 
+@pytest.mark.process
 def test_a_call_is_answered_and_the_episode_goes_on():
     generator = episode_generator(
         tools_agent([MULTIPLY]), calls_until("12", call_text("multiply", a=3, b=4))
@@ -141,13 +143,14 @@ def test_a_bad_call_is_told_to_the_model(said, told):
     assert told in group.rollouts[0].turns[1].observation[0]["content"]
 
 
+@pytest.mark.process
 def test_environments_keep_their_state_open_the_prompt_and_say_the_reward(tmp_path):
     path = write_file(tmp_path, COUNTER)
     config = class_agent({"counter": f"{path}:Counter"}, max_turns=3)
     generator = episode_generator(config, lambda *_: call_text("increment", by=2))
     (group,) = play(generator, {"start": 5}, k=2)
     tokenizer = generator.rules.renderer.tokenizer
-    assert "go You begin with 5." in tokenizer.decode(group.prompt_ids)
+    assert "begin with 5." in tokenizer.decode(group.prompt_ids)
     assert group.rollouts[0].opening_ids == group.prompt_ids
     assert [row.environment_reward for row in group.rollouts] == [4.0, 4.0]
     assert [row.environment["count"] for row in group.rollouts] == [4, 4]
@@ -157,6 +160,7 @@ def test_environments_keep_their_state_open_the_prompt_and_say_the_reward(tmp_pa
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.process
 def test_openings_that_differ_share_what_they_begin_with(tmp_path):
     text = COUNTER.replace("kwargs.get('start', 0)", "random.randint(0, 10**9)")
     config = class_agent({"counter": f"{write_file(tmp_path, text)}:Counter"}, max_turns=1)
@@ -168,7 +172,8 @@ def test_openings_that_differ_share_what_they_begin_with(tmp_path):
         assert row.mask[0] == 0 and "You begin with" in decode(prompt)
 
 
-def test_the_row_chooses_among_environments(tmp_path):
+@pytest.mark.process
+def test_the_row_chooses_among_environments(tmp_path, sentence):
     path = write_file(tmp_path, COUNTER)
     config = class_agent({"counter": f"{path}:Counter", "echo": f"{path}:Echo"}, max_turns=2)
 
@@ -181,10 +186,13 @@ def test_the_row_chooses_among_environments(tmp_path):
     assert groups[0].rollouts[0].environment == {"said": ["hello"]}
     assert groups[0].rollouts[0].environment_reward is None
     assert groups[1].rollouts[0].environment_reward == 0.0
-    with pytest.raises(DataError, match="which is no environment"):
+    with pytest.raises(DataError) as caught:
         asked_groups(generator, {"environment": "other"})
+    assert_refused(caught, 4, "'other'", where="agent.environments", fix="counter, echo")
+    sentence(caught)
 
 
+@pytest.mark.process
 def test_an_environment_says_that_it_is_over():
     generator = episode_generator(
         class_agent({"game": GAME}, max_turns=3),
@@ -195,6 +203,7 @@ def test_an_environment_says_that_it_is_over():
     assert [row.environment_reward for row in group.rollouts] == [0.0, 1.0]
 
 
+@pytest.mark.process
 def test_a_slow_tool_delays_its_own_episode_alone(tmp_path):
     text = '''
 import time

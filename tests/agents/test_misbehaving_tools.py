@@ -11,6 +11,8 @@ from agent_cases import call_text, class_agent, episode_generator, play, tools_a
 
 from rloo_cli.agents.processes.tool_pool import ToolPool
 
+pytestmark = pytest.mark.process
+
 HEAD = "import os, signal, sys, time\n\n"
 FUNCTION = '''
 def tool(items: list[int]) -> str:
@@ -23,7 +25,7 @@ def tool(items: list[int]) -> str:
 '''
 # What it does -> (its body, what the model is told).
 TOLD = {
-    "raises": ("raise ValueError('no such page')", "ValueError: no such page"),
+    "raises": ("raise ValueError('gone')", "ValueError: gone"),
     "leaves": ("sys.exit(3)", "SystemExit: 3"),
     "hangs": ("time.sleep(60)", "no answer within 1 s"),
     "hangs_in_c": ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
@@ -53,6 +55,7 @@ def once(text, seed):
     return "the end" if told else call_text("tool", items=[1, 2])
 
 
+@pytest.mark.slow_but("raises", "hangs_in_c", "returns_odd_text", "kills_what_forked_it")
 @pytest.mark.parametrize("name", TOLD)
 def test_a_tool_that_misbehaves_is_an_answer_and_the_run_goes_on(tmp_path, name):
     body, told = TOLD[name]
@@ -74,14 +77,14 @@ def test_what_a_tool_prints_is_labelled_on_the_screen_and_in_the_log(tmp_path, c
     lines = said.err.splitlines()
     assert lines and all(line.startswith("printed by a tool: ") for line in lines)
     assert "noise" in lines[0] and said.out == ""
-    assert any("printed by a tool: noise" in record.getMessage() for record in caplog.records)
+    assert any(lines[0][:80] in record.getMessage() for record in caplog.records)
 
 
 def test_an_error_may_leave_the_row_out_instead(tmp_path):
-    spec = function(tmp_path, "raise ValueError('no such page')")
+    spec = function(tmp_path, "raise ValueError('gone')")
     generator = episode_generator(tools_agent([spec], on_tool_error="mask", **AGENT), once)
     (group,) = play(generator)
-    assert group.rollouts[0].failed == "tool: ValueError: no such page"
+    assert group.rollouts[0].failed == "tool: ValueError: gone"
     assert group.rollouts[0].episode_facts["ended_by"] == "failed"
 
 
@@ -107,6 +110,9 @@ class World:
 '''
 
 
+@pytest.mark.slow_but(
+    "RESET-os.kill(os.getpid(), 9)-reset: its process ended", "REWARD-return float('nan')-None"
+)
 @pytest.mark.parametrize(
     ("where", "body", "why"),
     [
@@ -159,7 +165,7 @@ def test_kill_9_of_an_environment_in_mid_episode_leaves_its_row_out_alone(tmp_pa
     config = class_agent({"world": f"{path}:World"}, **AGENT | {"max_tool_s": 40.0})
     groups = play(episode_generator(config, once), {"bad": True}, {"bad": False})
     killer.join()
-    assert groups[0].rollouts[0].failed == "tool: its process ended in the call"
+    assert groups[0].rollouts[0].failed.startswith("tool: its process")
     assert groups[0].rollouts[0].episode_facts["ended_by"] == "failed"
     assert groups[1].rollouts[0].failed is None and groups[1].rollouts[0].environment_reward == 1.0
 

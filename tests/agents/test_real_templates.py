@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 from agent_cases import LIMITS, ScriptedSampler, play, write_file
+from assert_refused import assert_refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -272,23 +273,25 @@ def test_a_run_may_ask_for_the_hand_written_rules(model: str, asked: str, path: 
         assert renderer.new_ids([call], told, [], stop) == ours.new_ids([call], told, [], stop)
 
 
-def test_rules_of_another_model_or_of_none_are_refused_by_name() -> None:
+def test_rules_of_another_model_or_of_none_are_refused_by_name(sentence) -> None:
     pytest.importorskip("renderers", reason="the package renderers is not installed")
     tokenizer = rules_tokenizer("qwen3")
-    for asked, told in (
-        ("renderers", "no rules for somewhere/else"),
-        ("renderers:qwenn3", "agent.renderer=renderers:qwen3"),
-        ("renderers:llama-3", "do not fit this model's tokenizer"),
+    for asked, key, fix in (
+        ("renderers", "somewhere/else", "agent.renderer=difference"),
+        ("renderers:qwenn3", "qwenn3", "agent.renderer=renderers:qwen3"),
+        ("renderers:llama-3", "'<|begin_of_text|>'", "agent.renderer=difference"),
     ):
         with pytest.raises(ConfigError) as raised:
             build_renderer(asking(asked), tokenizer, {tokenizer.eos_token_id})
-        assert told in str(raised.value), asked
+        assert_refused(raised, 2, key, where="agent.renderer", fix=fix)
     # The right rules by name, for a model that was taught another template.
     own = str(tokenizer.chat_template)
     tokenizer.chat_template = own.replace("<tool_response>", "<tool_response> It says:")
     assert tokenizer.chat_template != own
-    with pytest.raises(ConfigError, match=r"before the next turn, the chat template .*It says:"):
+    with pytest.raises(ConfigError) as raised:
         build_renderer(asking("renderers:qwen3"), tokenizer, {tokenizer.eos_token_id})
+    assert_refused(raised, 2, "It says:", "agent.renderer", fix="agent.renderer=difference")
+    sentence(raised)
 
 
 def test_rules_are_refused_before_anything_starts_where_the_package_is_missing() -> None:

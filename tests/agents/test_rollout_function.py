@@ -7,6 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from agent_cases import write_file
+from assert_refused import assert_refused
 from rollout_cases import VOCABULARY, answers, function_generator, play_function
 
 from rloo_cli.agents.rollout import Config, load_tools
@@ -90,15 +91,17 @@ def test_a_row_may_be_returned_as_arrays_and_sampled_in_a_way_of_its_own():
         assert row.weight_version == 3 and row.finish_reason == "length"
 
 
-def test_what_siblings_prompts_do_not_share_is_not_trained_on():
+def test_what_siblings_prompts_do_not_share_is_not_trained_on(sentence):
     def play(prompts, sampler):
         found = answers(prompts, sampler)
         return found | {"prompt_ids": [[1, 2, 3], [1, 2, 4]]}
 
     generator = function_generator(play)
     generator.inner.script = lambda text, seed: f"{seed}"
-    with pytest.raises(GenerationError, match="sampled after other ids than those that stand"):
+    with pytest.raises(GenerationError) as caught:
         play_function(generator)
+    assert_refused(caught, 6, "row 0", where="agent.rollout", fix="sampler.sample")
+    sentence(caught)
     (group,) = play_function(
         function_generator(
             lambda prompts, sampler: {
@@ -114,75 +117,63 @@ def test_what_siblings_prompts_do_not_share_is_not_trained_on():
 
 LP, IDS, MASK = "logprobs", "completion_ids", "env_mask"
 WRONG = {
-    "it is a list, not a dict": lambda p, s: [1],
-    "there is no logprobs; it has prompt_ids, completion_ids": lambda p, s: {
-        k: v for k, v in answers(p, s).items() if k != LP
-    },
-    "completion_ids has 1 entries for 2 prompts": lambda p, s: answers(p, s, **{IDS: [[5]]}),
-    r"logprobs\[0\] has 1 entries for 6 completion_ids": lambda p, s: answers(
-        p, s, **{LP: [[-1.0], [-1.0]]}
+    "a list": lambda p, s: [1],
+    "no logprobs": lambda p, s: {k: v for k, v in answers(p, s).items() if k != LP},
+    "completion_ids has 1": lambda p, s: answers(p, s, **{IDS: [[5]]}),
+    "logprobs[0] has 1": lambda p, s: answers(p, s, **{LP: [[-1.0], [-1.0]]}),
+    "completion_ids[1]": lambda p, s: answers(p, s, **{IDS: [[5], []], LP: [[-1.0], []]}),
+    f"entry 1 is {VOCABULARY}": lambda p, s: answers(
+        p, s, **{IDS: [[5, VOCABULARY]] * 2, LP: [[-1.0, -1.0]] * 2}
     ),
-    r"completion_ids\[1\] is empty": lambda p, s: answers(
-        p, s, **{IDS: [[5], []], LP: [[-1.0], []]}
-    ),
-    rf"completion_ids\[0\]: entry 1 is {VOCABULARY}, and the vocabulary has ids 0 to": (
-        lambda p, s: answers(p, s, **{IDS: [[5, VOCABULARY]] * 2, LP: [[-1.0, -1.0]] * 2})
-    ),
-    r"prompt_ids\[0\]: entry 0 is not an id: 'a'": lambda p, s: answers(
-        p, s, prompt_ids=[["a"], ["b"]]
-    ),
-    r"logprobs\[1\]\[0\] is nan; a log-probability is finite and at most 0": lambda p, s: answers(
+    "prompt_ids[0]: entry 0": lambda p, s: answers(p, s, prompt_ids=[["a"], ["b"]]),
+    "logprobs[1][0] is nan": lambda p, s: answers(
         p, s, **{IDS: [[5], [5]], LP: [[-1.0], [float("nan")]]}
     ),
-    r"logprobs\[0\]\[0\] is 0.7": lambda p, s: answers(
-        p, s, **{IDS: [[5], [5]], LP: [[0.7], [-1.0]]}
-    ),
-    r"logprobs\[0\]\[0\] is not a number: \[-1.0\]": lambda p, s: answers(
+    "logprobs[0][0] is 0.7": lambda p, s: answers(p, s, **{IDS: [[5], [5]], LP: [[0.7], [-1.0]]}),
+    "logprobs[0][0] is not": lambda p, s: answers(
         p, s, **{IDS: [[5], [5]], LP: [[[-1.0]], [[-1.0]]]}
     ),
-    r"env_mask\[0\] has 1 entries for 6 completion_ids": lambda p, s: answers(
-        p, s, **{MASK: [[1], [1]]}
-    ),
-    r"env_mask\[0\] has 2; 1 = the policy's own token": lambda p, s: answers(
-        p, s, **{MASK: [[2] * 6] * 2}
-    ),
-    r"env_mask\[0\] has no 1: nothing in this row was sampled": lambda p, s: answers(
-        p, s, **{MASK: [[0] * 6] * 2}
-    ),
-    "both env_mask and tool_mask": lambda p, s: answers(p, s, env_mask=[], tool_mask=[]),
-    r"agent.fields does not name score: agent.fields=\[score\]": lambda p, s: answers(
-        p, s, score=[1.0, 2.0]
-    ),
+    "env_mask[0] has 1": lambda p, s: answers(p, s, **{MASK: [[1], [1]]}),
+    "env_mask[0] has 2": lambda p, s: answers(p, s, **{MASK: [[2] * 6] * 2}),
+    "env_mask[0] has no 1": lambda p, s: answers(p, s, **{MASK: [[0] * 6] * 2}),
+    "env_mask and tool_mask": lambda p, s: answers(p, s, env_mask=[], tool_mask=[]),
+    "agent.fields=[score]": lambda p, s: answers(p, s, score=[1.0, 2.0]),
 }
 
 
-@pytest.mark.parametrize("why", WRONG)
-def test_what_is_wrong_with_what_a_function_returned_is_named(why):
-    with pytest.raises(GenerationError, match=f"mine.py:play returned something else: .*{why}"):
-        play_function(function_generator(WRONG[why]))
+@pytest.mark.parametrize("key", WRONG)
+def test_what_is_wrong_with_what_a_function_returned_is_named(key, sentence):
+    with pytest.raises(GenerationError) as caught:
+        play_function(function_generator(WRONG[key]))
+    problem = assert_refused(caught, 6, key, where="agent.rollout", fix="return {")
+    assert problem.what.startswith("mine.py:play returned")
+    sentence(problem.what)
 
 
 @pytest.mark.parametrize(
-    ("play", "keys", "why"),
+    ("play", "keys", "key", "where"),
     [
-        (two_turns, {"max_turns": 1}, "tokens of the policy's|has 2 turns, more than"),
-        (two_turns, {"max_tokens": 10}, "tokens after its prompt, more than 10"),
-        (two_turns, {"context": 30}, "tokens after its prompt, more than"),
-        (lambda p, s: s.sample([[1]]), {}, "1 lists of ids for 2 rows"),
-        (lambda p, s: s.sample([[1]], rows=[2]), {}, "there is no row 2"),
-        (lambda p, s: s.sample([[1], [1]], rows=[1, 1]), {}, "row 1 is asked for twice"),
-        (lambda p, s: s.sample([[1], []]), {}, "there are no ids to go on from"),
-        (lambda p, s: s.sample([[1], [-1]]), {}, "entry 0 is -1"),
-        (lambda p, s: 1 / 0, {}, "(?s)mine.py:play raised an error.*ZeroDivisionError"),
-        (lambda p, s: exec("raise SystemExit(3)"), {}, "(?s)raised an error.*SystemExit: 3"),
-        (lambda p, s: answers(p, s, a=[1, 2]), {"fields": ("a", "b")}, "there is no b, which"),
-        (lambda p, s: answers(p, s, a=[1]), {"fields": ("a",)}, "a has 1 entries for 2 prompts"),
-        (lambda p, s: answers(p, s, a={1}), {"fields": ("a",)}, "a cannot be recorded"),
+        (two_turns, {"max_turns": 1}, "agent.max_turns = 1", "agent.rollout"),
+        (two_turns, {"max_tokens": 10}, "more than 10", "agent.rollout"),
+        (two_turns, {"context": 30}, "agent.max_episode_tokens", "agent.rollout"),
+        (lambda p, s: s.sample([[1]]), {}, "1 lists", "sampler.sample"),
+        (lambda p, s: s.sample([[1]], rows=[2]), {}, "row 2", "sampler.sample"),
+        (lambda p, s: s.sample([[1], [1]], rows=[1, 1]), {}, "row 1", "sampler.sample"),
+        (lambda p, s: s.sample([[1], []]), {}, "no ids", "sampler.sample"),
+        (lambda p, s: s.sample([[1], [-1]]), {}, "entry 0 is -1", "sampler.sample"),
+        (lambda p, s: 1 / 0, {}, "ZeroDivisionError", "agent.rollout"),
+        (lambda p, s: exec("raise SystemExit(3)"), {}, "SystemExit: 3", "agent.rollout"),
+        (lambda p, s: answers(p, s, a=[1, 2]), {"fields": ("a", "b")}, "no b", "agent.rollout"),
+        (lambda p, s: answers(p, s, a=[1]), {"fields": ("a",)}, "a has 1", "agent.rollout"),
+        (lambda p, s: answers(p, s, a={1}), {"fields": ("a",)}, "recorded", "agent.rollout"),
     ],
 )
-def test_a_function_that_goes_wrong_stops_the_run_and_is_named(play, keys, why):
-    with pytest.raises(GenerationError, match=why):
+def test_a_function_that_goes_wrong_stops_the_run_and_is_named(play, keys, key, where, sentence):
+    with pytest.raises(GenerationError) as caught:
         play_function(function_generator(play, **keys))
+    assert_refused(caught, 6, key, where=where)
+    if where == "sampler.sample":
+        sentence(caught)
 
 
 def test_a_function_that_needs_a_main_thread_stops_the_run_though_it_catches_the_error():
@@ -245,15 +236,17 @@ def test_fields_are_columns_of_rewards_and_are_recorded():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "why"),
+    ("name", "fields", "key", "fix"),
     [
-        ("play", ["logprobs"], "agent.fields names 'logprobs'"),
-        ("play", ["environments"], "agent.fields names 'environments'"),
-        ("plai", [], "has no 'plai'"),
-        ("NUMBER", [], "is not callable"),
+        ("play", ["logprobs"], "agent.fields", "my_logprobs"),
+        ("play", ["environments"], "agent.fields", "my_environments"),
+        ("plai", [], "'plai'", "play"),
+        ("NUMBER", [], "tools.py:NUMBER", "agent.rollout="),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_before_weights_load(tmp_path, name, fields, why):
+def test_a_function_that_cannot_be_used_is_refused_before_weights_load(
+    tmp_path, name, fields, key, fix
+):
     path = write_file(tmp_path, "NUMBER = 1\ndef play(prompts, sampler):\n    return {}\n")
     config = Config(
         kind="rollout", rollout=f"{path}:{name}", fields=fields, max_turns=2,
@@ -261,5 +254,4 @@ def test_a_function_that_cannot_be_used_is_refused_before_weights_load(tmp_path,
     )  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         load_tools(config)
-    (problem,) = caught.value.problems
-    assert why in f"{problem.what} {problem.why} {problem.fix}"
+    assert_refused(caught, 2, key, where="agent.", fix=fix)

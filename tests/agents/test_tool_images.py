@@ -16,6 +16,8 @@ from rloo_cli.config import registry
 from rloo_cli.data.batch import Group
 from rloo_cli.data.images import decode_png
 
+pytestmark = pytest.mark.process
+
 TOOLS = '''
 import io
 
@@ -158,15 +160,14 @@ def test_an_image_with_more_tokens_than_are_left_is_left_out_and_says_so(
     config = a.tools_agent([f"{write_file(tmp_path, TOOLS)}:page"], max_observation_tokens=8)
     (group,), _ = played(vision, config, ask_once(call_text("page")))
     second = (group.rollouts[0].turns or [])[1]
-    assert second.images == [] and "image left out: it has" in second.observation[0]["content"]
+    assert second.images == [] and "left out" in second.observation[0]["content"]
 
 
 @pytest.mark.parametrize(
     ("tool", "says"),
-    [("broken", "an image that it returned: it is not an image"),
-     ("path", "holds an image of PIL, bytes or a data: URL")],
+    [("broken", "not an image"), ("path", "data: URL")],
     ids=["broken", "path"],
-)  # fmt: skip
+)
 def test_what_is_no_image_is_an_error_of_the_tool(
     tmp_path: Path, vision: Any, tool: str, says: str
 ) -> None:
@@ -181,10 +182,10 @@ def test_where_images_cannot_be_shown_a_tool_is_told_the_reason(
     tmp_path: Path, vision: Any
 ) -> None:
     config = a.tools_agent([f"{write_file(tmp_path, TOOLS)}:page"], max_observation_tokens=200)
-    why = ToolImages("and the value model of algorithm=ppo reads text alone")
+    why = ToolImages("because algorithm=ppo")
     (group,), _ = played(vision, config, ask_once(call_text("page")), images=why)
     said = (group.rollouts[0].turns or [])[1].observation[0]["content"]
-    assert "it returned an image, and the value model of algorithm=ppo reads text alone" in said
+    assert "because algorithm=ppo" in said
 
 
 @pytest.mark.parametrize("shown", [(), ((20, 24),)], ids=["text", "an image"])

@@ -7,6 +7,8 @@ tools, get_reward or attributes that a reward function reads, an exception where
 import pytest
 from agent_cases import call_text, class_agent, episode_generator, play, tools_agent, write_file
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENTS = '''
 LIMIT = 20  # taken from around the class, as TRL advises for addresses
 
@@ -210,7 +212,7 @@ class Opens:
     assert first.environment["row"] == ["n"] and third.environment["row"] == ["n", "prompt"]
     assert "user\ngoYour task 3<|im_end|>" in decode(groups[2].prompt_ids)
     assert told(first) == ["a door"] and first.failed is None
-    assert "it returned an image, and the model takes text alone" in image.failed
+    assert "image" in image.failed and "text alone" in image.failed
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -10,6 +10,7 @@ from agent_cases import (
     play,
     tools_agent,
 )
+from assert_refused import assert_refused
 
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
 from rloo_cli.utils.errors import ConfigError
@@ -54,17 +55,19 @@ def test_an_answer_is_rendered_as_the_template_has_it(template, text):
     assert open_turn == [stop, *ids]
 
 
-def test_a_template_that_cannot_be_used_with_tools_is_refused_and_says_what_differs():
-    with pytest.raises(ConfigError, match="writes a conversation in another way") as caught:
-        renderer("plain").check_template([])
-    assert "without the answer: '>\\n'" in str(caught.value)
-    ours = renderer()
-    ours.tokenizer.chat_template = CHATML.replace("{{ m.content }}\n</tool_response>", "")
-    with pytest.raises(ConfigError, match="leaves out what a tool answers"):
-        ours.check_template([])
-    ours.tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
-    with pytest.raises(ConfigError, match="no tools here"):
-        ours.check_template([])
+def test_a_template_that_cannot_be_used_with_tools_is_refused_and_says_what_differs(sentence):
+    for template, key in (
+        ("plain", "'>\\n'"),
+        (CHATML.replace("{{ m.content }}\n</tool_response>", ""), "tool"),
+        ("{{ raise_exception('no tools here') }}", "TemplateError"),
+    ):
+        ours = renderer("plain") if template == "plain" else renderer()
+        if template != "plain":
+            ours.tokenizer.chat_template = template
+        with pytest.raises(ConfigError) as caught:
+            ours.check_template([])
+        assert_refused(caught, 2, key, where="chat template", fix="model.chat_template=FILE")
+        sentence(caught)
 
 
 def test_a_tool_cannot_end_a_turn_and_is_cut_at_its_tokens():

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from agent_cases import call_text, write_file
+from assert_refused import assert_refused
 from proxy_cases import play_agents, proxy_generator
 
 from rloo_cli.agents import verifiers
@@ -19,6 +20,8 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Group
 from rloo_cli.data.prompts import render_prompt
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError
+
+pytestmark = pytest.mark.process
 
 TOKEN = "the token of this run"
 # A host without verifiers: it comes for episodes one by one, and does as the row says.
@@ -70,7 +73,7 @@ def test_a_host_that_dies_in_mid_episode_costs_that_episode_alone(tmp_path):
     groups = play_agents(generator, {"n": 0}, {"dies": True}, {"n": 2}, close=False)
     lost = [row.failed for row in rows_of(groups)]
     assert lost[0] is None and lost[2] is None
-    assert lost[1] == "the agent: its host was lost: the agent was killed by SIGKILL"
+    assert "host was lost" in lost[1] and "SIGKILL" in lost[1]
     assert [row.environment_reward for row in rows_of(groups)] == [1.0, None, 1.0]
     second = generator.host.process
     assert second.process.pid != first and second.exit_code() is None
@@ -88,8 +91,9 @@ def test_a_host_that_hangs_is_started_anew(tmp_path):
 
 def test_a_host_that_never_takes_an_episode_ends_the_run_with_its_last_words(tmp_path):
     generator = host_generator(tmp_path, "raise SystemExit('no such environment')")
-    with pytest.raises(GenerationError, match="exit code 1: no such environment"):
+    with pytest.raises(GenerationError) as caught:
         play_agents(generator)
+    assert_refused(caught, 6, "no such environment", where="agent.id", fix="agent.args")
 
 
 def settings(*words):
@@ -97,16 +101,20 @@ def settings(*words):
     return check.check_config(compose_config(words)).agent
 
 
-def test_an_environment_that_cannot_be_loaded_is_refused_before_weights_load(tmp_path):
-    with pytest.raises(ConfigError, match=r"agent\.id"):
+def test_an_environment_that_cannot_be_loaded_is_refused_before_weights_load(tmp_path, sentence):
+    with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config(["+recipe=smoke", "agent=verifiers"]))
+    assert_refused(caught, 2, "agent.id", fix="agent.id=")
     for refuse in (verifiers.preflight, verifiers.load_tools):
-        with pytest.raises(MachineError, match="no program no/such/python"):
+        with pytest.raises(MachineError) as caught:
             refuse(settings("agent.python=no/such/python"))
+        assert_refused(caught, 3, "no/such/python", where="agent.python", fix="agent.python=")
+    sentence(caught)
     here = settings(f"agent.python={sys.executable}")  # which has no verifiers
-    with pytest.raises(MachineError, match=r"vf-sums cannot be loaded") as caught:
+    with pytest.raises(MachineError) as caught:
         verifiers.preflight(here)
-    assert "No module named 'verifiers'" in caught.value.problems[0].why
+    problem = assert_refused(caught, 3, "vf-sums")
+    assert "'verifiers'" in problem.why
 
 
 ENVIRONMENTS = '''
@@ -117,7 +125,7 @@ from datasets import Dataset
 def exact(completion, answer):
     said = [m["content"] for m in completion if m["role"] == "assistant"][-1]
     if "broken" in said:
-        raise ValueError("this rubric is broken")
+        raise ValueError("broken rubric")
     return float(said == answer)
 
 
@@ -213,7 +221,7 @@ def test_a_single_turn_is_scored_by_its_environments_rubric(real, tmp_path):
     assert [row.failed for row in scored] == [None] * 3
     assert [row.environment_reward for row in scored] == [1.0, 0.0, 0.0]
     # verifiers takes 0 for a function that raises; here that is a row without a score.
-    assert "this rubric is broken" in broken.failed and broken.environment_reward is None
+    assert "broken rubric" in broken.failed and broken.environment_reward is None
 
 
 @pytest.mark.slow

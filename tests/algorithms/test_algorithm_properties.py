@@ -120,6 +120,9 @@ def run(case: dict[str, Any], rows: list[int], c: Any, logp: Tensor, n: float) -
     return rloo.loss(logp[places], cut["old"], cut["ref"], m, case["a"][rows], c, n)
 
 
+@pytest.mark.slow_but(
+    "sequence-sequence_sum", "token-sequence_sum", "token-constant", "geometric-constant"
+)
 @pytest.mark.parametrize("agg", AGGS)
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=15, deadline=None)
@@ -466,6 +469,7 @@ def test_a_micro_batch_has_what_the_loss_looks_at() -> None:
     assert wanted <= set(vars(MicroBatch)) | set(MicroBatch.__dataclass_fields__)
 
 
+@pytest.mark.process
 def test_the_registry_reads_the_schema_without_torch() -> None:
     code = "import sys, rloo_cli.algorithms.rloo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -90,6 +90,7 @@ def taught_gradient(*words: str) -> Tensor:
     return torch.autograd.grad(total, student)[0]
 
 
+@pytest.mark.slow_cases("reinforce")
 @pytest.mark.parametrize("policy_loss", ["clip", "reinforce", "cispo"])
 def test_the_expected_gradient_of_a_token_is_that_of_the_reverse_kl(policy_loss: str) -> None:
     words = ["algorithm.epsilon_high=5.0"] if policy_loss == "cispo" else []

@@ -270,6 +270,7 @@ UPDATES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but("as it comes", "padded")
 @pytest.mark.parametrize("kind", UPDATES)
 def test_an_update_is_that_of_plain_torch(tmp_path: Path, kind: str) -> None:
     keys = ["algorithm=ppo", "algorithm.num_iterations=2", *PLAIN, ENDS, *UPDATES[kind]]

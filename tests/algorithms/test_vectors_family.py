@@ -86,6 +86,7 @@ def dial_loss(own: HookCalls, c: Any, step: float, a: Tensor) -> tuple[Any, Tens
     return out, logp.grad
 
 
+@pytest.mark.process
 def test_the_gradients_in_the_file_are_those_worked_out_by_hand() -> None:
     words = [sys.executable, "-P", str(HERE / "vectors_made.py"), "--check"]
     assert subprocess.run(words, capture_output=True, text=True).stderr == ""

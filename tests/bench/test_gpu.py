@@ -26,6 +26,8 @@ import gpu_fakes  # noqa: E402
 import gpu_page  # noqa: E402
 import gpu_table  # noqa: E402
 
+pytestmark = pytest.mark.process
+
 NAMES = {row.name: row for row in gpu_table.ROWS}
 
 

@@ -178,6 +178,7 @@ def test_a_dry_run_brings_back_the_rows_of_both_queues(lease: Any, tmp_path: Pat
     assert rows.count("\n") == 8
 
 
+@pytest.mark.process
 def test_a_dry_run_that_is_killed_has_brought_back_the_rows_that_had_ended(
     lease: Any, tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ):

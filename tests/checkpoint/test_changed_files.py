@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
+from cli_cases import Ended
 from fork_cases import Forked
 from loop_cases import checked
 from resume_cases import STOP, WORDS
@@ -56,13 +58,13 @@ def test_every_file_that_a_run_trains_with_is_in_its_fingerprints(
     plan = ResumePlan(tmp_path, 2, tmp_path)
     assert restore.check_same_code(plan, run) == []
     path.write_text(path.read_text() + "\n# other")
-    with pytest.raises(ConfigError, match=r"changed since the checkpoint") as caught:
+    with pytest.raises(ConfigError) as refused:
         restore.check_same_code(plan, run)
-    said = str(caught.value)
-    assert str(path) in said and found in said and f"it was {before[found]}" in said
+    problem = assert_refused(refused, key=str(path), fix="resume_allow_changes=true")
+    assert found in problem.render() and before[found] in problem.why
     allowed = run.model_copy(update={"resume_allow_changes": True})
     (note,) = restore.check_same_code(plan, allowed)
-    assert note.startswith("changed since the checkpoint: ")
+    assert found in note
     state["code_files"] = {}  # a checkpoint of an older version does not say
     assert restore.check_same_code(plan, run) == []
 
@@ -85,9 +87,9 @@ def test_a_changed_reward_is_refused_on_resume_and_named_by_compare(forked: Fork
     first = read_json(folder / "run.json")["code_files"]
     path.write_text(CODE.replace("float(len(text))", "-float(len(text))"))
     assert forked(*words, "resume=auto") == 2
-    assert f"{path} changed since the checkpoint" in forked.said()
+    assert_refused(Ended(2, "", forked.said()), key=str(path), fix="resume_allow_changes=true")
     assert forked(*words, "resume=auto", "resume_allow_changes=true") == 0, forked.said()
-    assert "changed since the checkpoint: reward.function.path" in forked.said()
+    assert "the checkpoint: reward.function.path" in forked.said()
     assert read_json(folder / "run.json")["code_files"] != first
     other = forked.folder / "other"
     other.mkdir()

@@ -118,7 +118,7 @@ def test_weights_that_were_not_all_written_are_no_checkpoint(
 
     monkeypatch.setattr(type(run.policy.model), "save_pretrained", lose)
     step(run)
-    with pytest.raises(StorageError, match="elements, the model has"):
+    with pytest.raises(StorageError, match="elements"):
         save.save_checkpoint(run, raise_on_failure=True)
     assert [p.name for p in manifest.list_checkpoints(run.folder)] == ["checkpoint-1"]
     assert not temporaries(run.folder)
@@ -154,7 +154,7 @@ def test_a_learning_rate_that_is_not_what_it_was_stops_the_run(tmp_path: Path) -
     run = saved(tmp_path)
     tensors, facts = run.optimizer.dump()
     facts["learning_rate"] *= 2
-    with pytest.raises(ConfigError, match="the learning rate is not what it was"):
+    with pytest.raises(ConfigError, match="learning rate"):
         run.optimizer.restore(tensors, facts)
 
 
@@ -162,7 +162,7 @@ def test_an_optimizer_that_only_a_pickle_could_hold_is_refused(tmp_path: Path) -
     run = alone(tmp_path, *EVERY)
     step(run)
     run.optimizer.inner.state[run.optimizer.masters[0]]["history"] = [torch.zeros(1)]
-    with pytest.raises(StorageError, match="no pickle is written"):
+    with pytest.raises(StorageError, match="pickle"):
         run.optimizer.dump()
 
 
@@ -190,7 +190,7 @@ def test_too_little_disk_is_said_before_the_first_step(
 
 
 def test_a_run_that_should_have_done_steps_and_did_none_is_a_bug(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no step was done, and 9 were due"):
+    with pytest.raises(RuntimeError, match="9 were due"):
         worker._write_results(alone(tmp_path, *EVERY), 0, 0.0, 0.0)
 
 

@@ -40,6 +40,7 @@ def moody(completion_ids: Any, log_extra: Any, **_: Any) -> list[float | None]:
 QUICK = ("two iterations, three mini-batches", "no KL, resampling, sparse logging")
 
 
+@pytest.mark.slow_cases("no KL, resampling, sparse logging", "two iterations, three mini-batches")
 @pytest.mark.parametrize(
     "words",
     [

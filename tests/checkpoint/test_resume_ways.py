@@ -6,7 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from cli_cases import Rloo, surroundings
+from assert_refused import assert_refused
+from cli_cases import Ended, Rloo, surroundings
 from fork_cases import Forked
 from resume_cases import WORDS, state
 
@@ -27,7 +28,7 @@ def test_a_run_with_nothing_left_to_do_says_so(copy: Path, forked: Forked) -> No
     assert forked(*WORDS, "resume=auto") == 0 and "nothing to do" in forked.said()
     assert forked(*WORDS) == 0 and "nothing to do" in forked.said()
     assert forked(*WORDS, "max_steps=2", "resume=auto") == 0
-    assert "at step 3 of 2: nothing to do" in forked.said()
+    assert "at step 3 of 2" in forked.said()
     assert state(copy) == before
 
 
@@ -40,7 +41,7 @@ def test_a_run_that_was_killed_after_its_last_step_still_gets_its_end(forked: Fo
 
 def test_an_older_checkpoint_moves_the_later_ones_aside(copy: Path, forked: Forked) -> None:
     assert forked(*WORDS, "resume=runs/smoke/checkpoint-1") == 0
-    assert "later checkpoints are now checkpoint-2.attempt1" in forked.said()
+    assert "checkpoint-2.attempt1" in forked.said()
     assert manifest.checkpoint_problem(copy / "checkpoint-2.attempt1") is None
     assert [p.name for p in manifest.list_checkpoints(copy)] == [
         "checkpoint-3", "checkpoint-2", "checkpoint-1",
@@ -79,7 +80,8 @@ def test_a_launcher_that_was_killed_while_it_made_the_folder_is_no_obstacle(
 def test_metrics_that_do_not_fit_on_the_disk_end_the_run_with_8(forked: Forked) -> None:
     assert forked(*WORDS, faults="metrics@2=enospc") == 8
     said = forked.said()
-    assert "the disk does not take what is written" in said and "Traceback" not in said
+    assert_refused(Ended(8, "", said), 8, key="the disk")
+    assert "Traceback" not in said
     assert forked(*WORDS, "resume=auto") == 0, forked.said()
 
 
@@ -121,6 +123,7 @@ def test_the_environment_variable_of_a_requeued_job_resumes_unasked(
 # What only a real process shows.
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_do_not_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
     rloo = Rloo(tmp_path_factory.mktemp("two"), surroundings(tmp_path_factory.getbasetemp()))
     first = rloo.start("train", "+recipe=smoke", "max_steps=100000", "logging.samples=0")
@@ -128,7 +131,7 @@ def test_two_runs_of_one_name_do_not_meet(tmp_path_factory: pytest.TempPathFacto
         while "s/step" not in (rloo.folder / "out").read_text():
             assert first.poll() is None
         ended = rloo("train", "+recipe=smoke", "max_steps=100000", "resume=auto")
-        assert ended.code == 2 and "is being trained by process" in ended.err
+        assert_refused(ended, key=f"process {first.pid}")
     finally:
         first.terminate()
         assert first.wait(60) == 75

@@ -1,8 +1,11 @@
 """Recipes, groups and rewards of the user's own, run names that are taken, and secrets."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo
 
 from rloo_cli.checkpoint.resume import ResumePlan
@@ -20,11 +23,11 @@ max_steps: 2
 """
 
 
-def refusal(*words: str, dirs: tuple[str, ...] = ()) -> str:
+def refusal(*words: str, dirs: tuple[str, ...] = ()) -> ConfigError:
     """What composing and checking these words is refused with."""
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError) as refused:
         check.check_config(compose.compose_config(words, dirs))
-    return error.value.render()
+    return refused.value
 
 
 @pytest.fixture
@@ -53,36 +56,33 @@ def test_a_copied_recipe_is_the_same_experiment(here: Path, rloo: Rloo) -> None:
     assert check.dump_config(copy) == check.dump_config(original)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
-    [
-        ("a: [1\nb: 2\n", ":2", "is not valid YAML"),
-        ("x: 1\nx: 2\n", ":2", "found duplicate key x"),
-        ("x: !!python/object/apply:os.system ['touch pwned']\n", ":1", "is not valid YAML"),
-        ("- 1\n", "", "is not a mapping of keys"),
-        ("a: &a [*a]\n", "", "is too large for a config"),
-        ("a: " + "[" * 5000, "", "is not valid YAML"),
-        ("defaults:\n  - override /model: tny\n", ":2", "there is no model 'tny'"),
-        ("defaults:\n  - override /modle: tiny\n", ":2", "there is no group 'modle'"),
-        (TINY + "model: {_target_: os.system, command: touch pwned}\n", ":6", "names no Python"),
-        (TINY + "seed: ${nothing.here}\n", ":6", "'nothing.here' not found"),
-        (TINY + "modle: {path: x}\n", ":6", "modle is not a key"),
-        (TINY + "model:\n  dtype: fp16\n", ":7", "model.dtype = 'fp16' is not valid"),
-        (TINY + "reward:\n  mine: {weight: 2}\n", ":7", "reward.mine is not a reward"),
+    ("text", "line", "key"),
+    [  # more of each kind in tests/config/test_refusals_config.py and test_hostile.py
+        ("a: [1\nb: 2\n", ":2", "my.yaml"),
+        ("- 1\n", "", "my.yaml"),
+        ("a: " + "[" * 5000, "", "valid YAML"),
+        ("defaults:\n  - override /model: tny\n", ":2", "'tny'"),
+        ("defaults:\n  - override /modle: tiny\n", ":2", "'modle'"),
+        (TINY + "seed: ${nothing.here}\n", ":6", "'nothing.here'"),
+        (TINY + "modle: {path: x}\n", ":6", "modle"),
+        (TINY + "model:\n  dtype: fp16\n", ":7", "model.dtype"),
+        (TINY + "reward:\n  mine: {weight: 2}\n", ":7", "reward.mine"),
     ],
 )
 def test_a_recipe_file_that_is_wrong_is_named_with_its_line(
-    text: str, line: str, said: str, here: Path
+    text: str, line: str, key: str, here: Path
 ) -> None:
     (here / "my.yaml").write_text(text)
-    refused = refusal("+recipe=my.yaml")
-    assert said in refused and f"  where    my.yaml{line}\n" in refused + "\n"
+    problem = assert_refused(refusal("+recipe=my.yaml"), key=key)
+    assert problem.where == f"my.yaml{line}"
     assert [p.name for p in here.iterdir()] == ["my.yaml"]
 
 
 def test_a_recipe_file_that_is_not_there_is_looked_for_by_its_full_path(here: Path) -> None:
-    refused = refusal("+recipe=sub/my.yaml")
-    assert "sub/my.yaml does not exist" in refused and f"looked at {here}/sub/my.yaml" in refused
+    problem = assert_refused(refusal("+recipe=sub/my.yaml"), key="sub/my.yaml")
+    assert f"{here}/sub/my.yaml" in problem.why
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_alias_bomb_is_refused_at_once(level: str, here: Path) -> None:
     for i in range(1, 30):
         lines.append(f"l{i}: " + level.format(n=f"l{i}", p=many.format(f"l{i - 1}")))
     (here / "bomb.yaml").write_text(TINY + "\n".join(lines))
-    assert "bomb.yaml is too large for a config" in refusal("+recipe=bomb.yaml")
+    assert_refused(refusal("+recipe=bomb.yaml"), key="too large", where="bomb.yaml")
 
 
 def test_anchors_are_welcome_where_they_are_few(here: Path) -> None:
@@ -132,16 +132,14 @@ def test_config_dir_works_on_the_command_line(own: Path, rloo: Rloo) -> None:
         ended = rloo("train", "+recipe=two", *flag, "--dry-run")
         assert ended.code == 0, ended.said
         assert "dtype: float32" in ended.out
-    ended = rloo("train", "+recipe=smoke", "--config-dir", "nowhere")
-    assert ended.code == 2 and "--config-dir nowhere is not a folder" in ended.err
 
 
 def test_what_is_wrong_in_a_config_dir_is_named_with_its_line(own: Path) -> None:
     (own / "model" / "mine.yaml").write_text("path: make:tiny\ndtyp: float32\n")
-    assert "where    own/model/mine.yaml:2" in refusal("+recipe=one", dirs=("own",))
+    assert_refused(refusal("+recipe=one", dirs=("own",)), key="model.dtyp", where="mine.yaml:2")
     (own / "model" / "mine.yaml").write_text("path: [\n")
-    assert "where    own/model/mine.yaml:2" in refusal("+recipe=one", dirs=("own",))
-    assert "there is no model 'mine'" in refusal("+recipe=smoke", "model=mine")
+    assert_refused(refusal("+recipe=one", dirs=("own",)), where="own/model/mine.yaml:2")
+    assert_refused(refusal("+recipe=smoke", "model=mine"), key="'mine'")
 
 
 # Rewards of the user's own: what can be seen without running them.
@@ -150,29 +148,25 @@ def test_what_is_wrong_in_a_config_dir_is_named_with_its_line(own: Path) -> None
 @pytest.mark.parametrize(
     ("source", "spec", "said"),
     [
-        (None, "mine.py:score", ["mine.py does not exist", "looked at "]),
-        ("def score(:\n", "mine.py:score", ["mine.py is not valid Python", "where    mine.py:1"]),
-        ("def scores(x): ...\n", "mine.py:score", ["has no 'score'", "mine.py:scores"]),
-        ("def score(x): ...\n", "mine.py", ["'mine.py' does not name code", "file.py:name"]),
-        ("def score(x): ...\n", "mine.py:", ["does not name code"]),
+        (None, "mine.py:score", {"key": "mine.py"}),
+        ("def score(:\n", "mine.py:score", {"where": "mine.py:1"}),
+        ("def scores(x): ...\n", "mine.py:score", {"key": "'score'", "fix": "mine.py:scores"}),
+        ("def score(x): ...\n", "mine.py", {"key": "'mine.py'", "fix": "file.py:name"}),
+        ("def score(x): ...\n", "mine.py:", {"fix": "file.py:name"}),
+        ("def score(x): ...\n", "", {"key": "reward.function.path", "fix": "=VALUE"}),
     ],
 )
 def test_a_reward_that_is_not_there_costs_no_start(
-    source: str | None, spec: str, said: list[str], here: Path
+    source: str | None, spec: str, said: dict[str, str], here: Path
 ) -> None:
     if source is not None:
         (here / "mine.py").write_text(
             "import nothing_of_that_name\n" * ("def s" not in source) + source
         )
-    text = refusal("+recipe=smoke", "reward=function", f"reward.function.path={spec}")
-    assert text.count("error: ") == 1
-    for part in said:
-        assert part in text
-
-
-def test_a_reward_without_its_path_is_asked_for_it() -> None:
-    text = refusal("+recipe=smoke", "reward=function")
-    assert "reward.function.path has no value" in text and "reward.function.path=VALUE" in text
+    path = [f"reward.function.path={spec}"] if spec else []
+    error = refusal("+recipe=smoke", "reward=function", *path)
+    assert_refused(error, **said)
+    assert len(error.problems) == 1
 
 
 def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here: Path) -> None:
@@ -191,10 +185,10 @@ def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here
     )
     judge_of_eval = check.check_config(compose.compose_config(["+recipe=my.yaml"])).eval.judge
     assert judge_of_eval.reward.kwargs == {}
-    text = refusal(*words, "+reward.two={type: function}")
-    assert "reward.two.path has no value" in text and text.count("error: ") == 1
-    text = refusal(*words, "+reward.two={type: function, path: rw.py:second, kwarg: {a: 1}}")
-    assert "reward.two.kwarg is not a key" in text and text.count("error: ") == 1
+    for wrong, key in (("", "path"), (", path: rw.py:second, kwarg: {a: 1}", "kwarg")):
+        error = refusal(*words, f"+reward.two={{type: function{wrong}}}")
+        assert_refused(error, key=f"reward.two.{key}")
+        assert len(error.problems) == 1
 
 
 # A run's name that is taken. A run is made up here: its files, without the training.
@@ -209,35 +203,42 @@ def make_run(state: str, *words: str, **facts: object) -> Path:
     return folder
 
 
-def test_a_finished_run_is_not_done_again(here: Path, rloo: Rloo) -> None:
+def test_a_finished_run_is_not_done_again(
+    here: Path, rloo: Rloo, sentence: Callable[..., None]
+) -> None:
     make_run("finished")
     ended = rloo("train", "+recipe=smoke")
-    assert ended.code == 0 and "runs/smoke is finished: nothing to do" in ended.out
+    assert ended.code == 0
     again = rloo("train", "+recipe=smoke", "logging.samples=0")  # how it is told is not what it is
-    assert again.code == 0 and "nothing to do" in again.out
+    assert again.code == 0 and again.out == ended.out
+    sentence(ended.out)
 
 
 def test_a_name_of_another_config_is_refused_with_the_difference_and_the_choices(
-    here: Path, rloo: Rloo
+    here: Path, rloo: Rloo, sentence: Callable[..., None]
 ) -> None:
     make_run("finished", fingerprint="x")
     before = rloo.left()
     for word, change in (
         ("algorithm.beta=0.1", "algorithm.beta: 0.05 -> 0.1"),
-        ("max_steps=3", "it is finished at step ?, with another length"),
-        ("reward=length_chars", "more\n  fix "),  # 10 changes are shown
+        ("max_steps=3", "step ?"),
+        ("reward=length_chars", "more"),  # 10 changes are shown
     ):
         ended = rloo("train", "+recipe=smoke", word)
-        assert ended.code == 2 and "runs/smoke " in ended.err and change in ended.err
-        assert "or move it away: mv runs/smoke" in ended.err
+        assert_refused(ended, key=change, where="name", fix="mv runs/smoke")
+        if word == "algorithm.beta=0.1":
+            sentence(ended)
     assert rloo.left() == before
 
 
-def test_a_folder_that_is_no_run_is_left_alone(here: Path, rloo: Rloo) -> None:
+def test_a_folder_that_is_no_run_is_left_alone(
+    here: Path, rloo: Rloo, sentence: Callable[..., None]
+) -> None:
     (here / "runs" / "smoke").mkdir(parents=True)
     (here / "runs" / "smoke" / "thesis.tex").write_text("")
     ended = rloo("train", "+recipe=smoke")
-    assert ended.code == 2 and "it is not a run" in ended.err
+    assert_refused(ended, key="runs/smoke")
+    sentence(ended)
 
 
 def test_a_run_that_ended_before_it_began_is_begun_anew_unasked(here: Path, rloo: Rloo) -> None:
@@ -250,18 +251,20 @@ def test_a_run_that_ended_before_it_began_is_begun_anew_unasked(here: Path, rloo
 def test_two_that_start_at_the_same_moment_do_not_both_get_the_folder(tmp_path: Path) -> None:
     with (
         launcher.lock_folder(tmp_path),
-        pytest.raises(ConfigError, match="is being trained"),
+        pytest.raises(ConfigError) as refused,
         launcher.lock_folder(tmp_path),
     ):
         pass
+    assert_refused(refused, key="trained")
     with launcher.lock_folder(tmp_path):  # free again
         pass
 
 
 def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
     folder = make_run("training")  # by this process
-    with pytest.raises(ConfigError, match="is being trained by process"):
+    with pytest.raises(ConfigError) as refused:
         launcher._check_not_running(folder)
+    assert_refused(refused, key=str(os.getpid()))
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
     assert not child_process.is_process_alive(read_json(folder / "run.json"))
 
@@ -290,8 +293,7 @@ SECRET = "hf_" + "sEcReT0" * 5
 def test_a_secret_is_refused_and_found_nowhere(word: str, rloo: Rloo) -> None:
     for flags in ([], ["--multirun", "seed=1,2"]):
         ended = rloo("train", "+recipe=smoke", word, *flags)
-        assert ended.code == 2 and "looks like a secret" in ended.err
-        assert "export " in ended.err
+        assert_refused(ended, key="a secret", fix="export ")
         secret = word.rpartition("=")[2].strip("}").rpartition(":")[2]
         assert secret not in ended.said
         assert rloo.left() == []
@@ -299,4 +301,4 @@ def test_a_secret_is_refused_and_found_nowhere(word: str, rloo: Rloo) -> None:
 
 def test_one_checkpoint_is_not_enough(rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("train", "+recipe=smoke", "checkpoint.keep_last=1")
-    assert ended.code == 2 and "checkpoint.keep_last" in ended.err and "2" in ended.err
+    assert_refused(ended, key="checkpoint.keep_last", fix="2")

@@ -44,6 +44,7 @@ def test_a_console_that_is_full_or_closed_takes_everything_and_says_why() -> Non
         assert ("No space left" in str(shown.write_error)) == (how == "full")
 
 
+@pytest.mark.process
 def test_descriptors_and_streams_that_user_code_closed_come_back(tmp_path: Path) -> None:
     code = f"""
 import io, os, sys
@@ -127,7 +128,7 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(
     monkeypatch.delenv("RLOO_CACHE", raising=False)
     for variable in ("XDG_CACHE_HOME", "RLOO_CACHE"):
         monkeypatch.setenv(variable, "/proc/nope")
-        with pytest.raises(MachineError, match=r"/proc/nope.* cannot be made"):
+        with pytest.raises(MachineError, match="/proc/nope"):
             cached_folder("x", "x", lambda folder: None)
         with pytest.raises(MachineError, match="RLOO_CACHE=/a/folder") as refused:
             preflight.check_machine(checked((), ()))

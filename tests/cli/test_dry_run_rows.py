@@ -111,6 +111,7 @@ def test_images_over_shards_are_no_reason_to_refuse_a_run(engine: str) -> None:
     assert plan.dry_run(compose_config(["+recipe=vision_mini", *spread])) == 0
 
 
+@pytest.mark.process
 def test_a_dry_run_that_opens_rows_imports_no_torch(data: str) -> None:
     code = (
         "import sys; from rloo_cli.cli import main; sys.argv = ['rloo', *sys.argv[1:]]\n"

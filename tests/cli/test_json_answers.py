@@ -10,6 +10,8 @@ from cli_cases import Ended, Rloo
 from rloo_cli.cli import main
 from rloo_cli.cli.json_answer import json_answer
 
+pytestmark = pytest.mark.wide
+
 SHORT = ("+recipe=smoke", "train.prompts_per_step=2", "algorithm.num_generations=2")
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from hydra.core.plugins import Plugins
 
 from rloo_cli.cli import main
@@ -13,6 +14,8 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError, DataError, MachineError, Problem
+
+pytestmark = pytest.mark.process
 
 # As Hydra itself has loaded it: not what an import of its module would give.
 Sweeper = Plugins.instance().class_name_to_class[
@@ -117,7 +120,7 @@ def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
     code, names, _ = jobs("-m", "+recipe=smoke", "name=beta-0.5", "seed=1", "hydra/sweeper=basic")
     said = capsys.readouterr().err
     assert code == 4 and len(names) == 1 and "no such rows" in said
-    assert "Hydra's sweeper gave up after 1 jobs" in said and "No trials are completed" in said
+    assert "after 1 jobs" in said and "No trials" in said
 
 
 def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
@@ -126,7 +129,7 @@ def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
     named = check.check_config(
         compose_config(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"])
     )
-    with pytest.raises(ConfigError, match="it has no lines"):
+    with pytest.raises(ConfigError, match=r"logging\.objective"):
         cli_multirun.objective_value(named)
 
 
@@ -137,15 +140,15 @@ def test_a_search_by_optuna_returns_what_its_jobs_scored_and_names_the_best(jobs
     said = capsys.readouterr().out
     assert code == 0 and len({*names}) == 4
     betas = [float(re.sub(r".*beta-([0-9.]+?)(-[0-9a-f]{6})?$", r"\1", name)) for name in names]
-    best = float(re.search(r"best by optuna: ([0-9.]+) with", said)[1])
+    best = float(re.search(r"optuna: ([0-9.]+) with", said)[1])
     assert best == pytest.approx(max(betas), rel=1e-4)
 
 
 def test_optunas_sweeper_that_is_not_installed_is_said_with_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr(cli_multirun, "OPTUNA_MODULE", "hydra_plugins.nothing_here")
-    with pytest.raises(MachineError, match="not installed") as error:
+    with pytest.raises(MachineError) as error:
         cli_multirun.check_sweeper(["+recipe=smoke", "hydra/sweeper=optuna"])
-    assert "rloo-cli[optuna]" in error.value.problems[0].fix
+    assert_refused(error, 3, fix="rloo-cli[optuna]")
     cli_multirun.check_sweeper(["+recipe=smoke", "hydra/sweeper=basic"])
 
 
@@ -153,6 +156,6 @@ def test_the_best_job_is_read_from_what_the_sweeper_wrote(tmp_path: Path) -> Non
     assert cli_multirun.best_job(tmp_path) == ""
     path = tmp_path / "optimization_results.yaml"
     path.write_text("name: optuna\nbest_params: {algorithm.beta: 0.03}\nbest_value: 9.781\n")
-    assert cli_multirun.best_job(tmp_path) == "best by optuna: 9.781 with algorithm.beta=0.03"
+    assert cli_multirun.best_job(tmp_path).endswith("optuna: 9.781 with algorithm.beta=0.03")
     path.write_text("name: optuna\nsolutions:\n- {params: {seed: 1}, values: [1.0, 2.0]}\n")
-    assert cli_multirun.best_job(tmp_path) == "best by optuna: 1, 2 with seed=1"
+    assert cli_multirun.best_job(tmp_path).endswith("optuna: 1, 2 with seed=1")

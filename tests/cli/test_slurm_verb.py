@@ -4,9 +4,11 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo
 from slurm_cases import NODES, Job, Slurm
 
@@ -42,7 +44,9 @@ def rendered(*given: str) -> str:
 # Rendering, which needs no Slurm.
 
 
-def test_a_recipe_fills_a_script_without_torch_or_slurm(rloo_without_torch: Rloo) -> None:
+def test_a_recipe_fills_a_script_without_torch_or_slurm(
+    rloo_without_torch: Rloo, sentence: Callable[..., None]
+) -> None:
     ended = rloo_without_torch("slurm", "render", "+recipe=smoke", "algorithm.beta=0.1")
     assert ended.code == 0, ended.said
     assert words(ended.out) == ["smoke", "algorithm.beta=0.1", "$@"]
@@ -51,8 +55,7 @@ def test_a_recipe_fills_a_script_without_torch_or_slurm(rloo_without_torch: Rloo
     assert given["output"] == "runs/slurm/%x-%j.log" and given["signal"] == f"USR1@{DEFAULT_LEAD_S}"
     # Slurm opens the log before the script begins: its folder has to be there.
     assert rloo_without_torch.left() == ["runs", "runs/slurm"]
-    assert "runs/slurm was made for the job's log" in ended.err
-    assert "slurm.time is not set" in ended.err
+    sentence(ended.err)
 
 
 def test_a_log_folder_that_cannot_be_made_or_is_there_is_no_obstacle(
@@ -141,7 +144,7 @@ def test_the_lead_time_is_what_a_step_and_a_save_took(tmp_path: Path) -> None:
     given = options(rendered("+recipe=smoke", f"root={tmp_path}"))
     assert given["signal"] == "USR1@132"  # 31 + 40.5 + 60, rounded up
     (run / "metrics.jsonl").write_bytes(b"\xa1\n{}\n")
-    with pytest.raises(ConfigError, match="a line of metrics is not JSON"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         rendered("+recipe=smoke", f"root={tmp_path}")
 
 
@@ -177,28 +180,30 @@ def test_what_the_page_says_can_be_said() -> None:
 
 
 REFUSED = {
-    "": "rloo slurm needs a verb",
-    "rendr +recipe=smoke": "rloo slurm rendr: not understood",
-    "render serve +recipe=smoke": "'serve' is not understood",
-    "render --nodes=3 +recipe=smoke": "'--nodes=3' is not understood",
-    "render": "rloo slurm needs a recipe",
-    "render sweep +recipe=smoke": "a sweep needs a key of several values",
-    "render +recipe=smoke algorithm.num_generation=4": "num_generation is not a key",
+    "": "rloo slurm",
+    "rendr +recipe=smoke": "rloo slurm rendr",
+    "render serve +recipe=smoke": "'serve'",
+    "render --nodes=3 +recipe=smoke": "'--nodes=3'",
+    "render": "recipe",
+    "render sweep +recipe=smoke": "sweep",
+    "render +recipe=smoke algorithm.num_generation=4": "algorithm.num_generation",
     "render +recipe=smoke slurm.time=soon": "slurm.time",
-    "render +recipe=smoke slurm.time=14400": "slurm.time = 14400 is not valid",
+    "render +recipe=smoke slurm.time=14400": "slurm.time = 14400",
     "render +recipe=smoke slurm.options={Rm:1}": "slurm.options",
-    f"render train +recipe=smoke {' '.join(SERVED)}": "1 nodes are to serve",
+    f"render train +recipe=smoke {' '.join(SERVED)}": "1 nodes",
     "render sweep +recipe=smoke algorithm.beta=0.1,-1": "algorithm.beta",
     f"render +recipe=smoke {SERVED[0]} generation.server.num_nodes=1"
-    " generation.server.base_url=http://a:1": "num_nodes and base_url are both set",
+    " generation.server.base_url=http://a:1": "generation.server.num_nodes",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_makes_no_job_is_refused(line: str) -> None:
+def test_what_makes_no_job_is_refused(line: str, sentence: Callable[..., None]) -> None:
     with pytest.raises(ConfigError) as caught:
         verb.run(line.split())
-    assert REFUSED[line] in caught.value.render()
+    problem = assert_refused(caught, key=REFUSED[line])
+    if "command line:" not in problem.where:  # a rule of any config
+        sentence(caught)
 
 
 @pytest.mark.parametrize(
@@ -213,24 +218,24 @@ def test_slurms_times_are_read(text: str, expected: int | None) -> None:
 # Sending it.
 
 
-def test_without_sbatch_nothing_is_sent(rloo: Rloo) -> None:
+def test_without_sbatch_nothing_is_sent(rloo: Rloo, sentence: Callable[..., None]) -> None:
     ended = rloo("slurm", "submit", "+recipe=smoke", PATH="/usr/bin:/bin")
-    assert ended.code == 3 and "error: there is no sbatch here" in ended.err
-    assert "rloo slurm render" in ended.err and rloo.left() == []
+    assert_refused(ended, 3, key="sbatch", fix="rloo slurm render")
+    sentence(ended)
+    assert rloo.left() == []
 
 
-UNFIT = {  # BM-7: words -> what is said, from sinfo's facts
-    "slurm.partition=hgih": ["there is no partition 'hgih'", "slurm.partition=high", "3 nodes"],
-    "slurm.partition=small train_and_serve": ["it takes 2 nodes: 1 to train and 1 to serve",
-                                              "small (1 nodes, 4 min)"],
-    "distributed=ddp distributed.num_nodes=4": ["it takes 4 nodes: 4 to train"],
-    "slurm.time=0:03:00": ["a time limit of 3 min is too short for this job", "save 300 s before",
-                     "slurm.time=00:10:00"],
-    "slurm.partition=small": ["a time limit of 4 min is no longer"],
-    "slurm.time=1:30:00": ["slurm.time = 1:30:00 is more than the partition allows"],
-}  # fmt: skip
+UNFIT = {  # BM-7: words -> the numbers and names that are said, from sinfo's facts
+    "slurm.partition=hgih": ["'hgih'", "slurm.partition=high", "3 nodes"],
+    "slurm.partition=small train_and_serve": ["2 nodes: 1 to train", "small (1 nodes, 4 min)"],
+    "distributed=ddp distributed.num_nodes=4": ["4 nodes: 4 to train"],
+    "slurm.time=0:03:00": ["3 min", "300 s", "slurm.time=00:10:00"],
+    "slurm.partition=small": ["4 min"],
+    "slurm.time=1:30:00": ["slurm.time = 1:30:00"],
+}
 
 
+@pytest.mark.slow_but("slurm.partition=hgih", "slurm.time=1:30:00")
 @pytest.mark.slurm
 @pytest.mark.parametrize("line", UNFIT)
 def test_a_job_that_could_never_run_is_refused_with_the_clusters_facts(
@@ -267,5 +272,4 @@ def test_a_job_is_sent_and_its_number_and_log_are_said(slurm: Slurm, tmp_path: P
 def test_what_sbatch_refuses_is_said_in_its_words(slurm: Slurm, tmp_path: Path) -> None:
     ended = slurm.command("rloo", "slurm", "submit", "+recipe=smoke", f"root={tmp_path / 'runs'}",
                           "slurm.gpus_per_node=8")  # fmt: skip
-    assert ended.returncode == 3 and "error: sbatch refuses the job" in ended.stdout
-    assert "sbatch: error:" in ended.stdout
+    assert ended.returncode == 3 and "sbatch: error:" in ended.stdout

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from assert_refused import assert_refused
 
 from rloo_cli.cli import completion, main, verb_help
 from rloo_cli.cli.config import value_keys
@@ -35,10 +37,10 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
-def refusal(*words: str) -> str:
+def refusal(*words: str) -> ConfigError:
     with pytest.raises(ConfigError) as error:
         main.find_verb([*words])()
-    return error.value.render()
+    return error.value
 
 
 # recipes
@@ -63,21 +65,26 @@ def test_a_recipe_is_copied_but_never_over_a_file(ask, tmp_path: Path) -> None:
     copy = tmp_path / "mine" / "my.yaml"
     assert copy.read_text() == paths.recipe_files()["smoke"].read_text()
     copy.write_text("mine\n")
-    assert "mine/my.yaml exists" in refusal("recipes", "copy", "tldr_1b", "mine/my.yaml")
+    assert_refused(refusal("recipes", "copy", "tldr_1b", "mine/my.yaml"), key="mine/my.yaml")
     assert copy.read_text() == "mine\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key", "fix"),
     [
-        (["show", "smok"], "fix      rloo recipes show smoke"),
-        (["copy", "smoke", "my.txt"], "my.txt does not end in .yaml"),
-        (["copy", "smoke"], "rloo recipes copy NAME my.yaml"),
-        (["delete", "smoke"], "rloo recipes delete smoke: not understood"),
+        (["show", "smok"], "smok", "rloo recipes show smoke"),
+        (["copy", "smoke", "my.txt"], "my.txt", ""),
+        (["copy", "smoke"], "rloo recipes copy", ""),
+        (["delete", "smoke"], "rloo recipes delete smoke", ""),
     ],
 )
-def test_recipes_refuses_what_it_does_not_understand(words: list[str], said: str) -> None:
-    assert said in refusal("recipes", *words)
+def test_recipes_refuses_what_it_does_not_understand(
+    words: list[str], key: str, fix: str, sentence: Callable[..., None]
+) -> None:
+    error = refusal("recipes", *words)
+    assert_refused(error, key=key, fix=fix)
+    if words[0] == "copy":
+        sentence(error)
 
 
 # config
@@ -90,11 +97,8 @@ def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
         found[key] = (kind, value, meaning)
     assert list(found) == value_keys() and len(found) > 200
     assert found["algorithm.num_generations"][:2] == ("int >= 2, <= 65536", "4")
-    assert found["algorithm.beta"] == (
-        "float >= 0",
-        "0.05",
-        "Weight of KL(policy || reference); 0 = no reference is loaded",
-    )
+    assert found["algorithm.beta"][:2] == ("float >= 0", "0.05")
+    assert all(meaning for _, _, meaning in found.values())
     assert found["data.overlong"][:2] == ("filter | error | truncate_left", '"filter"')
     assert found["train.max_grad_norm"][:2] == ("float > 0 or null", "1.0")
     assert found["data.columns"][:2] == ("dict[str, str]", "{}")
@@ -135,7 +139,7 @@ def test_explain_says_value_and_where_it_is_from(ask, tmp_path: Path) -> None:
 def test_explain_names_a_section_by_its_keys_and_a_reward_that_is_not_chosen(ask) -> None:
     assert "keys     mode, level, cap, floor" in ask("config", "explain", "algorithm.correction")
     text = ask("config", "explain", "reward.regex.pattern", "+recipe=smoke")
-    assert "nothing has this key here: its reward or section is not chosen" in text
+    assert "note     nothing has" in text
     text = ask("config", "explain", "reward.tldr_rm.path", "+recipe=tldr_6_9b")
     assert "pythia-6.9b" in text and "tldr_6_9b.yaml:" in text
     text = ask("config", "explain", "reward.length_tokens.weight", "+recipe=smoke")
@@ -145,28 +149,26 @@ def test_explain_names_a_section_by_its_keys_and_a_reward_that_is_not_chosen(ask
 
 
 IDLE = {
-    "algorithm.epsilon": ([], "the ratio is exactly 1"),
-    "algorithm.delta": (["algorithm.policy_loss=reinforce"], "has no ratio to clip"),
-    "algorithm.kl_estimator": (["algorithm.beta=0"], "no reference is loaded"),
-    "algorithm.beta": (["algorithm.kl_in=none"], "the KL is only logged"),
-    "algorithm.kl_temperature": ([], "both temperatures are the same"),
-    "algorithm.max_resample": ([], "zero_std_groups is not resample"),
-    "algorithm.missing_eos_penalty.value": ([], "mode=none"),
-    "algorithm.correction.cap": ([], "samples with the trainer's own weights"),
-    "eval.every": (["data.eval_split=null"], "nothing is held out"),
-    "train.warmup_steps": (["train.lr_scheduler=constant"], "has no warm-up"),
-    "model.revision": ([], "is not on the hub"),
+    "algorithm.epsilon": [],
+    "algorithm.delta": ["algorithm.policy_loss=reinforce"],
+    "algorithm.kl_estimator": ["algorithm.beta=0"],
+    "algorithm.beta": ["algorithm.kl_in=none"],
+    "algorithm.kl_temperature": [],
+    "algorithm.max_resample": [],
+    "algorithm.missing_eos_penalty.value": [],
+    "algorithm.correction.cap": [],
+    "eval.every": ["data.eval_split=null"],
+    "train.warmup_steps": ["train.lr_scheduler=constant"],
+    "model.revision": [],
 }
 
 
 @pytest.mark.parametrize("key", IDLE)
-def test_explain_says_why_a_key_has_no_effect(key: str, ask) -> None:
-    words, why = IDLE[key]
-    assert f"idle     it has no effect: {why}" in re.sub(
-        r"(effect: ).*?(?=" + re.escape(why) + ")",
-        r"\1",
-        ask("config", "explain", key, "+recipe=smoke", *words),
-    )
+def test_explain_says_why_a_key_has_no_effect(key: str, ask, sentence: Callable[..., None]) -> None:
+    lines = ask("config", "explain", key, "+recipe=smoke", *IDLE[key]).splitlines()
+    idle = [line for line in lines if line.split()[:1] == ["idle"]]
+    assert idle
+    sentence("\n".join(idle))
 
 
 def test_explain_is_silent_where_a_key_acts(ask) -> None:
@@ -176,17 +178,17 @@ def test_explain_is_silent_where_a_key_acts(ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key", "fix"),
     [
-        (["explain"], "rloo config explain needs a key"),
-        (["explain", "algorithm.beta=3"], "rloo config explain needs a key"),
-        (["explain", "algorithm.betta"], "did you mean algorithm.beta?"),
-        (["explain", "algorithm.kl_coef"], "write algorithm.beta instead"),
-        (["nonsense"], "'nonsense' is not key=value"),
+        (["explain"], "rloo config explain", ""),
+        (["explain", "algorithm.beta=3"], "rloo config explain", ""),
+        (["explain", "algorithm.betta"], "algorithm.betta", "algorithm.beta?"),
+        (["explain", "algorithm.kl_coef"], "algorithm.kl_coef", "algorithm.beta"),
+        (["nonsense"], "'nonsense'", ""),
     ],
 )
-def test_config_refuses_what_it_does_not_understand(words: list[str], said: str) -> None:
-    assert said in refusal("config", *words)
+def test_config_refuses_what_it_does_not_understand(words: list[str], key: str, fix: str) -> None:
+    assert_refused(refusal("config", *words), key=key, fix=fix)
 
 
 def valid(value: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> bool:
@@ -236,6 +238,7 @@ def valid(value: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> bo
     return True
 
 
+@pytest.mark.wide
 def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_others(ask) -> None:
     schema = json.loads(ask("config", "--json"))
     definitions = schema["$defs"]
@@ -294,6 +297,7 @@ COMPLETED = {  # what is typed before TAB -> what stands there after it
 }
 
 
+@pytest.mark.slow
 def test_tab_in_a_real_bash_completes_behind_an_equals_sign(tmp_path: Path, ask) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "rloo").write_text(f'#!/bin/sh\nexec {sys.executable} -m rloo_cli "$@"\n')
@@ -335,6 +339,7 @@ def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
     return said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("typed", "some"),
     [
@@ -362,4 +367,4 @@ def test_every_verb_is_completed() -> None:
 
 def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
-    assert 'eval "$(rloo completion fish)"' in refusal("completion")
+    assert_refused(refusal("completion"), fix='eval "$(rloo completion fish)"')

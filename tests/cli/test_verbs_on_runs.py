@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
+from cli_cases import Ended
 from fork_cases import Forked
 from seen_runs import DAMAGES, damaged_copy, make_real_runs, write_long_run
 
 from rloo_cli.cli import compare, main, verb_help
 from rloo_cli.reporting import curves
+
+pytestmark = pytest.mark.wide
 
 VERBS = {
     "runs": ("runs", "."),
@@ -95,6 +99,7 @@ def check(code: int, out: str, err: str, what: object) -> None:
         assert out and "error" not in err, (what, err)
 
 
+@pytest.mark.slow_but("top", "samples", "compare", "push")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_answers_on_every_whole_run(verb: str, runs: Path, say: Say) -> None:
     if verb == "sync":
@@ -109,6 +114,7 @@ def test_a_verb_answers_on_every_whole_run(verb: str, runs: Path, say: Say) -> N
                 json.loads(out)
 
 
+@pytest.mark.slow_but("runs", "doctor", "ledger", "push")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_says_one_clear_thing_about_a_damaged_run(verb: str, runs: Path, say: Say) -> None:
     if verb == "sync":
@@ -123,8 +129,8 @@ def test_a_verb_says_one_clear_thing_about_a_damaged_run(verb: str, runs: Path, 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "runs"])
 def test_an_empty_folder_is_not_a_run(verb: str, runs: Path, say: Say) -> None:
-    code, _, err = say(runs / "empty", verb)
-    assert code == 2 and err.startswith("error: ") and "there is no run" in err
+    code, out, err = say(runs / "empty", verb)
+    assert_refused(Ended(code, out, err), key="run.json")
 
 
 def test_damage_is_named_where_it_is(runs: Path, say: Say) -> None:
@@ -132,13 +138,13 @@ def test_damage_is_named_where_it_is(runs: Path, say: Say) -> None:
     for damage, verb, part in (
         ("junk among the metrics", "doctor", "metrics.jsonl:"),
         ("broken run.json", "doctor", "run.json"),
-        ("run.json of other kinds", "doctor", "its plan is not an object"),
+        ("run.json of other kinds", "doctor", "its plan "),
         ("no config", "doctor", "config.yaml"),
-        ("junk in the samples", "doctor", "a line is not a sample"),
-        ("samples of other kinds", "samples", "its rewards is a list"),
-        ("ledger cut", "ledger", "the last line of the ledger is cut off"),
-        ("ledger cut", "doctor", "the last line of the ledger is cut off"),
-        ("broken run.json", "compare", "run.json cannot be read"),
+        ("junk in the samples", "doctor", "not a sample"),
+        ("samples of other kinds", "samples", "its rewards "),
+        ("ledger cut", "ledger", "cut off"),
+        ("ledger cut", "doctor", "cut off"),
+        ("broken run.json", "compare", "run.json"),
         ("metrics cut in a line", "report", "page.html"),
     ):
         _, out, err = say(place[damage], verb)
@@ -149,7 +155,7 @@ def test_three_attempts_are_one_run(runs: Path, say: Say) -> None:
     code, out, _ = say(runs / "thrice", "report", "--json")
     figures = json.loads(out)
     assert code == 0 and figures["facts"]["attempts"] == "3"
-    assert "finished after 6 of 6 steps" in figures["verdict"]
+    assert "6 of 6 steps" in figures["verdict"]
     told = json.loads(say(runs / "thrice", "ledger", "--json")[1])
     assert told["conserved"] and told["steps"] == [1, 6] and told["notes"] == []
     interrupted = json.loads(say(runs / "interrupted", "top", "--json")[1])
@@ -183,10 +189,9 @@ def test_the_report_of_a_thousand_steps_is_small_quick_and_equal_wherever_it_lie
 def test_two_runs_of_one_config_end_with_what_made_them_part(runs: Path, say: Say) -> None:
     code, out, _ = say(runs / "finished", "compare")
     assert code == 0 and "the same config" in out
-    last = out[out.index("where they part first") :]
-    assert "no difference in 4 steps" in last
+    assert "in 4 steps" in out.partition("part first")[2]
     _, out, _ = say(runs / "thrice", "compare", "--anyway")
-    assert "max_steps" in out[out.index("where they part first") :]
+    assert "max_steps" in out.partition("part first")[2]
     told = json.loads(say(runs / "finished", "compare", "--json")[1])
     assert told["first_difference"]["found"] is False
 

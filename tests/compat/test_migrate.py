@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from assert_refused import assert_refused
 from migrate_cases import flags
 
 from rloo_cli.cli import migrate as verb
 from rloo_cli.utils.errors import ConfigError
+
+pytestmark = pytest.mark.wide
 
 BLOG_1B = r"""
 # 1B RLOO experiment
@@ -112,14 +115,14 @@ def test_the_blogs_1b_command_has_the_published_numbers(migrate):
         "name": "rloo_tldr",
     }
     assert {key: found.effective(key) for key in expected} == expected
-    assert "977 steps of 1024 (TRL 0.9 did 976)" in found.text
+    assert "977 steps" in found.text and "976" in found.text
     assert "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr" in found.text
 
 
 def test_the_blogs_69b_command_has_the_published_numbers(migrate):
     found = migrate("--world-size", "8", BLOG_7B)
     assert found.keys["train.prompts_per_step"] * 2 == 4096
-    assert "245 steps of 4096 (TRL 0.9 did 244)" in found.text
+    assert "245 steps" in found.text and "244" in found.text
     assert found.keys["train.micro_batch_size"] == 2  # a batch of 1 would split a group of 2
     assert found.keys["train.no_grad_batch_size"] == 2
     assert found.keys["name"] == "rloo_tldr_6.9b"
@@ -139,7 +142,7 @@ def test_a_command_may_be_given_word_by_word_with_num_processes(migrate):
 def test_trls_own_launcher_files_say_how_many_processes_there_were(migrate):
     found = migrate(BLOG_1B)
     assert found.keys["train.prompts_per_step"] == 512
-    assert "8 processes, by TRL's examples/accelerate_configs/deepspeed_zero2.yaml" in found.text
+    assert "8 processes" in found.text and "deepspeed_zero2.yaml" in found.text
 
 
 def test_a_launcher_file_that_is_there_says_how_many_processes_there_were(migrate):
@@ -178,8 +181,7 @@ def test_a_python_script_is_read_and_not_run(migrate):
     }
     assert {key: found.effective(key) for key in expected} == expected
     assert "vllm_server_host=args.vllm_server_host" in found.text
-    assert "is not a literal" in found.text
-    assert "move the reward to a file of its own" in " ".join(found.text.replace("#", "").split())
+    assert "train.py:reward_func" in found.text
 
 
 def test_a_script_of_grpo_becomes_grpo_and_says_so(migrate):
@@ -189,7 +191,7 @@ def test_a_script_of_grpo_becomes_grpo_and_says_so(migrate):
     )
     found = migrate("g.py")
     assert found.keys["algorithm.loss_type"] == "dr_grpo"
-    assert "the old run was GRPO" in found.text
+    assert "was GRPO" in found.text
     assert found.effective("algorithm.num_generations") == 8
     assert found.keys["train.prompts_per_step"] == 1  # 8 completions: one prompt
     assert found.effective("algorithm.beta") == 0.0
@@ -200,9 +202,10 @@ def test_a_script_of_grpo_becomes_grpo_and_says_so(migrate):
 def test_a_reward_the_script_imports_is_named(migrate):
     Path("t.py").write_text("RLOOTrainer(reward_funcs=[mine, theirs], args=RLOOConfig())")
     text = " ".join(migrate("t.py").text.split())
-    assert "reward mine: add it" in text and "reward theirs: add it" in text
+    assert "reward mine:" in text and "reward theirs:" in text
 
 
+@pytest.mark.process
 def test_no_torch_is_imported():
     code = (
         "import sys; from rloo_cli.cli.migrate import run;"
@@ -265,7 +268,7 @@ def test_a_shell_script_has_its_variables_filled_in(migrate):
     assert found.keys["model.path"] == "org/model"
     assert found.keys["algorithm.num_generations"] == 4
     assert found.keys["train.prompts_per_step"] == 2
-    assert "2 training commands in job.sh: this is the first" in found.text
+    assert "2 training commands" in found.text and "job.sh" in found.text
 
 
 def test_ms_swift_flags_and_defaults_are_converted(migrate):
@@ -316,7 +319,7 @@ def test_trls_server_and_its_colocated_engine_become_backends(migrate):
     assert server.groups["override /generation"] == "vllm_server"
     kept = {"base_url": "http://node7:9000", "ready_timeout_s": 240.0}
     assert server.keys["generation.server"] == kept
-    assert "it was the colocated engine's" in server.text
+    assert "vllm_gpu_memory_utilization" in server.text
     beside = migrate(
         "--from", "rloo", "--use_vllm", "--vllm_mode", "colocate",
         "--vllm_enable_sleep_mode", "true",
@@ -342,5 +345,6 @@ def test_settings_that_cannot_be_read_are_one_clear_error(
 ) -> None:
     path = tmp_path / "old.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"old\.yaml is not YAML|not a run of verl"):
+    with pytest.raises(ConfigError) as caught:
         verb.run([*words, str(path)])
+    assert_refused(caught, 2, "verl" if words else "old.yaml")

@@ -10,6 +10,8 @@ from rloo_cli.compat.migrate.old_run import MAX_FILE_BYTES
 from rloo_cli.compat.migrate.shell import simple_commands
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 COMMAND = "python rloo.py --rloo_k 2 --learning_rate 1e-6"
 LONG = MAX_FILE_BYTES // 8
 SMALL = {  # each of them is a run that is migrated

@@ -124,6 +124,7 @@ def wrong(case: dict, capsys, folder: Path) -> str | None:
     return "; ".join(f"{k} is {is_}, and should be {v}" for k, (v, is_) in other.items()) or None
 
 
+@pytest.mark.slow
 def test_every_command_of_the_corpus_means_what_it_meant_or_is_refused(
     capsys, tmp_path, monkeypatch
 ):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from migrate_cases import flags
 
 from rloo_cli.cli.migrate import run
@@ -10,6 +11,8 @@ from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.recipe import Recipe, fitting_value, schema_field
 from rloo_cli.config.old_names import OLD_NAME_TABLE
 from rloo_cli.utils.errors import ConfigError
+
+pytestmark = pytest.mark.wide
 
 # Corrections with arithmetic
 
@@ -31,7 +34,7 @@ def test_a_generation_batch_shorter_than_an_update_is_one_larger_batch(migrate):
 def test_a_cycle_that_ends_inside_a_batch_is_said_to_have_no_equal(migrate):
     command = "python rloo.py --num_generations 4 --steps_per_generation 3"
     found = migrate(*flags(command), *flags("--gradient_accumulation_steps 2"))
-    assert "= 3/2 is not whole" in found.text
+    assert "= 3/2" in found.text
 
 
 def test_generation_batch_size_is_the_batch(migrate):
@@ -48,20 +51,19 @@ def test_old_epochs_counted_completions(migrate):
     assert "never read it" in found.text
 
 
-def test_a_batch_that_k_does_not_divide_names_the_two_nearest(migrate):
+def test_a_batch_that_k_does_not_divide_names_the_two_nearest(migrate, sentence):
     command = "python rloo.py --num_generations 6 --per_device_train_batch_size 8"
     with pytest.raises(ConfigError) as error:
         migrate(*flags(command))
-    assert error.value.code == 2
-    assert "6 (P = 1) or 12 (P = 2)" in str(error.value)
-    assert "--world-size" in str(error.value)
+    assert "6 (P = 1) or 12 (P = 2)" in assert_refused(error, 2, "--world-size").render()
+    sentence(error)
 
 
 def test_minibatches_that_split_groups_are_rounded_and_said(migrate):
     command = "python x.py --rloo_k 4 --per_device_train_batch_size 2 --num_mini_batches 2"
     found = migrate(*flags(command))
     assert found.keys["train.prompts_per_step"] == 2
-    assert "1 prompts cannot be split into 2 mini-batches" in found.text
+    assert "1 prompts" in found.text and "2 mini-batches" in found.text
 
 
 def test_the_two_eos_penalties_stay_two_rules(migrate):
@@ -77,7 +79,7 @@ def test_the_two_eos_penalties_stay_two_rules(migrate):
 def test_old_reward_clipping_acted_only_with_normalize_reward(migrate):
     key = "algorithm.reward_clip_range"
     found = migrate(*flags("python x.py --rloo_k 2 --reward_clip_range 5"))
-    assert key not in found.keys and "acted only with normalize_reward" in found.text
+    assert key not in found.keys and "with normalize_reward" in found.text
     found = migrate(*flags("python x.py --rloo_k 2 --normalize_reward --reward_clip_range 5"))
     assert found.keys[key] == [-5.0, 5.0]
     assert found.keys["algorithm.normalize_rewards"] is True
@@ -143,46 +145,50 @@ def test_the_dialect_may_be_said(migrate):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key"),
     [
-        (["nowhere.yaml"], "not a file"),
-        (["list.yaml"], "holds no settings"),
-        (["broken.yaml"], "not YAML"),
-        (["plain.py"], "no RLOOConfig"),
-        (["broken.py"], "not Python"),
-        (["notes.sh"], "no training command"),
-        (["accelerate", "launch"], "no flags"),
-        (["--from", "vrel", "x.py", "--rloo_k", "2"], "no such trainer"),
-        (["--from", "verl", "x.py", "--rloo_k", "2"], "not a run of verl"),
-        (["--world-size", "none", "x.py", "--rloo_k", "2"], "whole number"),
-        (["--world-size"], "needs a value"),
-        (["trl", "rloo", "--config", "gone.yaml"], "not a file"),
-        (["x.py", "--rloo_k", "two"], "a number is expected"),
-        (["x.py", "--rloo_k", "0"], "not a whole number"),
-        (["rloo.py", "--reward_funcs", "a", "b", "--reward_weights", "1"], "does not fit"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+        (["list.yaml"], "list.yaml"),
+        (["broken.yaml"], "broken.yaml"),
+        (["plain.py"], "RLOOConfig"),
+        (["broken.py"], "broken.py"),
+        (["notes.sh"], "notes.sh"),
+        (["accelerate", "launch"], "flags"),
+        (["--from", "vrel", "x.py", "--rloo_k", "2"], "vrel"),
+        (["--from", "verl", "x.py", "--rloo_k", "2"], "verl"),
+        (["--world-size", "none", "x.py", "--rloo_k", "2"], "none"),
+        (["--world-size"], "--world-size"),
+        (["trl", "rloo", "--config", "gone.yaml"], "gone.yaml"),
+        (["x.py", "--rloo_k", "two"], "two"),
+        (["x.py", "--rloo_k", "0"], "0"),
+        (["rloo.py", "--reward_funcs", "a", "b", "--reward_weights", "1"], "reward_weights"),
     ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_bad_input_is_a_config_error(migrate, words, said):
+def test_bad_input_is_a_config_error(migrate, words, key, sentence):
     Path("list.yaml").write_text("- 1\n")
     Path("broken.yaml").write_text("a: [1\n")
     Path("plain.py").write_text("x = 1\n")
     Path("broken.py").write_text("def\n")
     Path("notes.sh").write_text("ls --all\npython train.py\n")
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError) as error:
         migrate(*words)
-    assert error.value.code == 2
+    assert_refused(error, 2, key)
+    if not key.startswith("broken"):  # whose reason is the parser's
+        sentence(error)
 
 
 def test_help_is_printed_and_nothing_to_migrate_is_an_error(capsys):
     assert run(["--help"]) == 0
     assert "--world-size" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="rloo migrate needs an old run"):
+    with pytest.raises(ConfigError) as error:
         run([])
+    assert_refused(error, 2, "rloo migrate")
 
 
 def test_an_old_ppo_run_is_said_to_be_one(migrate):
     found = migrate(*flags("python ppo_tldr.py --num_ppo_epochs 4 --vf_coef 0.1"))
-    assert "the old run was PPO" in found.text
+    assert "was PPO" in found.text
 
 
 def test_ms_swifts_lora_is_a_lora_with_its_own_defaults(migrate):
@@ -193,13 +199,14 @@ def test_ms_swifts_lora_is_a_lora_with_its_own_defaults(migrate):
     assert lora == {"r": 8, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
     assert found.groups["override /lora"] == "default"
     assert found.keys["model.disable_dropout"] is False  # its dropout would be refused
-    assert "the old run was GRPO" in found.text  # its default estimator
+    assert "was GRPO" in found.text  # its default estimator
 
 
-def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about():
-    with pytest.raises(ConfigError, match="RLOO or GRPO") as error:
+def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about(sentence):
+    with pytest.raises(ConfigError) as error:
         run(["python", "train.py", "--num_generations", "4"])
-    assert "--from rloo" in error.value.problems[0].fix
+    assert_refused(error, 2, "RLOO or GRPO", fix="--from rloo")
+    sentence(error)
 
 
 # Commands that do not train
@@ -214,8 +221,7 @@ def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about():
         ),
         (
             "CUDA_VISIBLE_DEVICES=1 swift rollout --model a/b --vllm_data_parallel_size 2 --use_hf",
-            "rloo vllm-serve model.path=a/b generation.server.data_parallel_size=2\n"
-            "# --use_hf: names are those of the hub",
+            "rloo vllm-serve model.path=a/b generation.server.data_parallel_size=2",
         ),
         (
             "python -i examples/scripts/evals/generate_tldr.py --model_name_or_path a/b --n 1000",
@@ -225,7 +231,7 @@ def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about():
 )
 def test_a_server_and_an_evaluation_become_commands_of_ours(capsys, command, said):
     assert run(flags(command)) == 0
-    assert capsys.readouterr().out.strip() == said
+    assert capsys.readouterr().out.splitlines()[0] == said
 
 
 BATCH_SCRIPT = """
@@ -250,19 +256,17 @@ def test_a_batch_script_with_a_server_beside_the_training_keeps_both(capsys, tmp
     assert run(["run.sh"]) == 0
     text = capsys.readouterr().out
     assert "rloo vllm-serve model.path=a/b generation.server.tensor_parallel_size=8" in text
-    assert "train_rloo.py is not a file here: rloo migrate train_rloo.py" in text
+    assert "rloo migrate train_rloo.py" in text
     Path("train_rloo.py").write_text(TRAINING)
     assert run(["run.sh"]) == 0
     text = " ".join(capsys.readouterr().out.replace("#", "").split())
     assert "override /generation: vllm_server" in text
     assert "num_processes: 8" in text
     assert "num_nodes: 4" in text
-    assert "its server: rloo vllm-serve model.path=a/b" in text
+    assert "its server: rloo vllm-serve" in text
     assert "resume: auto" in text
-    assert "callbacks=[x] is not carried over" in text
-    assert "trial=t) is not carried over: a search is a multirun" in text
-    assert "rloo push RUN --repo ORG/NAME" in text
-    assert "final/ in the run's folder has the model" in text
+    assert "callbacks=[x]" in text and "trial=t)" in text
+    assert "rloo push RUN --repo ORG/NAME" in text and "final/" in text
 
 
 def test_overrides_of_commands_that_do_not_train_name_keys_that_exist():
@@ -318,9 +322,9 @@ def test_a_setting_of_several_values_takes_one_and_one_in_a_list_is_a_value(name
     [
         ("wandb", ["wandb"], ""),
         ("wandb tensorboard", ["wandb", "tensorboard"], ""),
-        ("none", None, "off, as here"),
-        ("all", None, "report_to all: trackers are"),
-        ("wandb comet_ml", ["wandb"], "report_to comet_ml: trackers are"),
+        ("none", None, ""),
+        ("all", None, "report_to all:"),
+        ("wandb comet_ml", ["wandb"], "report_to comet_ml:"),
     ],
 )
 def test_report_to_takes_one_tracker_or_several_and_names_those_that_are_not_here(
@@ -328,4 +332,4 @@ def test_report_to_takes_one_tracker_or_several_and_names_those_that_are_not_her
 ):
     found = migrate(*flags(f"python rloo.py --num_generations 4 --report_to {words}"))
     assert found.keys.get("logging.trackers") == trackers
-    assert said in found.text.replace("\n#   ", " ") and "not in this version" not in found.text
+    assert said in found.text.replace("\n#   ", " ") and "in this version" not in found.text

@@ -14,6 +14,8 @@ from rloo_cli.compat.migrate.recipe import Recipe, our_defaults, schema_refusal
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 NAMES = yaml.safe_load((Path(__file__).parent / "names_of_trainers.yaml").read_text())
 TRL_FILES = (
     "trl:trainer/base_config.py", "trl:trainer/rloo_config.py", "trl:trainer/grpo_config.py",
@@ -62,6 +64,7 @@ def answer(name: str, value: object, tool: str) -> str:
         return str(error)
 
 
+@pytest.mark.slow_cases("grpo")
 @pytest.mark.parametrize("tool", ["trl", "grpo", "ms_swift"])
 def test_no_setting_of_trl_or_ms_swift_is_lost(tool):
     settings = dict.fromkeys(NAMES.get(tool, "").split(), 1) or settings_of_trl()
@@ -77,6 +80,7 @@ def test_no_setting_of_trl_or_ms_swift_is_lost(tool):
     assert not lost
 
 
+@pytest.mark.slow_cases("ms_swift")
 @pytest.mark.parametrize("tool", ["trl", "grpo", "ms_swift"])
 def test_a_recipe_of_any_setting_has_keys_of_ours_alone(tool):
     settings = dict.fromkeys(NAMES.get(tool, "").split(), 1) or settings_of_trl()

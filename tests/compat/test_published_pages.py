@@ -11,6 +11,8 @@ from migrate_cases import checked
 
 from rloo_cli.cli.migrate import run
 
+pytestmark = pytest.mark.wide
+
 HERE = Path(__file__).parent
 PAGES = yaml.safe_load((HERE / "published_pages.yaml").read_text())
 ROWS = [(page["page"], row) for page in PAGES for row in page["rows"]]

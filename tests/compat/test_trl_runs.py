@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from assert_refused import assert_refused
 from datasets import Dataset
 from family_cases import EXPERTS, HEADS
 from safetensors.torch import load_file
@@ -25,6 +26,8 @@ from rloo_cli.compat.trl_callbacks import CallbackEvents, sort_callbacks
 from rloo_cli.config import synthetic
 from rloo_cli.plugin import Events
 from rloo_cli.utils.errors import ConfigError
+
+pytestmark = pytest.mark.wide
 
 ROWS = Dataset.from_list([{"prompt": f"Say {n}: "} for n in range(16)])
 SMALL = {"max_completion_length": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
@@ -162,16 +165,19 @@ class NeedsSubsteps(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("callback", "said"),
+    ("callback", "key"),
     [
-        (print, "neither one of transformers nor one of rloo"),
-        (NeedsModel(), "NeedsModel.on_train_begin asks for model"),
-        (NeedsSubsteps, "NeedsSubsteps.on_substep_end would never be called"),
+        (print, "print"),
+        (NeedsModel(), "NeedsModel.on_train_begin"),
+        (NeedsSubsteps, "NeedsSubsteps.on_substep_end"),
     ],
+    ids=["function", "model", "substeps"],
 )
-def test_a_callback_that_cannot_be_told_is_refused_by_its_name(callback, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_callback_that_cannot_be_told_is_refused_by_its_name(callback, key, sentence):
+    with pytest.raises(ConfigError) as caught:
         sort_callbacks([callback])
+    assert_refused(caught, 2, key)
+    sentence(caught)
 
 
 def test_what_a_callback_asks_for_beside_the_end_is_said(capsys):
@@ -188,17 +194,18 @@ def test_what_a_callback_asks_for_beside_the_end_is_said(capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "key"),
     [
-        ({"reward_processing_classes": [None, None]}, "must match the number of reward_funcs"),
-        ({"settings": {"reward_weights": [0.5, 0.5]}}, "number of reward_weights"),
-        ({"settings": {"max_steps": 2, "warmup_steps": 9}}, "warmup_steps"),
-        ({"settings": {"output_dir": "a", "num_generations": 3}}, "not a multiple of K = 3"),
+        ({"reward_processing_classes": [None, None]}, "reward_funcs"),
+        ({"settings": {"reward_weights": [0.5, 0.5]}}, "reward_weights"),
+        ({"settings": {"max_steps": 2, "warmup_steps": 9}}, "train.warmup_steps"),
+        ({"settings": {"output_dir": "a", "num_generations": 3}}, "K = 3"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused_when_the_trainer_is_made(given, said, model):
-    with pytest.raises(ConfigError, match=said):
+def test_what_a_run_would_refuse_is_refused_when_the_trainer_is_made(given, key, model):
+    with pytest.raises(ConfigError) as caught:
         trainer_of(model, **given)
+    assert_refused(caught, 2, key)
 
 
 def test_a_tokenizer_of_a_reward_model_that_has_a_name_is_kept(model):
@@ -224,7 +231,7 @@ def test_a_mixture_of_experts_is_trained_once_its_router_has_no_loss(model):
 
 
 @pytest.mark.parametrize("kind", ["rloo", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_a_script_of_trl_runs_whole_with_its_imports_changed(kind, model, monkeypatch, capsys):
+def test_a_script_of_trl_runs_whole_with_its_imports_changed(kind, model, monkeypatch):
     pytest.importorskip("trl", minversion="1.16")
     spec = find_spec("trl.scripts")
     text = Path(spec.submodule_search_locations[0], f"{kind}.py").read_text()
@@ -238,7 +245,6 @@ def test_a_script_of_trl_runs_whole_with_its_imports_changed(kind, model, monkey
     words += " --max_completion_length 6 --eval_strategy steps --eval_steps 1 --report_to none"
     monkeypatch.setattr(sys, "argv", ["script.py", *words.split()])
     runpy.run_path("script.py", run_name="__main__")
-    assert "Model saved to out." in capsys.readouterr().out
     assert transformers.AutoModelForCausalLM.from_pretrained("out").num_parameters()
 
 

@@ -1,11 +1,13 @@
 """A mistake in a user's own algorithm file is answered with that file's lines, exit 2."""
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assert_refused import assert_refused
 from fork_cases import Forked
 
 from rloo_cli.config import registry
@@ -40,34 +42,38 @@ def advantages(folder: Path, body: str, name: str) -> Any:
 
 FOUND = "    found = super().advantages(inputs)\n"
 WRONG = {
-    "an exception": ("    return inputs.score / {}\n", "TypeError: unsupported operand"),
-    "a plain tensor": ("    return inputs.score\n", "reward: it is NoneType None"),
+    "an exception": ("    return inputs.score / {}\n", ["TypeError"]),
+    "a plain tensor": ("    return inputs.score\n", ["reward", "NoneType"]),
     "a float32": (
         FOUND + "    return replace(found, advantage=found.advantage.float())\n",
-        "advantage: it is float32, shape (2, 3)\nexpected: float64, shape (2, 3)",
+        ["advantage", "float32", "(2, 3)", "float64"],
     ),
     "a shape": (
         FOUND + "    return replace(found, reward=found.reward[0])\n",
-        "reward: it is float64, shape (3,)\nexpected: float64, shape (2, 3)",
+        ["reward", "float64", "(3,)", "(2, 3)"],
     ),
     "no rows": (
         FOUND + "    return replace(found, usable=inputs.scorable.double())\n",
-        "usable: it is float64, shape (2, 3)\nexpected: bool, shape (2, 3)",
+        ["usable", "float64", "bool"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_hook_raises_or_returns_is_the_files_mistake(name: str, tmp_path: Path) -> None:
+def test_what_a_hook_raises_or_returns_is_the_files_mistake(
+    name: str, tmp_path: Path, sentence: Callable[..., None]
+) -> None:
     body, said = WRONG[name]
     with pytest.raises(ConfigError) as refused:
         advantages(tmp_path, body, f"{name}.py")
-    problem = refused.value.problems[0]
-    assert problem.what.startswith(f"advantages of the algorithm {tmp_path}/{name}.py ")
     line = 10 if name == "an exception" else 9
-    assert problem.where == f"{tmp_path}/{name}.py:{line}"
-    assert said in problem.why and problem.fix == "correct advantages"
+    problem = assert_refused(
+        refused, where=f"{tmp_path}/{name}.py:{line}", fix="correct advantages"
+    )
+    assert all(word in problem.why for word in said)
     assert "rloo_cli/" not in problem.why
+    if name == "a float32":
+        sentence(refused)
 
 
 def test_every_tensor_hook_is_looked_at_and_a_right_one_passes(tmp_path: Path) -> None:
@@ -79,9 +85,10 @@ def test_every_tensor_hook_is_looked_at_and_a_right_one_passes(tmp_path: Path) -
     }  # fmt: skip
     for hook, (returned, given) in bad.items():
         body = f"def {hook}(self, raw, *rest): return {returned}\n"
-        with pytest.raises(ConfigError, match=f"{hook} of the algorithm"):
+        with pytest.raises(ConfigError) as refused:
             getattr(algorithm(tmp_path, body, f"{hook}.py"), hook)(given)
-    with pytest.raises(ConfigError, match="rules of the algorithm"):
+        assert_refused(refused, key=hook, fix=f"correct {hook}")
+    with pytest.raises(ConfigError, match="rules"):
         algorithm(tmp_path, "def rules(self, run):\n    yield run.x\n", "gen.py").rules(None)
 
 
@@ -94,16 +101,20 @@ def test_a_refusal_of_ours_and_memory_that_runs_out_keep_their_codes(tmp_path: P
         algorithm(tmp_path, full, "b.py").forward_plan(None)
 
 
-def test_one_class_of_the_file_is_the_algorithm_and_it_has_advantages(tmp_path: Path) -> None:
+def test_one_class_of_the_file_is_the_algorithm_and_it_has_advantages(
+    tmp_path: Path, sentence: Callable[..., None]
+) -> None:
     own = algorithm(tmp_path, "", "plain.py")
     assert type(own).__name__ == "Mine" and type(own).loss is type(own).__mro__[1].loss
-    with pytest.raises(ConfigError, match="is not an algorithm") as refused:
+    with pytest.raises(ConfigError) as refused:
         _load(tmp_path, "class Other(RLOO[Config]): pass\n", "two.py")
-    assert "it has Mine, Other" in str(refused.value)
-    with pytest.raises(ConfigError, match="is not an algorithm") as refused:
+    assert_refused(refused, key="Mine, Other")
+    sentence(refused)
+    with pytest.raises(ConfigError) as refused:
         _load(tmp_path, "", "open.py", HEAD.replace("RLOO[Config]", "Algorithm[Config]"))
-    assert "Mine does not define advantages" in str(refused.value)
-    with pytest.raises(ConfigError, match="is not a function"):
+    assert_refused(refused, key="advantages")
+    sentence(refused)
+    with pytest.raises(ConfigError, match="loss"):
         algorithm(tmp_path, "loss = 'clip'\n", "value.py")
 
 
@@ -138,8 +149,7 @@ def test_a_file_of_the_old_face_is_refused_and_shown_in_the_new_form(tmp_path: P
     (tmp_path / "cut_off.py").write_text(OLD)
     with pytest.raises(ConfigError) as refused:
         registry.algorithm_class(str(tmp_path / "cut_off.py"))
-    problem = refused.value.problems[0]
-    assert "its functions are the hooks" in problem.what and problem.where == "algorithm.name"
+    problem = assert_refused(refused, key="cut_off.py", where="algorithm.name")
     new = problem.fix.partition("\n\n")[2]
     assert "class CutOff(Algorithm[Config]):" in new and "yield from super().rules(run)" in new
     assert "# early: override forward_plan" in new
@@ -156,5 +166,5 @@ def test_a_run_whose_algorithm_fails_ends_with_2_and_the_files_line(forked: Fork
     (forked.folder / "mine.py").write_text(HEAD + body)
     assert forked("train", "+recipe=smoke", "algorithm.name=mine.py") == 2
     said = forked.said()
-    assert "mine.py:9" in said and "it is float32, shape (4, " in said
+    assert "mine.py:9" in said and "float32" in said
     assert "this is a bug" not in said and "Traceback" not in said

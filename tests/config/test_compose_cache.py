@@ -55,6 +55,16 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         assert compose.compose_config([f"+recipe={mine}"]).values["max_steps"] == steps
 
 
+def test_a_recipe_file_of_a_folder_that_was_left_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("defaults: [smoke]\nmax_steps: 7\n")
+    assert compose.compose_config(["+recipe=mine.yaml"]).values["max_steps"] == 7
+    monkeypatch.chdir("/")
+    assert compose.compose_config(["+recipe=smoke", "max_steps=5"]).values["max_steps"] == 5
+
+
 def test_a_file_of_a_config_dir_that_changes_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for name in ("b", "long"):

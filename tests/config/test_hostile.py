@@ -8,12 +8,14 @@ import json
 import pickle
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from assert_refused import assert_refused
 from policy_cases import fresh
 from prompt_cases import config as data_config
 from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, train
@@ -28,6 +30,8 @@ from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 from rloo_cli.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.process
+
 YAML = Path(__file__).parents[2] / "conf/model/default.yaml"
 
 # Objects named in a config.
@@ -38,7 +42,7 @@ PLACES = ["model", "data", "generation", "algorithm", "distributed", "train", "e
 PLACES += ["checkpoint", "debug", "reward.unique_chars", "reward.mine", "eval.sets.hard"]
 PLACES += ["train.optimizer_kwargs", "train.optimizer_kwargs.a.b", "train.lr_scheduler_kwargs"]
 PLACES += ["generation.chat_template_kwargs", "data.columns", "nowhere", "algorithm.correction"]
-NAMES_OBJECTS = "a config names no Python objects"
+OBJECTS = {"fix": "reward=function reward.function.path=file.py:name"}
 
 
 def nested(key: str, target: str) -> str:
@@ -53,28 +57,35 @@ CASES: dict[str, Case] = {}
 for number, place in enumerate(PLACES):
     target = TARGETS[number % len(TARGETS)]
     CASES[f"{target} on the command line, at {place}"] = train(
-        f"+{place}._target_={target}", f"+{place}.command='touch HERE/pwned'", says=[NAMES_OBJECTS]
+        f"+{place}.command='touch HERE/pwned'",
+        f"+{place}._target_={target}",
+        **OBJECTS,
+        rule=place == "model",
     )
-    CASES[f"{target} in a recipe, at {place}"] = recipe(nested(place, target), NAMES_OBJECTS)
+    CASES[f"{target} in a recipe, at {place}"] = recipe(
+        nested(place, target), f"{place}._target_", **OBJECTS
+    )
     group = {"model": "tiny", "data": "tiny", "algorithm": "rloo", "generation": "transformers"}
     if place in group:
         text = f"defaults: [{group[place]}, _self_]\n_target_: {target}\n"
         CASES[f"{target} in a group's file, of {place}"] = train(
             f"{place}=mine", "--config-dir=own", files={f"own/{place}/mine.yaml": text},
-            says=[NAMES_OBJECTS],
+            key=f"{place}._target_", **OBJECTS,
         )  # fmt: skip
 CASES["in a list"] = train(
-    "+train.optimizer_kwargs.x=[1,[{_target_:os.system}]]", says=[NAMES_OBJECTS]
+    "+train.optimizer_kwargs.x=[1,[{_target_:os.system}]]", key="Python objects", **OBJECTS
 )
 CASES["in a list of a recipe"] = recipe(
-    MINE + "train: {optimizer_kwargs: {x: [[{_target_: os.system}]]}}\n", NAMES_OBJECTS
+    MINE + "train: {optimizer_kwargs: {x: [[{_target_: os.system}]]}}\n",
+    "Python objects",
+    **OBJECTS,
 )
-CASES["in a choice"] = train("algorithm={_target_: os.system}", says=["the name of a choice"])
-CASES["as what is called in parts"] = train("+model._partial_=true", says=[NAMES_OBJECTS])
+CASES["in a choice"] = train("algorithm={_target_: os.system}", fix="algorithm.KEY=VALUE")
+CASES["as what is called in parts"] = train("+model._partial_=true", **OBJECTS)
 
 # Hydra's own section, which can write, import and run.
 
-HYDRA = "is not a key of rloo"
+HYDRA = {"fix": "root=FOLDER"}
 CALLBACK = "{x: {_target_: logging.FileHandler, filename: HERE/pwned}}"
 for word in (
     f"hydra.callbacks={CALLBACK}",
@@ -98,8 +109,8 @@ for word in (
     "~hydra.run",
     "~hydra",
 ):
-    CASES[f"the word {word}"] = train(word, says=[HYDRA])
-    CASES[f"the word {word}, of a sweep"] = train("-m", "seed=1,2", word, says=[HYDRA])
+    CASES[f"the word {word}"] = train(word, **HYDRA, rule=word == "hydra.run.dir=HERE/pwned")
+    CASES[f"the word {word}, of a sweep"] = train("-m", "seed=1,2", word, **HYDRA)
 for text in (
     f"hydra: {{callbacks: {CALLBACK}}}\n",
     "hydra: {run: {dir: HERE/pwned}, output_subdir: x}\n",
@@ -107,37 +118,39 @@ for text in (
     "hydra: {searchpath: ['file://HERE']}\n",
     "hydra.run.dir: HERE/pwned\n",
 ):
-    CASES[f"a recipe with {text!r}"] = recipe(MINE + text, HYDRA)
+    CASES[f"a recipe with {text!r}"] = recipe(MINE + text, "hydra", **HYDRA)
     CASES[f"a group's file with {text!r}"] = train(
-        "model=mine", "--config-dir=own", says=[HYDRA],
+        "model=mine", "--config-dir=own", key="hydra", **HYDRA,
         files={"own/model/mine.yaml": f"# @package _global_\n{text}"},
     )  # fmt: skip
-REACHES = "reaches into Hydra"
+REACHES = {"key": "reaches into Hydra"}
 HANDLER = "_target_: logging.FileHandler\nfilename: HERE/pwned\n"
 CASES |= {
-    "a callback in a recipe": recipe(MINE + f"hydra: {{callbacks: {CALLBACK}}}\n", HYDRA),
+    "a callback in a recipe": recipe(
+        MINE + f"hydra: {{callbacks: {CALLBACK}}}\n", "hydra", where="my.yaml:6", rule=True
+    ),
     "a package of Hydra's": train(
-        "model=mine", "--config-dir=own", says=[REACHES],
+        "model=mine", "--config-dir=own", **REACHES,
         files={"own/model/mine.yaml": f"# @package hydra.callbacks.x\n{HANDLER}"},
     ),
     "a package of Hydra's behind other comments": train(
-        "model=mine", "--config-dir=own", says=[REACHES],
+        "model=mine", "--config-dir=own", **REACHES,
         files={"own/model/mine.yaml": f"# Mine.\n\n#  @package   hydra.callbacks.x\n{HANDLER}"},
     ),
     "a package that is the file's name": train(
-        "model=hydra", "--config-dir=own", says=[REACHES],
+        "model=hydra", "--config-dir=own", **REACHES,
         files={"own/model/hydra.yaml": "# @package _name_\ncallbacks: {}\n"},
     ),
     "a group of Hydra's": train(
-        "--config-dir=own", says=[REACHES],
+        "--config-dir=own", **REACHES,
         files={"own/hydra/callbacks/x.yaml": HANDLER},
     ),
     "a default of Hydra's": recipe(MINE.replace(
-        "defaults:", "defaults:\n  - override /hydra/launcher: joblib"), REACHES),
+        "defaults:", "defaults:\n  - override /hydra/launcher: joblib"), **REACHES),
     "a default put into Hydra's": recipe(MINE.replace(
-        "defaults:", "defaults:\n  - /model@hydra.callbacks: tiny"), REACHES),
+        "defaults:", "defaults:\n  - /model@hydra.callbacks: tiny"), **REACHES),
     "a default of a group's file": train(
-        "model=mine", "--config-dir=own", says=[REACHES],
+        "model=mine", "--config-dir=own", **REACHES,
         files={"own/model/mine.yaml": "defaults: [/hydra/output: default]\n"},
     ),
 }  # fmt: skip
@@ -148,26 +161,27 @@ TAG = "!!python/object/apply:os.system ['touch HERE/pwned']"
 BOMB = "\n".join(
     ["a0: &a0 [x]", *(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40))]
 )
-for name, text, said in (
-    ("an object", f"x: {TAG}\n", "is not valid YAML"),
-    ("an object as key", f"? {TAG}\n: 1\n", "is not valid YAML"),
-    ("a name", "x: !!python/name:os.system\n", "is not valid YAML"),
-    ("a module", "x: !!python/module:antigravity\n", "is not valid YAML"),
-    ("a tag of its own", "x: !exec 1\n", "the tag '!exec'"),
-    ("an alias bomb", BOMB + "\n", "is too large for a config"),
-    ("what holds itself", "a: &a {b: *a}\n", "is too large for a config"),
-    ("a merge bomb", "a: &a {b: 1}\n" + "c: {<<: [" + "*a," * 9999 + "*a]}\n", "is too large"),
+for name, text, key in (
+    ("an object", f"x: {TAG}\n", "valid YAML"),
+    ("an object as key", f"? {TAG}\n: 1\n", "valid YAML"),
+    ("a name", "x: !!python/name:os.system\n", "valid YAML"),
+    ("a module", "x: !!python/module:antigravity\n", "valid YAML"),
+    ("a tag of its own", "x: !exec 1\n", "!exec"),
+    ("an alias bomb", BOMB + "\n", "too large"),
+    ("what holds itself", "a: &a {b: *a}\n", "too large"),
+    ("a merge bomb", "a: &a {b: 1}\n" + "c: {<<: [" + "*a," * 9999 + "*a]}\n", "too large"),
 ):
-    CASES[f"a recipe with {name}"] = recipe(MINE + text, said)
+    CASES[f"a recipe with {name}"] = recipe(MINE + text, key, where="my.yaml")
     CASES[f"a file of a config dir, not chosen, with {name}"] = train(
-        "--config-dir=own", files={"own/model/mine.yaml": text}, says=[said]
-    )
+        "--config-dir=own", files={"own/model/mine.yaml": text}, key=key,
+        where="own/model/mine.yaml",
+    )  # fmt: skip
 
 # Names of folders and files: none leads elsewhere, is a flag, or commands a terminal or a shell.
 
 NAMES = ["-x", "../x", "a/b", ".x", "..", "/etc/x", "x" * 151, "a b", "a;b", "$(x)", "a|b", "~"]
 for name in NAMES:
-    CASES[f"the name {name[:20]}"] = train(f"name='{name}'", says=["name = ", "is not valid"])
+    CASES[f"the name {name[:20]}"] = train(f"name='{name}'")
 for key, line in (
     ("name", 'name: "a\\nb"'),
     ("name", 'name: "a\\e]0;b"'),
@@ -175,7 +189,7 @@ for key, line in (
     ("data.path", 'data: {path: "a\\nb"}'),
     ("model.path", 'model: {path: "a\\eb"}'),
 ):
-    CASES[f"a recipe with {line}"] = recipe(MINE + f"{line}\n", key, "is not valid")
+    CASES[f"a recipe with {line}"] = recipe(MINE + f"{line}\n", key, where="my.yaml:6")
 for name in ("../x", "a/b", "a b", "-x", "a\\nb"):
     for key, text in (
         ("eval.sets", f'eval: {{sets: {{"{name}": {{split: test}}}}}}'),
@@ -189,22 +203,24 @@ for name in ("../x", "a/b", "a b", "-x", "a\\nb"):
 CASES |= {
     "a token in a key": train(
         "data.system=${oc.env:HF_TOKEN}", env={"HF_TOKEN": "sentinel-1234"},
-        says=["data.system: this looks like a secret", "export HF_TOKEN=..."],
+        fix="export HF_TOKEN=...",
     ),
     "a token in a name": recipe(
-        MINE + "name: run-${oc.env:OPENAI_API_KEY}\n", "name: this looks like a secret",
+        MINE + "name: run-${oc.env:OPENAI_API_KEY}\n", "name", fix="export",
         env={"OPENAI_API_KEY": "sentinel-1234"},
     ),
     "a token by another name": recipe(
         MINE + "data: {system: '${oc.env:${data.template}}', template: HF_TOKEN}\n",
-        "data.system: this looks like a secret", env={"HF_TOKEN": "sentinel-1234"},
+        "data.system", fix="export", env={"HF_TOKEN": "sentinel-1234"},
     ),
-    "a resolver that is none": train("name=${exec:x}", says=["Unsupported interpolation type"]),
+    "a resolver that is none": train("name=${exec:x}", key="interpolation type"),
     "a decoded object": recipe(
-        MINE + "data: {columns: '${oc.decode:\"{_target_: os.system}\"}'}\n", NAMES_OBJECTS
+        MINE + "data: {columns: '${oc.decode:\"{_target_: os.system}\"}'}\n",
+        "data.columns._target_", **OBJECTS
     ),
     "a created object": recipe(
-        MINE + "data: {columns: '${oc.create:{_target_: os.system}}'}\n", NAMES_OBJECTS
+        MINE + "data: {columns: '${oc.create:{_target_: os.system}}'}\n",
+        "data.columns._target_", **OBJECTS
     ),
 }  # fmt: skip
 
@@ -219,23 +235,25 @@ for path in (
     words = ("reward=function", f"reward.function.path={path}")
     CASES[f"a reward that is {path}"] = train(
         *words, "reward.function.kwargs={command: touch HERE/pwned}",
-        says=[f"reward.function.path = '{path}' is not code of yours"],
+        key="reward.function.path", fix="reward.function.path=file.py:name",
     )  # fmt: skip
 for key in ("optimizer", "lr_scheduler"):
-    CASES[f"the {key} os:system"] = train(f"train.{key}=os:system", says=["is not code of yours"])
+    CASES[f"the {key} os:system"] = train(f"train.{key}=os:system", fix="file.py:name")
 CASES |= {
     "a reward's file, in a config that is wrong elsewhere": train(
         "reward=function", "reward.function.path=a.py:f", "algorithm.beta=abc",
-        files={"a.py": EVIL}, says=["algorithm.beta"],
+        files={"a.py": EVIL},
     ),
-    "a kernel from a hub": train("model.attn_implementation=org/kernel", says=["is not trusted"]),
+    "a kernel from a hub": train(
+        "model.attn_implementation=org/kernel", fix="model.trust_remote_code=true", rule=True
+    ),
     "a model's kernel from a hub": train(
         "model.path=m", files={"m/config.json": '{"attn_implementation": "org/kernel"}'},
-        says=["is code from a hub"],
+        key="attn_implementation = 'org/kernel'",
     ),
     "a model without end": train(
         "model.path=m", files={"m/config.json": '{"num_hidden_layers": 1000000000}'},
-        says=["num_hidden_layers = 1000000000, which no model has"],
+        key="num_hidden_layers = 1000000000",
     ),
 }  # fmt: skip
 
@@ -246,8 +264,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_and_leaves_no_trace(name: str, answers: dict[str, Answer]) -> None:
-    is_clean(CASES[name], answers[name])
+def test_it_is_refused_and_leaves_no_trace(
+    name: str, answers: dict[str, Answer], sentence: Callable[..., None]
+) -> None:
+    is_clean(CASES[name], answers[name], sentence)
     assert "sentinel" not in answers[name].err
 
 
@@ -305,11 +325,11 @@ def settings(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(**yaml.safe_load(YAML.read_text()) | {"path": str(folder)} | changes)
 
 
-def refusal(folder: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load.load_causal_lm(settings(folder, **changes), str(folder), torch.device("cpu"))
+def refuses_model(folder: Path, key: str = "model.path") -> None:
+    with pytest.raises(ConfigError) as refused:
+        load.load_causal_lm(settings(folder), str(folder), torch.device("cpu"))
+    assert_refused(refused, key=key)
     assert not (folder.parent / "pwned").exists()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.bin", "model.pt", "model.pkl"])
@@ -321,7 +341,7 @@ def test_weights_in_a_pickle_are_never_unpickled(name: str, folder: Path) -> Non
         settings(folder), str(folder), torch.device("cpu")
     )  # the safetensors beside it
     (folder / "model.safetensors").unlink()
-    assert "safetensors" in refusal(folder)
+    refuses_model(folder, "model.safetensors")
     pickle.loads(pickle.dumps(evil)).close()
     assert (folder.parent / "pwned").exists()  # it would have
 
@@ -340,35 +360,32 @@ HEADERS = {
 @pytest.mark.parametrize("name", HEADERS)
 def test_weights_with_an_absurd_header_are_refused(name: str, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(HEADERS[name])
-    assert "cannot be loaded" in refusal(folder)
-
-
-ABSURD, CODE = "which no model has", "is code from a hub"
+    refuses_model(folder)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "key"),
     [
-        ({"vocab_size": 2**40}, ABSURD),
-        ({"hidden_size": 2**19}, ABSURD),
-        ({"num_hidden_layers": 10**9}, ABSURD),
-        ({"num_attention_heads": 0}, ABSURD),
-        ({"intermediate_size": -1}, ABSURD),
-        ({"text_config": {"num_hidden_layers": 10**9}}, ABSURD),
-        ({"attn_implementation": "org/kernel"}, CODE),
-        ({"_attn_implementation": "org/kernel"}, CODE),
-        ({"vocab_size": "x"}, "cannot be loaded"),
-        ({"num_hidden_layers": 3}, "cannot be loaded"),
-        ({"model_type": "../../x"}, "cannot be loaded"),
+        ({"vocab_size": 2**40}, "vocab_size = 1099511627776"),
+        ({"hidden_size": 2**19}, "hidden_size = 524288"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"intermediate_size": -1}, "intermediate_size = -1"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers = 1000000000"),
+        ({"attn_implementation": "org/kernel"}, "attn_implementation = 'org/kernel'"),
+        ({"_attn_implementation": "org/kernel"}, "_attn_implementation = 'org/kernel'"),
+        ({"vocab_size": "x"}, "model.path"),
+        ({"num_hidden_layers": 3}, "model.path"),
+        ({"model_type": "../../x"}, "model.path"),
     ],
     ids=str,
 )
 def test_a_config_that_no_model_has_is_refused(
-    changes: dict[str, Any], said: str, folder: Path
+    changes: dict[str, Any], key: str, folder: Path
 ) -> None:
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | changes))
-    assert said in refusal(folder)
+    refuses_model(folder, key)
 
 
 def test_a_models_config_names_no_code_that_is_run(folder: Path) -> None:
@@ -405,8 +422,9 @@ def test_a_chat_template_stays_in_its_box(name: str, tmp_path: Path) -> None:
     tokens = tiny.tiny_tokenizer()
     tokens.chat_template = TEMPLATES[name].replace("MARK", str(tmp_path / "pwned"))
     rows = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}])
-    with pytest.raises(DataError, match="the chat template refuses prompt 0"):
+    with pytest.raises(DataError) as refused:
         tokenize_prompts(rows, data_config(), tokens, {}, None, 1)
+    assert_refused(refused, 4, "data.prompt_column", where="row 0")
     assert not (tmp_path / "pwned").exists()
 
 
@@ -425,8 +443,9 @@ def test_a_chat_template_stays_in_its_box(name: str, tmp_path: Path) -> None:
 def test_what_takes_nothing_of_the_completions_is_not_called(
     spec: str, argument: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="this is not a reward"):
+    with pytest.raises(ConfigError) as refused:
         function(spec, **{argument: f"touch {tmp_path / 'pwned'}"})
+    assert_refused(refused, fix="def score(completions")
     assert not (tmp_path / "pwned").exists()
 
 
@@ -463,7 +482,7 @@ def test_a_revision_cannot_climb_out_of_the_cache(tmp_path, monkeypatch) -> None
 def test_a_number_of_completions_that_would_take_days_is_refused(override: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_config(compose_config(["+recipe=smoke", override]))
-    assert override.partition("=")[0] in refused.value.problems[0].where
+    assert_refused(refused, key=override.partition("=")[0], where=override)
 
 
 def test_a_whole_number_of_thousands_of_digits_in_a_file_is_an_error_with_its_line(
@@ -473,4 +492,4 @@ def test_a_whole_number_of_thousands_of_digits_in_a_file_is_an_error_with_its_li
     path.write_text(f"defaults: [smoke]\nmax_steps: {'1' * 5000}\n")
     with pytest.raises(ConfigError) as refused:
         compose_config([f"+recipe={path}"])
-    assert refused.value.problems[0].where.endswith("long.yaml:2")
+    assert_refused(refused, where="long.yaml:2")

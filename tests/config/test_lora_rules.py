@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo
 
 from rloo_cli.config import check, rules_lora
@@ -16,39 +18,46 @@ from rloo_cli.utils.errors import ConfigError, MachineError
 
 SMOKE = ("+recipe=smoke",)
 SERVER, COLOCATE = "generation=vllm_server", "generation=vllm_colocate"
+# The key, or what the fix sets.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "dropout that is turned off": (
         ("lora=default", "model.lora.dropout=0.1"), "model.disable_dropout=false"),
-    "biases of the reference": (("lora=default", "model.lora.bias=all"), "leaves no reference"),
+    "biases of the reference": (("lora=default", "model.lora.bias=all"), "model.lora.bias"),
     "DoRA in vLLM": (("lora=dora", SERVER), "generation=transformers"),
     "whole layers in vLLM": (
-        ("lora=default", COLOCATE, "model.lora.modules_to_save=[lm_head]"), "modules_to_save=[]"),
+        ("lora=default", COLOCATE, "model.lora.modules_to_save=[lm_head]"),
+        "model.lora.modules_to_save=[]"),
     "biases in vLLM": (
-        ("lora=default", SERVER, "model.lora.bias=all", "algorithm.beta=0"), "no biases"),
+        ("lora=default", SERVER, "model.lora.bias=all", "algorithm.beta=0"), "model.lora.bias"),
     "a rank that vLLM has no room for": (
         ("lora=default", SERVER, "model.lora.r=600"), "model.lora.r=512"),
     "a transfer of whole models": (
-        ("lora=default", SERVER, "generation.server.transfer=nccl"), "server.transfer=auto"),
+        ("lora=default", SERVER, "generation.server.transfer=nccl"),
+        "generation.server.transfer=auto"),
     "few bits that would be trained": (("quantization=4bit",), "lora=default"),
     "few bits in vLLM": (("quantization=4bit", "lora=default", SERVER), "model.quantization=null"),
     "few bits that would be moved": (
         ("quantization=8bit", "lora=default", "model.ref_path=make:tiny",
          "model.ref_offload=true"), "model.ref_offload=false"),
     "a second model that is not there": (
-        ("lora=default", "model.ref_offload=true"), "there is no second model"),
+        ("lora=default", "model.ref_offload=true"), "model.ref_offload"),
     "a model that follows an adapter": (
         ("lora=default", "model.ref_path=make:tiny", "model.ref_sync.every=1"),
         "model.ref_sync.every=0"),
-    "no adapter": (("lora=default", "model.lora.path=./nothing"), "is not an adapter"),
+    "no adapter": (("lora=default", "model.lora.path=./nothing"), "model.lora.path"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_with_what_to_change(words: tuple[str, ...], says: str) -> None:
+@pytest.mark.parametrize(("words", "key"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_change(
+    words: tuple[str, ...], key: str, sentence: Callable[..., None]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config([*SMOKE, *words]))
-    assert says in caught.value.render()
+    problem = assert_refused(caught, key=key)
     assert len(caught.value.problems) == 1
+    if ".yaml" not in problem.where:  # a line of conf/, which may move
+        sentence(caught, folder=Path.cwd())
 
 
 @pytest.mark.parametrize("words", [
@@ -69,18 +78,18 @@ def adapter(folder: Path, **changes: Any) -> str:
     return f"model.lora.path={folder}"
 
 
-@pytest.mark.parametrize(("changes", "says"), [
+@pytest.mark.parametrize(("changes", "key"), [
     ({"r": 8}, "model.lora.r=8"), ({"lora_alpha": 16}, "model.lora.alpha=16"),
     ({"use_dora": True}, "model.lora.use_dora=true"),
     ({"use_rslora": True}, "model.lora.use_rslora=true"), ({"peft_type": "IA3"}, "IA3"),
 ])  # fmt: skip
 def test_keys_that_are_not_the_adapters_are_refused(
-    tmp_path: Path, changes: dict[str, Any], says: str
+    tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
     check.check_config(compose_config([*SMOKE, "lora=default", adapter(tmp_path)]))
     with pytest.raises(ConfigError) as caught:
         check.check_config(compose_config([*SMOKE, "lora=default", adapter(tmp_path, **changes)]))
-    assert says in caught.value.render()
+    assert_refused(caught, key=key)
 
 
 def test_a_debug_run_does_not_take_the_adapter_of_another_model(tmp_path: Path) -> None:
@@ -103,7 +112,7 @@ def test_a_package_that_is_not_here_is_named_with_how_to_get_it(
     )
     with pytest.raises(MachineError) as caught:
         preflight.check_machine(check.check_config(compose_config([*SMOKE, *words])))
-    assert f"pip install 'rloo-cli[{extra}]'" in caught.value.render()
+    assert_refused(caught, 3, fix=f"pip install 'rloo-cli[{extra}]'")
 
 
 @pytest.mark.parametrize("group", ["lora", "quantization"])
@@ -118,8 +127,7 @@ def test_a_training_of_whole_models_does_not_leave_an_adapter_out_silently(
     rloo_without_torch: Rloo,
 ) -> None:
     ended = rloo_without_torch("sft", "+recipe=smoke", "lora=default")
-    said = ended.err
-    assert ended.code == 2 and "model.lora is not for sft" in said and "model.lora=null" in said
+    assert_refused(ended, key="model.lora", fix="model.lora=null")
 
 
 def test_an_adapters_folder_as_the_model_is_named_with_its_base(tmp_path: Path) -> None:

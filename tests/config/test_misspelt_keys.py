@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from assert_refused import assert_refused
 
 from rloo_cli.config import check, messages, registry
 from rloo_cli.config.compose import compose_config
@@ -47,9 +48,9 @@ def test_a_key_without_a_value_hides_no_other_mistake() -> None:
     words = ["+recipe=smoke", "model.path=???", "++train.learning_rat=1.0"]
     with pytest.raises(ConfigError) as error:
         check.check_config(compose_config(words))
-    assert {p.what for p in error.value.problems} == {
-        "model.path has no value", "train.learning_rat is not a key",
-    }  # fmt: skip
+    assert len(error.value.problems) == 2
+    for key in ("model.path", "train.learning_rat"):
+        assert_refused(error, key=key)
 
 
 def keys_of_recipes() -> set[str]:
@@ -83,6 +84,7 @@ def all_keys() -> dict[str, str]:
     return keys
 
 
+@pytest.mark.wide
 def test_every_key_of_every_recipe_is_guessed_when_it_is_misspelt() -> None:
     keys, known, wrong = keys_of_recipes(), all_keys(), []
     for key in sorted(keys):
@@ -106,5 +108,5 @@ def test_a_recipe_that_replaces_the_rewards_of_its_base_is_rid_of_their_settings
     assert [*check.check_config(compose_config(["+recipe=my.yaml"])).rewards] == ["unique_chars"]
     own = "reward: {lenght: {weight: 2}}\n"  # what it says itself is a mistake to be told
     Path("my.yaml").write_text(f"defaults: [smoke, override /reward: unique_chars]\n{own}")
-    with pytest.raises(ConfigError, match=r"reward\.lenght is not a reward"):
+    with pytest.raises(ConfigError, match=r"reward\.lenght"):
         check.check_config(compose_config(["+recipe=my.yaml"]))

@@ -16,6 +16,8 @@ from fork_cases import Forked
 from rloo_cli.config import check, messages
 from rloo_cli.config.compose import compose_config
 
+pytestmark = pytest.mark.wide
+
 OLDER = Path(__file__).parent
 RECIPES: dict[str, Any] = json.loads((OLDER / "0.1" / "recipes.json").read_text())
 # The folder of a run, and the words it was started with.

@@ -1,9 +1,10 @@
 """What an error's `fix` offers can be pasted behind the command, and does what was meant."""
 
 import ast
+import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from loop_cases import checked
-from pasted_fixes import paste_into, pasted_words, problems_of
 from refusal_cases import Case, ask
 from test_refusals_config import CASES
 
@@ -33,6 +33,10 @@ PACKAGE = Path(rloo_cli.__file__).parent
 KEY = re.compile(r"(?<![\w.{}/$'-])([a-z]\w*(?:\.[a-z]\w*)+)=")
 # Entries whose keys depend on their type; a launcher's, which Hydra knows.
 OPEN = ("reward.", "hydra.", "eval.judge.")
+# `NAME`, `FILE.py`, `ORG/NAME`, `...`: the reader has to write what is meant.
+PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b|=N\b|\.\.\.|\bfile\.py:name\b")
+SETTING = re.compile(r"\+{0,2}[a-z][\w./]*=.*", re.DOTALL)
+FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,53 @@ def test_a_mapping_that_a_fix_offers_is_quoted_for_the_shell() -> None:
         if text[: at.start()].count("'") % 2 == 0 and "..." not in text
     ]
     assert bare == []
+
+
+def pasted_words(fix: str) -> Iterator[list[str]]:
+    """The arguments of each alternative of a fix; none where it is told in words."""
+    for part in re.split(r", or |, (?=[\w.]+=)| or (?=[\w.]+=)|; |, for |\n", fix):
+        try:
+            words = shlex.split(part)
+        except ValueError:  # words with an apostrophe
+            continue
+        is_whole = all(SETTING.fullmatch(word) or FLAG.fullmatch(word) for word in words)
+        if words and is_whole and not PLACEHOLDER.search(part):
+            yield words
+
+
+def key_of(word: str) -> str:
+    """The key of an argument `key=value`."""
+    return word.lstrip("+~-").partition("=")[0]
+
+
+def paste_into(
+    command: Sequence[str], pasted: Sequence[str], problem: Mapping[str, str]
+) -> Iterator[str]:
+    """The command, checked alone, with the arguments in the place of those that the error names."""
+    replaced = {key_of(word) for word in pasted}
+    words = iter(command)
+    for word in words:
+        named = word.partition("=")[0].lstrip("+~") or word
+        is_wrong = problem["what"].startswith(
+            (f"{named} is not", f"'{word}'", f"{named} cannot", f"{word}:")
+        )
+        if is_wrong and word.startswith("-") and "=" not in word:
+            following = next(words, "")  # the value of a flag
+            if SETTING.fullmatch(following):
+                yield following
+        elif not is_wrong and (key_of(word) not in replaced or "=" not in word):
+            yield word
+    yield from pasted
+    yield "--dry-run"
+
+
+def problems_of(text: str) -> list[dict[str, str]]:
+    """The problems that a command printed as JSON."""
+    try:
+        found: list[dict[str, str]] = json.loads(text)
+    except ValueError:
+        return []
+    return found
 
 
 @pytest.mark.slow

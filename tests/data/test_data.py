@@ -8,6 +8,7 @@ import datasets
 import huggingface_hub
 import pytest
 import yaml
+from assert_refused import assert_refused
 
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import dataset
@@ -36,7 +37,7 @@ def load(path, split="train", **changes):
 def refused(path, split="train", error=DataError, **changes):
     with pytest.raises(error) as caught:
         load(path, split, **changes)
-    return str(caught.value)
+    return caught.value
 
 
 def jsonl(path, rows=ROWS):
@@ -71,8 +72,8 @@ def test_a_folder_of_files_has_their_splits(tmp_path):
     jsonl(tmp_path / "test.jsonl", ROWS[:2])
     assert len(load(tmp_path)) == 10
     assert len(load(tmp_path, "test")) == 2
-    message = refused(tmp_path, "validation")
-    assert "no split 'validation'" in message and "['train', 'test']" in message
+    problem = assert_refused(refused(tmp_path, "validation"), 4, "'validation'", "data.split")
+    assert "['train', 'test']" in problem.why
 
 
 def on_disk(path):
@@ -84,8 +85,9 @@ def on_disk(path):
 def test_a_saved_dataset_dict_has_its_splits(tmp_path):
     assert len(load(on_disk(tmp_path / "d"))) == 10
     assert load(tmp_path / "d", "test")["answer"][:] == ["0", "1"]
-    message = refused(tmp_path / "d", "validation")
-    assert "no split 'validation'" in message and "['train', 'test']" in message
+    wrong = refused(tmp_path / "d", "validation")
+    problem = assert_refused(wrong, 4, "'validation'", where="data.split")
+    assert "['train', 'test']" in problem.why
 
 
 def test_a_saved_dataset_is_its_only_split(tmp_path):
@@ -117,12 +119,13 @@ def test_one_file_is_parted_by_slices_of_its_split(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "saved_dict"])
 def test_a_slice_that_cannot_be_read_is_a_wrong_split(kind, tmp_path):
-    assert "data.split" in refused(source(kind, tmp_path), "train[:x]")
+    assert_refused(refused(source(kind, tmp_path), "train[:x]"), 4, "train[:x]", "data.split")
 
 
-def test_a_file_has_no_split_but_train(tmp_path):
-    message = refused(jsonl(tmp_path / "a.jsonl"), "test")
-    assert "no split 'test'" in message and "['train']" in message and "data.split" in message
+def test_a_file_has_no_split_but_train(tmp_path, sentence):
+    error = refused(jsonl(tmp_path / "a.jsonl"), "test")
+    assert_refused(error, 4, "'test'", where="data.split", fix="data.split=train")
+    sentence(error)
 
 
 def test_addition_is_made_here():
@@ -141,36 +144,37 @@ def test_tiny_prompts_are_made_here():
 
 @pytest.mark.parametrize("split", ["tset", "test[:x]", "train+test"])
 def test_a_made_data_set_has_no_other_split(split):
-    message = refused("make:tiny", split)
-    assert f"no split {split!r}" in message and "train and test" in message
+    assert_refused(refused("make:tiny", split), 4, f"{split!r}", where="data.split")
 
 
-def test_a_missing_prompt_column_is_answered_with_the_columns_and_a_guess(tmp_path):
+def test_a_missing_prompt_column_is_answered_with_the_columns_and_a_guess(tmp_path, sentence):
     path = jsonl(tmp_path / "a.jsonl", [{"id": 1, "promt": "x", "answer": "y"}])
-    message = refused(path)
-    assert "no column 'prompt'" in message
-    assert "id, promt, answer" in message
-    assert "data.prompt_column=promt" in message
+    error = refused(path)
+    problem = assert_refused(error, 4, "'prompt'", fix="data.prompt_column=promt")
+    assert "id, promt, answer" in problem.why
+    sentence(error)
 
 
 def test_the_guess_is_a_column_of_text_where_no_name_is_near(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"id": 1, "question": "x"}])
-    assert "data.prompt_column=question" in refused(path)
+    assert_refused(refused(path), 4, fix="data.prompt_column=question")
     talk = [{"id": 1, "talk": [{"role": "user", "content": "x"}]}]
-    assert "data.prompt_column=talk" in refused(jsonl(tmp_path / "b.jsonl", talk))
+    assert_refused(refused(jsonl(tmp_path / "b.jsonl", talk)), 4, fix="data.prompt_column=talk")
 
 
 @pytest.mark.parametrize("name, text", [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "prompt\n")])
 def test_a_file_without_rows_is_empty(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    assert "empty" in refused(tmp_path / name)
+    assert_refused(refused(tmp_path / name), 4, "empty", where="data.path")
 
 
-def test_a_split_without_rows_is_empty(tmp_path):
-    assert "0 rows" in refused(jsonl(tmp_path / "a.jsonl"), "train[:0]")
-    assert "0 rows" in refused(on_disk(tmp_path / "some"), "train[:0]")
+def test_a_split_without_rows_is_empty(tmp_path, sentence):
+    error = refused(jsonl(tmp_path / "a.jsonl"), "train[:0]")
+    assert_refused(error, 4, "0 rows", where="data.path", fix="data.split")
+    sentence(error)
+    assert_refused(refused(on_disk(tmp_path / "some"), "train[:0]"), 4, "0 rows")
     datasets.Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "d")
-    assert "0 rows" in refused(tmp_path / "d")
+    assert_refused(refused(tmp_path / "d"), 4, "0 rows")
 
 
 def test_columns_are_renamed(tmp_path):
@@ -184,14 +188,16 @@ def test_two_columns_can_change_names(tmp_path):
     assert found[3] == {"answer": "p3", "prompt": "3"}
 
 
-def test_renaming_what_is_not_there_is_refused(tmp_path):
-    message = refused(jsonl(tmp_path / "a.jsonl"), columns={"question": "prompt"})
-    assert "'question'" in message and "prompt, answer" in message
+def test_renaming_what_is_not_there_is_refused(tmp_path, sentence):
+    error = refused(jsonl(tmp_path / "a.jsonl"), columns={"question": "prompt"})
+    assert_refused(error, 4, "'question'", where="data.columns")
+    sentence(error)
 
 
 @pytest.mark.parametrize("columns", [{"answer": "prompt"}, {"answer": "x", "prompt": "x"}])
 def test_renaming_to_a_name_that_is_taken_is_refused(columns, tmp_path):
-    assert "two columns named" in refused(jsonl(tmp_path / "a.jsonl"), columns=columns)
+    error = refused(jsonl(tmp_path / "a.jsonl"), columns=columns)
+    assert_refused(error, 4, "two", where="data.columns")
 
 
 @pytest.mark.parametrize("most, rows", [(3, 3), (10, 10), (99, 10)])
@@ -202,19 +208,17 @@ def test_max_samples_keeps_the_first_rows(most, rows, tmp_path):
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
 def test_a_hub_name_without_network_says_where_it_was_looked_for(name):
-    message = refused(name, error=MachineError)
-    assert repr(name) in message and "the hub" in message
-    assert f" and {datasets.config.HF_DATASETS_CACHE}" in message
-    assert "on a machine with network: rloo fetch +recipe=" in message
+    problem = assert_refused(refused(name, error=MachineError), 3, repr(name), fix="rloo fetch")
+    assert str(datasets.config.HF_DATASETS_CACHE) in problem.render()
 
 
 BROKEN = {
-    "a.jsonl": (b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
-    "a.json": (b"[1, 2", "line 1 is not JSON"),
-    "a.csv": (b'prompt,answer\n"a,b\n', "EOF inside string"),
+    "a.jsonl": (b'{"prompt": "a"}\n{"prompt": \n', "line 2"),
+    "a.json": (b"[1, 2", "line 1"),
+    "a.csv": (b'prompt,answer\n"a,b\n', "EOF"),
     "b.csv": (b"prompt,answer\n\xff\xfe\xff,b\n", "utf-8"),
-    "c.csv": (b"", "No columns"),
-    "a.parquet": (b"PAR1 nonsense", "magic bytes"),
+    "c.csv": (b"", "columns"),
+    "a.parquet": (b"PAR1 nonsense", "magic"),
 }
 
 
@@ -222,27 +226,26 @@ BROKEN = {
 def test_a_corrupt_file_is_refused_with_what_is_wrong_in_it(name, tmp_path):
     content, why = BROKEN[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=why) as caught:
-        load(tmp_path / name)
-    assert f"{name} cannot be read" in str(caught.value)
+    problem = assert_refused(refused(tmp_path / name), 4, why, where="data.path")
+    assert name in problem.what
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a"])
 def test_a_file_of_an_unknown_kind_is_refused_with_the_known_ones(name, tmp_path):
     (tmp_path / name).write_text("x")
-    message = refused(tmp_path / name)
-    assert "not a data file" in message and ".jsonl, .json, .csv, .parquet" in message
+    problem = assert_refused(refused(tmp_path / name), 4, name, where="data.path")
+    assert ".parquet" in problem.render()
 
 
 def test_a_folder_without_data_is_refused(tmp_path):
-    assert "doesn't contain any data" in refused(tmp_path)
+    assert_refused(refused(tmp_path), 4, tmp_path.name, where="data.path")
 
 
 def test_a_script_beside_the_data_is_not_run(tmp_path):
     folder, mark = tmp_path / "script", tmp_path / "mark"
     folder.mkdir()
     (folder / "script.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    assert "script" in refused(folder)
+    assert_refused(refused(folder), 4, "script", where="data.path")
     assert not mark.exists()
 
 

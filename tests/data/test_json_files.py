@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from prompt_cases import config
 
 from rloo_cli.data import dataset
@@ -12,22 +13,26 @@ from rloo_cli.utils.errors import DataError
 DEEP = b'{"a":' * 9000 + b"1" + b"}" * 9000
 GOOD = b'{"prompt": "a"}\n'
 BAD = {
-    "null": (b"\n\nnull\n" + GOOD, "line 3 is not a JSON object"),
-    "null later": (GOOD + b"\nnull\n", "line 3 is not a JSON object"),
-    "null in an array": (b'[{"prompt": "a"}, null]', "element 1 is null"),
-    "deep": (GOOD + DEEP, "line 2 is nested too deep"),
-    "half of a pair": (GOOD + b'{"prompt": "\\ud83d"}', "line 2 is not text"),
+    "null": (b"\n\nnull\n" + GOOD, "line 3"),
+    "null later": (GOOD + b"\nnull\n", "line 3"),
+    "null in an array": (b'[{"prompt": "a"}, null]', "element 1"),
+    "deep": (GOOD + DEEP, "line 2"),
+    "half of a pair": (GOOD + b'{"prompt": "\\ud83d"}', "line 2"),
 }
 
 
-@pytest.mark.parametrize("text, said", BAD.values(), ids=BAD)
-def test_what_is_not_a_row_is_refused_with_its_line(text: bytes, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text, key", BAD.values(), ids=BAD)
+def test_what_is_not_a_row_is_refused_with_its_line(
+    text: bytes, key: str, tmp_path: Path, sentence
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError) as caught:
         list(json_rows(path))
-    with pytest.raises(DataError, match=said):
+    sentence(assert_refused(caught, 4, key).what)
+    with pytest.raises(DataError) as caught:
         dataset.load_split(config(path=str(path)), "train")
+    assert_refused(caught, 4, key, where="data.path")
 
 
 FORMS = {

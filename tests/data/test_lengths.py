@@ -7,27 +7,22 @@ from rloo_cli.data import splits
 from rloo_cli.data.splits import describe_lengths
 
 
-def test_a_line_has_the_ends_the_shape_the_median_and_the_tail() -> None:
-    told = describe_lengths([*range(1, 97)])
-    assert told == "prompt tokens: 1 |████████████████| 96, median 48, 95 % up to 92"
-    assert describe_lengths([2, 2, 2, 4]) == "prompt tokens: 2 |█ ▃| 4, median 2, 95 % up to 4"
-    assert (
-        describe_lengths([7])
-        == describe_lengths([7, 7])
-        == "prompt tokens: 7 |█| 7, median 7, 95 % up to 7"
-    )
+def test_a_line_has_the_ends_the_shape_the_median_and_the_tail(sentence) -> None:
+    sentence(describe_lengths([*range(1, 97)]))
+    sentence(describe_lengths([2, 2, 2, 4]))
+    assert describe_lengths([7]) == describe_lengths([7, 7])
+    sentence(describe_lengths([7]))
 
 
 def test_a_bar_that_is_not_empty_is_seen() -> None:
-    assert describe_lengths([1] * 10_000 + [2]).startswith("prompt tokens: 1 |█▁| 2")
+    assert "1 |█▁| 2" in describe_lengths([1] * 10_000 + [2])
 
 
 def test_what_is_over_the_limit_is_counted() -> None:
     assert describe_lengths([1, 5, 9], [5]).endswith("; 1 over 5")
     assert "over" not in describe_lengths([1, 5], [5])
     found = prepare(LONG, longest=2)  # two of four are dropped, and still told
-    said = "prompt tokens: 1 |███  █| 6, median 2, 95 % up to 6; 2 over 2"
-    assert splits.split_notes(None, found)[1] == said
+    assert "| 6," in (said := splits.split_notes(None, found)[1]) and said.endswith("; 2 over 2")
 
 
 def test_a_run_says_it_at_its_start(tmp_path, capsys) -> None:

@@ -14,6 +14,8 @@ from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
 
+pytestmark = pytest.mark.wide
+
 # The fetched model and its smaller brother have files of their own.
 MODELS = sorted(set(synthetic.SYNTHETIC_MODELS) - {"smollm2", "smollm2_shallow"})
 
@@ -140,6 +142,7 @@ def loaded(folder):
     return kind.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow_but("addition", "tiny_reward", "vision")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_made_model_and_its_tokenizer_go_together(name, cache):
     model, tokens = loaded(synthetic.resolve_model_path(f"make:{name}"))
@@ -150,6 +153,7 @@ def test_a_made_model_and_its_tokenizer_go_together(name, cache):
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.slow_but("addition", "tiny_reward", "vision")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_once(name, cache, monkeypatch):
     first = synthetic.resolve_model_path(f"make:{name}")
@@ -158,6 +162,7 @@ def test_a_model_is_made_once(name, cache, monkeypatch):
     assert synthetic.resolve_model_path(f"make:{name}") == first
 
 
+@pytest.mark.slow_but("addition", "tiny_reward", "vision")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_alike_each_time(name, cache, monkeypatch):
     first = loaded(synthetic.resolve_model_path(f"make:{name}"))[0].state_dict()
@@ -167,6 +172,7 @@ def test_a_model_is_made_alike_each_time(name, cache, monkeypatch):
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
+@pytest.mark.slow_but("addition", "tiny_reward", "vision")
 @pytest.mark.parametrize("name", MODELS)
 def test_making_leaves_every_random_state_alone(name, cache):
     torch.manual_seed(5)

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as some
@@ -131,28 +132,37 @@ def test_what_a_source_leaves_out_is_as_in_data(words) -> None:
     )
 
 
-def refused(*given: str) -> str:
+def refused(*given: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         checked((), given)
-    return str(caught.value)
+    return caught.value
 
 
-def test_rows_come_from_a_path_or_from_a_mixture(words) -> None:
-    assert "either from data.path or" in refused(*words, "data.path=make:tiny")
-    assert "either from data.path or" in refused("data.path=null", NO_SET)
-    assert "either from data.path or" in refused("data.path=null", NO_SET, "data.mixture={}")
-    assert "a mixture has none" in refused(*words, "data.eval_split=test")
+def test_rows_come_from_a_path_or_from_a_mixture(words, sentence) -> None:
+    both = refused(*words, "data.path=make:tiny")
+    assert_refused(both, key="data.mixture", fix="data.path=null")
+    sentence(both)
+    for none in ((), ("data.mixture={}",)):
+        assert_refused(refused("data.path=null", NO_SET, *none), fix="data.path=PATH")
+    held_out = refused(*words, "data.eval_split=test")
+    assert_refused(held_out, key="data.eval_split", fix="data.eval_split=null")
+    sentence(held_out)
     checked((), (*words, "eval.sets.a={path: 'make:tiny', split: test}"))
 
 
-def test_a_source_has_a_weight_and_a_path_and_a_good_name(words) -> None:
+def test_a_source_has_a_weight_and_a_path_and_a_good_name(words, sentence) -> None:
     one = ("data.path=null", NO_SET)
-    assert "data.mixture.a.weight has no value" in refused(*one, "data.mixture.a.path=make:tiny")
-    assert "data.mixture.a.path has no value" in refused(*one, "data.mixture.a.weight=1")
-    assert "greater than 0" in refused(*words, "data.mixture.sums.weight=0")
-    assert "data.mixture.sums.wieght is not a key" in refused(*words, "data.mixture.sums.wieght=1")
-    assert "a source cannot have this name" in refused(*one, "data.mixture={a-b: {path: x}}")
-    assert "does not exist" in refused(*words, "data.mixture.sums.path=./nowhere.jsonl")
+    for key, asked in {
+        "data.mixture.a.weight": (*one, "data.mixture.a.path=make:tiny"),
+        "data.mixture.a.path": (*one, "data.mixture.a.weight=1"),
+        "data.mixture.sums.weight": (*words, "data.mixture.sums.weight=0"),
+        "data.mixture.sums.wieght": (*words, "data.mixture.sums.wieght=1"),
+    }.items():
+        assert_refused(refused(*asked), key=key, where="command line: data.mixture")
+    assert_refused(refused(*words, "data.mixture.sums.path=./no.jsonl"), key="no.jsonl")
+    odd_name = refused(*one, "data.mixture={a-b: {path: x}}")
+    assert_refused(odd_name, key="data.mixture.a-b")
+    sentence(odd_name)
 
 
 MINE = """# A mixture of my own.
@@ -204,12 +214,12 @@ def test_a_ledger_of_another_mixture_is_noticed(words, tmp_path) -> None:
     run_training_loop(run)
     path = run.folder / "ledger.jsonl"
     text = path.read_text()
-    path.write_text(text.replace('"weight": 2.0', '"weight": 9.0'))
-    with pytest.raises(DataError, match="does not add up"):
-        audit_ledger(run.folder)
-    path.write_text(text.replace('"prompts": 3', '"prompts": 4'))
-    with pytest.raises(DataError, match="prompts together"):
-        audit_ledger(run.folder)
+    for old, new, key in (('t": 2.0', 't": 9.0', "check"), ('s": 3', 's": 4', "8")):
+        assert old in text
+        path.write_text(text.replace(old, new))
+        with pytest.raises(DataError) as caught:
+            audit_ledger(run.folder)
+        assert_refused(caught, 4, key, where="ledger.jsonl:1")
 
 
 def prepared(given: tuple[str, ...]):
@@ -227,36 +237,42 @@ def test_weights_and_content_are_in_the_fingerprint_and_rows_are_counted_through
     cut = prepared((*words, "data.mixture.sums.max_samples=2"))[None]
     assert len(cut) == 7 and cut.fingerprint != found.fingerprint
     notes = splits.split_notes(None, found)
-    assert "sums 3 prompts, 66.7% of the draws, 1.78 passes an epoch" in notes[1]
+    assert "sums 3" in notes[1] and "66.7%" in notes[1] and "1.78" in notes[1]
 
 
-def test_conversations_and_plain_text_are_not_mixed(words, tmp_path) -> None:
+def test_conversations_and_plain_text_are_not_mixed(words, tmp_path, sentence) -> None:
     talk = write(tmp_path, "talk", [{"prompt": [{"role": "user", "content": "x"}]}] * 3)
     more = (*words, f"data.mixture.talk={{path: '{talk}', weight: 1}}")
-    with pytest.raises(DataError, match=r"mixture\.talk has conversations, \w+ plain text"):
+    with pytest.raises(DataError) as caught:
         prepared(more)
+    assert_refused(caught, 4, "data.mixture.talk", where="data.mixture")
+    sentence(caught)
 
 
-def test_a_source_with_a_column_named_source_is_refused(words, tmp_path) -> None:
+def test_a_source_with_a_column_named_source_is_refused(words, tmp_path, sentence) -> None:
     path = write(tmp_path, "taken", [{"prompt": "x", "source": "y"}] * 3)
     more = (*words, f"data.mixture.taken={{path: '{path}', weight: 1}}")
-    with pytest.raises(DataError, match="has a column named 'source'") as caught:
+    with pytest.raises(DataError) as caught:
         prepared(more)
-    assert "data.mixture.taken.columns={source: its_source}" in str(caught.value)
-    prepared((*more, "data.mixture.taken.columns={source: its_source}"))
+    renamed = "data.mixture.taken.columns={source: its_source}"
+    assert_refused(caught, 4, "'source'", fix=renamed)
+    sentence(caught)
+    prepared((*more, renamed))
 
 
 def test_what_is_wrong_with_a_source_is_said_of_its_keys(words) -> None:
-    with pytest.raises(DataError, match="no column 'nope'") as caught:
+    with pytest.raises(DataError) as caught:
         prepared((*words, "data.mixture.sums.prompt_column=nope"))
-    assert "data.mixture.sums.prompt_column" in str(caught.value)
+    assert_refused(caught, 4, "'nope'", where="data.mixture.sums.prompt_column")
 
 
 def test_a_column_that_no_source_has_is_missed(words, tmp_path) -> None:
-    with pytest.raises(DataError, match="needs the data column 'gold'"):
+    with pytest.raises(DataError) as caught:
         make(tmp_path, *words, rewards={"f": lambda completions, gold: []})
+    assert_refused(caught, 4, "'gold'", where="reward.f")
 
 
+@pytest.mark.slow
 def test_a_run_of_a_mixture_that_was_stopped_goes_on_as_if_it_had_not_been(words, tmp_path) -> None:
     words, looks = (*words, "checkpoint.every=1"), []
     assert attempt(tmp_path / "whole", *words, looks=looks)
@@ -270,5 +286,6 @@ def test_a_run_of_a_mixture_that_was_stopped_goes_on_as_if_it_had_not_been(words
 def test_a_run_does_not_go_on_with_other_weights(words, tmp_path) -> None:
     looks: list[int] = []
     assert not attempt(tmp_path, *words, "checkpoint.every=1", looks=looks, stop_at=60)
-    with pytest.raises(ConfigError, match="config is not that of the checkpoint"):
+    with pytest.raises(ConfigError) as caught:
         attempt(tmp_path, *words, "checkpoint.every=1", "data.mixture.sums.weight=3")
+    assert_refused(caught, 2, "3.0", where="data.mixture.sums.weight", fix="resume_allow_changes")

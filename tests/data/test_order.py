@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -34,6 +35,7 @@ def test_the_order_in_this_version_is_the_order_in_every_version():
     ]
 
 
+@pytest.mark.process
 def test_the_order_needs_no_torch():
     code = (
         "import sys; import rloo_cli.data.order; print(*({'torch', 'datasets'} & {*sys.modules}))"

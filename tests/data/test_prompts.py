@@ -1,6 +1,7 @@
 """Rows -> tokenised prompts."""
 
 import pytest
+from assert_refused import assert_refused
 from prompt_cases import LONG, WITH_BOS, chat, config, decoded, plain, prepare, refused, tokenizer
 
 from rloo_cli.data import prompts
@@ -43,14 +44,15 @@ def test_no_special_token_is_added_to_what_a_template_wrote():
 
 @pytest.mark.parametrize("texts", [["<bos>a", "b"], ["a", "<bos>b"]])
 def test_two_beginnings_in_a_plain_prompt_are_an_error_in_any_row(texts):
-    message = refused(plain(*texts), tokenizer(bos=True))
-    assert "two beginning-of-text tokens" in message
-    assert f"row {texts.index(max(texts, key=len))}" in message and "'<bos>'" in message
+    row = texts.index(max(texts, key=len))
+    assert_refused(refused(plain(*texts), tokenizer(bos=True)), 4, "'<bos>'", where=f"row {row}")
 
 
-def test_two_beginnings_in_a_template_are_an_error():
+def test_two_beginnings_in_a_template_are_an_error(sentence):
     tokens = tokenizer("{{ bos_token }}" + WITH_BOS, bos=True)
-    assert "two beginning-of-text tokens" in refused(chat("abc"), tokens)
+    error = refused(chat("abc"), tokens)
+    assert_refused(error, 4, "'<bos>'")
+    sentence(error)
 
 
 def mixed(*values):
@@ -81,15 +83,16 @@ TALK = [{"role": "user", "content": "x"}]
     ],
 )
 def test_a_prompt_of_another_kind_is_named_by_its_row(values, row):
-    with pytest.raises(DataError, match=f"prompt {row} is not a") as caught:
+    with pytest.raises(DataError) as caught:
         mixed(*values)
-    assert f"row {row}" in str(caught.value)
+    assert_refused(caught, 4, f"prompt {row}", where=f"row {row}")
 
 
-def test_conversations_without_a_chat_template_have_two_ways_out():
-    message = refused(chat("abc"), tokenizer(template=None))
-    assert "no chat template" in message
-    assert "model.chat_template=FILE.jinja" in message and "data.prompt_column=" in message
+def test_conversations_without_a_chat_template_have_two_ways_out(sentence):
+    error = refused(chat("abc"), tokenizer(template=None))
+    problem = assert_refused(error, 4, fix="model.chat_template=FILE.jinja")
+    assert "data.prompt_column=" in problem.fix
+    sentence(error)
 
 
 def test_what_the_chat_template_refuses_is_named_by_its_row():
@@ -98,8 +101,8 @@ def test_what_the_chat_template_refuses_is_named_by_its_row():
         "{% endif %}" + tiny.TEMPLATE
     )
     rows = [*chat("a"), {"prompt": [{"role": "system", "content": "x"}]}]
-    message = refused(rows, tokenizer(strict))
-    assert "prompt 1" in message and "no system here" in message
+    problem = assert_refused(refused(rows, tokenizer(strict)), 4, "prompt 1")
+    assert "no system here" in problem.why
 
 
 def test_a_system_message_comes_before_every_conversation():
@@ -134,13 +137,13 @@ def test_a_template_knows_the_prompt_by_both_its_names():
 
 @pytest.mark.parametrize("name", ["nope", "prompt.__class__", "prompt[0]", "", "0"])
 def test_a_template_names_columns_and_nothing_else(name):
-    message = refused(plain("a"), template="{" + name + "}")
-    assert f"{{{name}}}" in message and "columns: prompt" in message
+    problem = assert_refused(refused(plain("a"), template="{" + name + "}"), 4, "columns: prompt")
+    assert f"{{{name}}}" in problem.render()
 
 
 @pytest.mark.parametrize("template", ["{", "a } b", "{prompt"])
 def test_a_template_that_is_not_one_is_refused(template):
-    assert "data.template" in refused(plain("a"), template=template)
+    assert_refused(refused(plain("a"), template=template), 4, where="data.template")
 
 
 def test_overlong_filter_leaves_out_and_counts():
@@ -157,10 +160,11 @@ def test_overlong_truncate_left_keeps_the_end_and_counts():
     assert (found.dropped, found.truncated) == (0, 1)
 
 
-def test_overlong_error_names_the_longest_and_the_first():
-    message = refused(LONG, longest=3, overlong="error")
-    assert "1 of 4 prompts are longer than 3 tokens" in message
-    assert "the longest has 6" in message and "row 0" in message
+def test_overlong_error_names_the_longest_and_the_first(sentence):
+    error = refused(LONG, longest=3, overlong="error")
+    problem = assert_refused(error, 4, "1 of 4")
+    assert "longest has 6" in problem.render() and "row 0" in problem.render()
+    sentence(error)
 
 
 @pytest.mark.parametrize("overlong", ["filter", "error", "truncate_left"])
@@ -175,8 +179,8 @@ def test_prompts_that_all_fit_are_left_alone(overlong):
     [("filter", 1, "3 of 4"), ("filter", 0, "4 of 4"), ("truncate_left", 0, "4 of 4")],
 )
 def test_a_limit_that_most_prompts_exceed_is_an_error_unless_they_are_cut(overlong, longest, share):
-    message = refused(LONG, longest=longest, overlong=overlong)
-    assert share in message and "data.max_prompt_length=6" in message
+    error = refused(LONG, longest=longest, overlong=overlong)
+    assert_refused(error, 4, share, fix="data.max_prompt_length=6")
 
 
 def test_prompts_are_cut_as_configured_however_many_are_too_long():
@@ -190,8 +194,7 @@ def test_exactly_half_over_the_limit_is_not():
 
 
 def test_a_prompt_without_tokens_is_refused():
-    message = refused(plain("a", ""))
-    assert "prompt 1 has no tokens" in message
+    assert_refused(refused(plain("a", "")), 4, "prompt 1")
 
 
 def test_the_other_columns_reach_the_rows_and_those_of_trl_do_not():

@@ -125,6 +125,7 @@ def test_the_newest_records_are_kept_and_later_ones_moved(tmp_path: Path) -> Non
     assert rollout_files.step_ranges([4, 3, 8, 1]) == "1, 3-4, 8"
 
 
+@pytest.mark.process
 def test_heads_are_read_without_torch(tmp_path: Path) -> None:
     write_rollout_record(tmp_path, made_batch(), {"seed": 4})
     code = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from assert_refused import assert_refused
 from safetensors.torch import load_file
 
 from rloo_cli import api
@@ -19,7 +20,10 @@ from rloo_cli.planning.model_families import SMOLLM2
 from rloo_cli.planning.model_spec import load_model_spec
 from rloo_cli.utils.errors import MachineError
 
+pytestmark = pytest.mark.process
 
+
+@pytest.mark.slow
 def test_the_converted_model_is_a_plain_folder_that_answers_a_question(
     smollm2_folder: Path,
 ) -> None:
@@ -108,13 +112,15 @@ def test_a_folder_whose_making_failed_is_not_kept(
 
 
 def test_a_file_that_is_no_gguf_is_refused_in_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence
 ) -> None:
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"not a model")
-    with pytest.raises(MachineError, match=r"model\.gguf is not a GGUF file"):
+    with pytest.raises(MachineError) as caught:
         synthetic.resolve_model_path(str(file))
+    assert_refused(caught, 3, "model.gguf", where="model.path")
+    sentence(caught)
     assert not (tmp_path / "cache").exists()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 
 from rloo_cli.config.check import check_config
 from rloo_cli.config.compose import compose_config
@@ -46,21 +47,20 @@ def digits(examples: list[JsonObject]) -> list[int]:
     return [len(e["prompt"].split(": ")[-1].split()[0].lstrip("-")) for e in examples]
 
 
-def test_a_key_of_a_task_is_checked_before_anything_is_made() -> None:
+def test_a_key_of_a_task_is_checked_before_anything_is_made(sentence) -> None:
     assert checked().data.task is not None and checked().data.task.size == 5000
-    cases = {
-        "data.task.size=0": "greater than or equal to 1",
-        "data.task=null": "data=reasoning_gym",
-        "data.task.curriculum=[{max_digits: 1}]": "data.shuffle=false",
-        "data.task.difficulty={seed: 3}": "seed is not a difficulty",
-    }
-    for key, says in cases.items():
-        with pytest.raises(ConfigError, match=says):
-            checked(key)
-    with pytest.raises(ConfigError, match="curriculum is empty"):
-        checked("data.task.curriculum=[]", "data.shuffle=false")
-    with pytest.raises(ConfigError, match="is a task, not a model"):
-        checked(f"model.path={PATH}")
+    for words, key in (
+        (("data.task.size=0",), "data.task.size"),
+        (("data.task=null",), "data=reasoning_gym"),
+        (("data.task.curriculum=[{max_digits: 1}]",), "data.shuffle=false"),
+        (("data.task.difficulty={seed: 3}",), "seed"),
+        (("data.task.curriculum=[]", "data.shuffle=false"), "data.task.curriculum"),
+        ((f"model.path={PATH}",), "model.path"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            checked(*words)
+        assert_refused(caught, 2, key)
+        sentence(caught)
 
 
 def test_an_older_run_without_the_key_keeps_its_name() -> None:

@@ -102,7 +102,7 @@ OTHERS = ("169.254.169.254", "10.0.0.1", "192.168.1.1", "172.16.0.1", "100.64.0.
 @pytest.mark.parametrize("host", [*SPELLINGS, *OTHERS])
 def test_nothing_of_this_machine_or_its_network_is_asked(host: str, site: Site) -> None:
     site.pages["/secret"] = gives(b"secret")
-    with pytest.raises(BadImage, match=r"of this machine or of its network|host is not known"):
+    with pytest.raises(BadImage, match=r"this machine|not known"):
         ImageReader(Path(), allow_remote=True).read_image(site.url("/secret", host))
     assert site.asked == []
 
@@ -121,7 +121,7 @@ def test_a_name_is_as_private_as_what_it_resolves_to(
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     url = site.url("/secret", "images.example.org")
-    assert "an address of this machine or of its network" in refusal(url, OUTSIDE)
+    assert "of this machine" in refusal(url, OUTSIDE)
     assert asked == ["images.example.org"] and site.asked == []
 
 
@@ -159,7 +159,7 @@ def test_a_redirect_leads_to_no_other_scheme(location: str, site: Site) -> None:
 
 
 def test_no_redirect_leads_from_https_to_http_or_round_and_round(site: Site) -> None:
-    with pytest.raises(FetchRefused, match="redirects from https to http"):
+    with pytest.raises(FetchRefused, match="https to http"):
         web_files._redirect_target("https://example.org/a", "http://example.org/b")
     site.pages["/a"] = gives(b"", 302, Location="/a")
     assert "more than 5 times" in refusal(site.url("/a"))
@@ -170,7 +170,8 @@ def test_a_redirect_to_this_machine_is_refused_as_an_address_of_it(
 ) -> None:
     site.pages["/a"] = gives(b"", 302, Location=site.url("/secret", "127.0.0.2"))
     monkeypatch.setattr(web_files, "is_public_address", lambda ip: ip == "127.0.0.1")
-    assert "127.0.0.2, an address of this machine" in refusal(site.url("/a"), OUTSIDE)
+    said = refusal(site.url("/a"), OUTSIDE)
+    assert "127.0.0.2" in said and "of this machine" in said
     assert site.asked == ["/a"]
 
 
@@ -243,7 +244,7 @@ def test_an_images_path_is_a_file_of_a_size_that_images_have(
 ) -> None:
     (tmp_path / "LARGE").write_bytes(bytes(2000))
     monkeypatch.setattr(images, "MOST_LOCAL_BYTES", 1000)
-    with pytest.raises(BadImage, match=r"cannot be read|has more than"):
+    with pytest.raises(BadImage):
         ImageReader(tmp_path).read_image(path)
 
 
@@ -252,6 +253,6 @@ def test_a_pipe_that_the_data_names_is_not_waited_for(tmp_path: Path) -> None:
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     ends = threading.Timer(0.5, os.close, [pipe])  # or who reads it waits for ever
     ends.start()
-    with pytest.raises(BadImage, match="it is not a file"):
+    with pytest.raises(BadImage, match="not a file"):
         ImageReader(tmp_path).read_image("pipe")
     ends.join()

@@ -250,6 +250,7 @@ def home(fast, tmp_path_factory):
     return Forked(fast, tmp_path_factory.mktemp("overlap"))
 
 
+@pytest.mark.slow_cases("words0")
 @pytest.mark.parametrize(
     "words",
     [

@@ -14,6 +14,8 @@ from rloo_cli.config.check import check_config
 from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.ranks
+
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 # 5 prompts: ranks of 3 and 2 groups. Some 500 rows in parts of 120: unequal micro-batches, and one
 # of nothing where their number is odd.
@@ -61,6 +63,7 @@ def drawn(run: Path) -> list[list[int]]:
     return [line["rows"] for line in lines if "rows" in line]
 
 
+@pytest.mark.slow_but("ddp", "fsdp2")
 def test_two_ranks_make_the_update_of_one_process(single, pair):
     assert update_apart(single, pair) < 1e-4
     assert (pair / "ledger.jsonl").read_text() == (single / "ledger.jsonl").read_text()
@@ -78,6 +81,7 @@ def plain(home):
     return home.folder / "runs" / "plain"
 
 
+@pytest.mark.slow_but("ddp", "fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_of_two_ranks_are_as_large_as_those_of_one_process(home, plain, engine):
     assert home(*PLAIN, f"name=plain_{engine}", *spread(engine), ranks=2) == 0, home.said()
@@ -98,6 +102,7 @@ def test_seven_ranks_which_divide_nothing_make_the_update_of_one_process(home, e
     assert_refused(refused, 2, "5", where="train.prompts_per_step")
 
 
+@pytest.mark.slow_but("fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_a_rank_with_nothing_left_asks_policy_and_reference_as_the_others_do(home, single, engine):
     # Padded rows part a group: the sampler's log-probabilities have a pass of their own, in which
@@ -107,6 +112,7 @@ def test_a_rank_with_nothing_left_asks_policy_and_reference_as_the_others_do(hom
     assert update_apart(single, home.folder / "runs" / f"padded_{engine}") < 1e-4
 
 
+@pytest.mark.slow_but("ddp", "fsdp2")
 def test_the_metrics_of_two_ranks_are_those_of_one(single, pair):
     for one, two in zip(
         strict(single / "metrics.jsonl"), strict(pair / "metrics.jsonl"), strict=True
@@ -121,6 +127,7 @@ def test_the_metrics_of_two_ranks_are_those_of_one(single, pair):
                 assert two[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
 
 
+@pytest.mark.slow_but("ddp-1", "zero3-2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_two(home, pair, ranks):
     again = f"{pair.name}_on_{ranks}"
@@ -135,6 +142,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_two(home, pair, ran
         assert [k for k in differing(left(pair), left(found)) if k.startswith(("opt", "rng"))] == []
 
 
+@pytest.mark.slow_but("zero3")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero3"])
 def test_an_engine_with_one_process_does_the_same(home, single, engine):
     words = [*WORDS, f"distributed={engine}", f"name=one_{engine}"]
@@ -154,6 +162,7 @@ OUTPUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("entropy-zero3", "KL-zero3")
 @pytest.mark.parametrize(
     ("output", "engine"),
     [

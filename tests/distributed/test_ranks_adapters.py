@@ -18,6 +18,8 @@ from rloo_cli.config import check
 from rloo_cli.policy import lora
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.ranks
+
 LORA = ("lora=default",)
 BEGIN = 3  # the step whose checkpoint is gone on from
 
@@ -60,6 +62,7 @@ def pair(request, home):
     return home.folder / "runs" / request.param
 
 
+@pytest.mark.slow_but("zero3")
 def test_two_ranks_make_the_adapter_of_one_process(single, pair):
     assert adapters_apart(single, pair) < 1e-4
     assert (pair / "ledger.jsonl").read_text() == (single / "ledger.jsonl").read_text()

@@ -6,6 +6,8 @@ from test_ranks import WORDS, spread
 
 from rloo_cli.checkpoint import manifest
 
+pytestmark = pytest.mark.ranks
+
 SHORT = ("max_steps=3", "eval.at_start=false", "eval.max_samples=2")
 REWARD = """
 import os, signal
@@ -33,6 +35,7 @@ def test_a_reward_that_raises_on_one_rank_ends_all_with_its_error_said_once(fork
     )  # what was done is kept, by all ranks
 
 
+@pytest.mark.slow_but("ddp")
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(forked, engine):
     own = reward(forked.folder, "os.kill(os.getpid(), signal.SIGUSR1)")
@@ -55,6 +58,7 @@ def test_a_rank_that_is_killed_while_the_run_is_built_is_what_the_others_say(for
     assert "Traceback" not in said and "bug in rloo" not in said
 
 
+@pytest.mark.slow_but("1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_fails_on_one_rank_is_no_checkpoint_and_the_run_goes_on(forked, rank):
     words = [*WORDS, *SHORT, *spread("fsdp2"), "name=f", "checkpoint.every=2"]

@@ -25,6 +25,8 @@ from rloo_cli.rewards.engine.scoring import ScoringStep
 from rloo_cli.train import build
 from rloo_cli.utils.timers import StepTimer
 
+pytestmark = pytest.mark.ranks
+
 # fsdp2's two ways to reduce.
 
 RATE = 0.1

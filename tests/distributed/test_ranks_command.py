@@ -11,6 +11,8 @@ from test_ranks_agree import REWARD
 
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.ranks
+
 WORDS = (
     "+recipe=smoke", "distributed=ddp", "distributed.num_processes=2", "distributed.threads=1",
     "logging.console=plain", "max_steps=3", "eval.at_start=false", "eval.max_samples=2",
@@ -22,6 +24,7 @@ def own(rloo: Rloo, what: str) -> list[str]:
     return ["reward=function", "reward.function.path=mine.py:score"]
 
 
+@pytest.mark.slow
 def test_the_command_trains_with_two_ranks_and_leaves_one_run(rloo):
     said = rloo.real("train", *WORDS)
     assert said.code == 0, said.err
@@ -41,7 +44,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_but("killed")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_a_rank_that_is_killed_or_waits_too_long_ends_all_soon_after_the_limit(rloo, name):
     what, keys, limit, code, named = ENDS[name]

@@ -13,7 +13,7 @@ from test_ranks import spread
 
 from rloo_cli.config import synthetic
 
-pytestmark = pytest.mark.slow  # the model of products is made first
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the model of products is made first
 
 # 5 prompts: ranks of 3 and 2 groups, and micro-batches of unequal number.
 WORDS = (

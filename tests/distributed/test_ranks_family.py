@@ -5,6 +5,8 @@ from fork_cases import Forked
 from resume_cases import update_apart
 from test_ranks import PLAIN, spread
 
+pytestmark = pytest.mark.ranks
+
 KINDS = {
     "reinforce_pp": ("algorithm.num_iterations=2", "algorithm.normalize_advantages=false"),
     "remax": ("algorithm.normalize_advantages=false",),
@@ -19,6 +21,7 @@ def home(fast, tmp_path_factory):
     return Forked(fast, tmp_path_factory.mktemp("family"))
 
 
+@pytest.mark.slow_cases("reinforce_pp-ddp")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

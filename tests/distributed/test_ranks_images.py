@@ -9,6 +9,8 @@ from fork_cases import Forked
 from resume_cases import update_apart
 from test_ranks import PLAIN, spread
 
+pytestmark = pytest.mark.ranks
+
 FROZEN, ADAPTED = ("model.freeze=[vision]",), ("lora=default", "algorithm.beta=0.05")
 CASES = [
     *((engine, "qwen2_5_vl", more) for engine in ("ddp", "fsdp2", "zero3")

@@ -21,6 +21,8 @@ from rloo_cli.utils.errors import RewardError
 from rloo_cli.utils.files import read_json
 from rloo_cli.utils.timers import StepTimer
 
+pytestmark = pytest.mark.ranks
+
 SHORT = ("max_steps=2", "eval.at_start=false", "eval.max_samples=2", "train.prompts_per_step=4",
          "algorithm.normalize_advantages=false")  # fmt: skip
 # A step has four prompts of which each rank scores two; it fails on the first prompts' rows alone,

@@ -16,6 +16,8 @@ from test_ranks_adapters import adapters_apart
 from rloo_cli.checkpoint import manifest
 from rloo_cli.config import synthetic
 
+pytestmark = pytest.mark.ranks
+
 # Five groups, some 500 rows in parts of 120: unequal micro-batches, and one of nothing.
 WORDS = (
     "train", "+recipe=smoke", "algorithm=ppo", "distributed.threads=1", "logging.console=plain",
@@ -70,6 +72,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.slow_cases("fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_both_gradients_of_two_ranks_are_as_large_as_those_of_one_process(home, plain, engine):
     two = home.folder / "runs" / f"plain_{engine}"

@@ -16,6 +16,8 @@ from rloo_cli.launch import local_ranks
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.ranks
+
 SMOKE = ("+recipe=smoke", "distributed.threads=1")
 # Batches of 7 in parts of 2: four and three examples a rank, two parts each; the last batch of 60
 # has four, and the last part of the held-out ones is one that only one rank has.
@@ -53,6 +55,7 @@ def trainings_apart(one: Path, other: Path) -> float:
     return max(float((a[n] - b[n]).norm() / moved[n].norm()) for n in a)
 
 
+@pytest.mark.slow_cases("ddp-sft")
 @pytest.mark.parametrize("section", TRAININGS)
 @pytest.mark.parametrize(
     "engine",
@@ -99,6 +102,7 @@ def evaluated(place: Path) -> dict[str, Any]:
     return found | {"metrics": read_json(place / "metrics.json")}
 
 
+@pytest.mark.slow_but("fsdp2")
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_ranks_evaluate_as_one_process(home, trained, engine):
     before = {p.name for p in (trained / "eval").iterdir()}

@@ -3,11 +3,13 @@
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from assert_refused import assert_refused
 from cli_cases import strict
 from endpoint_cases import chats, in_turn
 from loop_cases import checked, flat, make
@@ -23,6 +25,8 @@ from rloo_cli.evaluation.judges.win_rate import compute_win_rate
 from rloo_cli.reporting import eval_lines
 from rloo_cli.utils.errors import ConfigError, DataError, RewardError
 from rloo_cli.utils.files import read_json
+
+pytestmark = pytest.mark.wide
 
 SMALL = ["eval.max_samples=6"]
 RULE = """
@@ -148,7 +152,7 @@ def test_what_is_no_verdict_is_asked_for_again_then_left_out_and_counted(
     assert row["judge/invalid"] == row["eval_win_rate/invalid"] == 1
     assert row["eval_win_rate"] == 0.5 and row["eval_win_rate/ties"] == 5
     assert sum("What is 74 + 4?" in b["messages"][0]["content"] for _, b in stub.asked) == 4
-    assert any("1 of 6 pairs have no verdict" in note for note in notes)
+    assert any("1 of 6 pairs" in note for note in notes)
     assert str(run.log.metrics_lines[-1]["eval_reward"])  # and the scores are there as ever
 
 
@@ -169,8 +173,9 @@ def test_a_judge_that_is_not_there_is_missed_before_the_model_loads(
         "rloo_cli.policy.load.load_causal_lm", lambda *_: pytest.fail("it was loaded")
     )
     stub = serve(in_turn((404, {"error": {"message": "no model m"}})))
-    with pytest.raises(RewardError, match=r"cannot be asked(.|\n)*no model m"):
+    with pytest.raises(RewardError) as refused:
         make(tmp_path, *words(stub.url))
+    assert_refused(refused, 5, key="no model m")
     monkeypatch.delenv("NOT_THERE", raising=False)
     with pytest.raises(ConfigError, match="export NOT_THERE"):
         make(tmp_path, *words(stub.url, "api_key_env=NOT_THERE"))
@@ -186,7 +191,7 @@ def test_a_training_goes_on_without_its_judge_and_an_evaluation_does_not(
     stub.answer = in_turn((401, "go away"))
     row = evaluate_run(run)
     assert row["judge/invalid"] == 6 and "eval_win_rate" not in row and "eval_reward" in row
-    assert any("the judge is gone" in note and "go away" in note for note in notes)
+    assert any("go away" in note for note in notes)
     run.judge.training = False
     with pytest.raises(RewardError, match="go away"):
         evaluate_run(run)
@@ -227,13 +232,13 @@ def test_a_reference_may_be_the_end_of_a_conversation(
 
 
 def test_an_empty_reference_is_no_win(
-    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence: Callable[..., None]
 ) -> None:
     rows_of(monkeypatch, None)
     stub = serve(chats(lambda q: "A"))
     row, pairs, _ = judged(tmp_path, *words(stub.url, "reference_column=told"))
     assert row["judge/invalid"] == 6 and len(stub.asked) == 1
-    assert pairs[0]["verdicts"][0]["why"] == "there is no text to compare with"
+    sentence(pairs[0]["verdicts"][0]["why"])
 
 
 def test_a_column_that_has_no_texts_is_refused(
@@ -241,14 +246,15 @@ def test_a_column_that_has_no_texts_is_refused(
 ) -> None:
     rows_of(monkeypatch, 3)
     url = serve(chats(shorter)).url
-    with pytest.raises(DataError, match="'3' is of type int"):
-        make(tmp_path, *words(url, "reference_column=told"))
-    with pytest.raises(DataError, match=r"no column 'nothing'(.|\n)*columns found: "):
-        make(tmp_path, *words(url, "reference_column=nothing"))
-    with pytest.raises(DataError, match=r"columns=\{completion: reference\}"):
-        make(tmp_path, *words(url, "reference_column=completion"))
-    with pytest.raises(DataError, match=r"names \{nothing\}, which is not a column"):
-        make(tmp_path, *words(url, "template='{prompt}{a}{b}{nothing}'"))
+    for word, key in (
+        ("reference_column=told", "int"),
+        ("reference_column=nothing", "'nothing'"),
+        ("reference_column=completion", "data.columns={completion: reference}"),
+        ("template='{prompt}{a}{b}{nothing}'", "{nothing}"),
+    ):
+        with pytest.raises(DataError) as refused:
+            make(tmp_path, *words(url, word))
+        assert_refused(refused, 4, key=key)
 
 
 # A reward as the judge.
@@ -293,7 +299,8 @@ def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
         assert (ours.completion_ids[-1] == end) == (ours.finish_reason == "stop")
     told = judging.JudgedSets([], {"": compute_win_rate([1.0], [(1, 1)])}, {}, [])
     title = str(judging.judge_table(run.judge, told).title)
-    assert "preferred by reward model make:tiny_reward" in title and "not a person's" in title
+    assert "make:tiny_reward" in title
+    assert "not a" in title
 
 
 # `rloo eval`.
@@ -379,7 +386,7 @@ def test_a_run_is_given_a_judge_and_keeps_its_own_config(
     )
     assert subject.config.eval.judge.both_orders is False  # type: ignore[union-attr]
     assert eval_target.eval_target_of_run(str(place), ["judge=null"]).config.eval.judge is None
-    wrong = {"judge=opnai": "judge=openai", "judge=rule": "eval.judge.reward.path has no value"}
+    wrong = {"judge=opnai": "judge=openai", "judge=rule": "eval.judge.reward.path"}
     for word, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
             eval_target.eval_target_of_run(str(place), [word])
@@ -387,8 +394,9 @@ def test_a_run_is_given_a_judge_and_keeps_its_own_config(
 
 def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) -> None:
     url = serve(chats(shorter)).url
-    with pytest.raises(ConfigError, match="a training compares with reference texts only"):
+    with pytest.raises(ConfigError) as refused:
         make(tmp_path, *words(url, "against=make:tiny"))
+    assert_refused(refused, key="eval.judge.against")
 
 
 def test_the_recipe_of_the_paper_runs_small_without_a_network(tmp_path: Path) -> None:
@@ -403,26 +411,30 @@ def test_the_recipe_of_the_paper_runs_small_without_a_network(tmp_path: Path) ->
 
 
 REFUSED = {
-    "eval.judge.template='{prompt} {a}'": "eval.judge.template has no {b}",
-    "eval.judge.type=person": "eval.judge.type = 'person'",
-    "eval.judge.both_order=true": "eval.judge.both_order is not a key",
+    "eval.judge.template='{prompt} {a}'": "{b}",
+    "eval.judge.type=person": "eval.judge.type",
+    "eval.judge.both_order=true": "eval.judge.both_order",
     "eval.judge=yes": "eval.judge",
-    "data.eval_split=null": "eval.judge has nothing to judge",
-    "eval.judge.against=./nothing": "eval.judge.against = './nothing' does not exist",
+    "data.eval_split=null": "eval.judge",
+    "eval.judge.against=./nothing": "eval.judge.against",
 }
 
 
 @pytest.mark.parametrize("word", REFUSED)
-def test_a_key_that_is_wrong_is_named(word: str) -> None:
+def test_a_key_that_is_wrong_is_named(word: str, sentence: Callable[..., None]) -> None:
     with pytest.raises(ConfigError) as refused:
         check.check_config(compose_config(["+recipe=smoke", *words("http://x"), word]))
-    assert REFUSED[word] in str(refused.value)
+    assert_refused(refused, key=REFUSED[word])
+    if word.startswith("eval.judge."):
+        sentence(refused, folder=Path.cwd())
 
 
-def test_rollout_servers_sample_no_second_model() -> None:
+def test_rollout_servers_sample_no_second_model(sentence: Callable[..., None]) -> None:
     given = [*words("http://x", "against=make:tiny"), "generation=vllm_server"]
-    with pytest.raises(ConfigError, match="rollout servers hold one model"):
+    with pytest.raises(ConfigError) as refused:
         check.check_config(compose_config(["+recipe=smoke", *given]))
+    assert_refused(refused, key="eval.judge.against")
+    sentence(refused)
 
 
 def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:

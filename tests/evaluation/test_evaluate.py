@@ -54,6 +54,7 @@ def restless(completion_ids, trainer_state, **_):
 ASKED = ["eval.every=1", "eval.num_generations=4", "eval.batch_size=5", *SETS]
 
 
+@pytest.mark.slow_but("words0")
 @pytest.mark.parametrize(
     "words",
     [

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from rloo_cli.cli.config import every_key, schema_fields
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).parents[2]
 KEYS = sorted(schema_fields(every_key([])[1]))
 SECTIONS = sorted({key.partition(".")[0] for key in KEYS})

@@ -11,6 +11,8 @@ from prompt_cases import config, tokenizer
 
 from rloo_cli.data import dataset, prompts
 
+pytestmark = pytest.mark.wide
+
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"},
 ]  # fmt: skip

@@ -76,6 +76,7 @@ def test_each_group_is_told_of_once_and_whole_before_the_last_is_done(model, sha
     assert unfinished == [2, 1, 0]
 
 
+@pytest.mark.slow_but("auto-qwen3", "False-qwen3")
 @family
 @both
 def test_a_completion_depends_on_its_prompt_and_seed_alone(name, shared):
@@ -279,6 +280,7 @@ def test_the_inverse_cdf_never_picks_a_banned_token_and_ties_go_low():
     assert sampling.sample_tokens(scores, None)[0].item() == 1
 
 
+@pytest.mark.slow_but("auto-qwen3", "auto-mistral", "False-llama", "False-lfm2")
 @family
 @both
 def test_repetition_penalty_is_generates_and_blind_to_padding(name, shared):
@@ -313,6 +315,7 @@ def test_logits_that_are_not_finite_stop_the_run(model, monkeypatch, shared):
             sample(generator(model, shared_prompt=shared), PROMPTS, SEEDS, greedy)
 
 
+@pytest.mark.process
 def test_the_registry_reads_the_config_without_torch():
     assert registry.load_code(
         registry.registered_module("generation", "transformers").IMPLEMENTATION

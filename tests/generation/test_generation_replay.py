@@ -23,6 +23,8 @@ from rloo_cli.generation import RecordedGenerator, replay
 from rloo_cli.generation.common.record_player import RecordPlayer
 from rloo_cli.utils.errors import ConfigError, DataError, GenerationError
 
+pytestmark = pytest.mark.wide
+
 REPLAYED = ("data.eval_split=null", "checkpoint.every=2", "name=replayed", "generation=replay")
 
 
@@ -106,6 +108,7 @@ def changed(values: dict[str, Any], key: str, value: object) -> RunConfig:
     return check.build_run_config(values)
 
 
+@pytest.mark.slow_but("checkpoint.every-1-none", "generation.replay.path-no-truncate")
 @pytest.mark.parametrize(
     ("key", "value", "mode"),
     [

@@ -37,6 +37,7 @@ def spy(monkeypatch):
     return calls
 
 
+@pytest.mark.slow_but("llama", "qwen2", "gemma", "gpt_neox", "smollm3", "glm", "ernie4_5")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_that_passes_samples_what_the_plain_way_samples(name, monkeypatch, caplog):
     calls = spy(monkeypatch)

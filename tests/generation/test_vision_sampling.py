@@ -9,6 +9,9 @@ from rloo_cli.data import segments
 from rloo_cli.policy.model import PlainSequence, Policy
 
 
+@pytest.mark.slow_but(
+    "qwen2_vl-auto", "qwen2_5_vl-False", "llava_next-auto", "smolvlm-auto", "internvl-False"
+)
 @pytest.mark.parametrize("shared", ["auto", False])
 @pytest.mark.parametrize("name", v.FAMILY_NAMES)
 def test_samples_have_the_log_probabilities_of_the_model_without_its_image_tokens(name, shared):

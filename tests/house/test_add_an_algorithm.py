@@ -20,6 +20,8 @@ from rloo_cli.data.packing import MicroBatch
 from rloo_cli.plugin import Loss, LossInputs
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.wide
+
 PAGE = "ADD_AN_ALGORITHM.md"
 MEDIAN = ("--config-dir=my_conf", "algorithm=median")
 
@@ -102,6 +104,7 @@ def test_without_a_limit_that_acts_two_siblings_have_the_gradient_of_rloo(place:
     assert float(other.norm()) > 0 and apart(own, other) < EXACT
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_trains(place: Path) -> None:
     command = next(c.text for c in of_rloo(PAGE) if "+debug=cpu" in c.text)
     words = [sys.executable, "-P", "-m", "rloo_cli", *shlex.split(command)[1:]]

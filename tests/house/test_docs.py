@@ -90,6 +90,7 @@ def with_python() -> list[str]:
     return [name for name, page in PAGES.items() if any(b[0] == "python" for b in blocks(page))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", with_python())
 def test_the_python_of_a_page_runs(name: str, place: Path) -> None:
     namespace: dict[str, object] = {"__name__": "page"}
@@ -141,6 +142,7 @@ def of_rloo(name: str) -> list[Command]:
     return [c for c in commands(PAGES[name]) if c.text.startswith("rloo ")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in PAGES if of_rloo(name)])
 def test_the_commands_of_a_page_compose_and_pass_the_check(name: str, place: Path) -> None:
     for command in of_rloo(name):

@@ -40,7 +40,7 @@ SHORTER = {
 # Commands that are run elsewhere, by what stands in them -> where.
 WHERE = {
     "vllm": "test_vllm_quickstart.py, test_vllm_serve.py: real servers",
-    "teacher.base_url": "test_teacher_vllm.py: a real server",
+    "teacher.base_url": "test_teacher_on_server.py: a real server",
     "slurm submit": "test_slurm_runs.py: a real Slurm",
     "submitit": "test_slurm_runs.py",
     "rloo fetch": "test_fetch.py: it is for machines with a network",

@@ -396,6 +396,7 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("debug", [[], ["+debug=cpu"]], ids=["plain", "cpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
@@ -406,6 +407,7 @@ def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
         assert run.model.path.startswith("make:") and run.data.path.startswith("make:")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("group", "choice"), sorted(GROUPS))
 def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
     words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]
@@ -477,6 +479,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow_cases("reward=function reward.function.path=nothing.py:score")
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
 def test_a_refused_config_imports_no_torch(words: list[str], rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("train", "+recipe=smoke", *words)
@@ -485,6 +488,7 @@ def test_a_refused_config_imports_no_torch(words: list[str], rloo_without_torch:
     assert rloo_without_torch.left() == []
 
 
+@pytest.mark.slow_but("--help", "config --json", "train +recipe=smoke --cfg job")
 @pytest.mark.parametrize(
     "words",
     [

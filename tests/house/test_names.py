@@ -13,6 +13,8 @@ from rloo_cli.compat.migrate.recipe import our_defaults
 from rloo_cli.compat.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.config import check, messages, old_names, registry
 
+pytestmark = pytest.mark.wide
+
 PACKAGE = Path(rloo_cli.__file__).parent
 # A dotted key in a sentence: not a part of a path, an address, a file's name or a call.
 DOTTED = re.compile(r"(?<![\w./])[a-z][a-z_0-9]*(?:\.[a-z][a-z_0-9]*)+(?![\w(/*]|\.\w)")

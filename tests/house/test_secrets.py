@@ -104,6 +104,7 @@ def test_a_run_that_ends_well_tells_no_secret(planted: Rloo) -> None:
     assert leaks(planted.folder / "none", Ended(0, EVERY[-1], "")) == [f"stdout: {EVERY[-1]}"]
 
 
+@pytest.mark.slow_cases("json")
 @pytest.mark.parametrize("flags", [[], ["--debug"], ["--errors=json"]], ids=["", "debug", "json"])
 def test_a_run_that_crashes_tells_no_secret(flags: list[str], planted: Rloo) -> None:
     words = ("+recipe=smoke", "reward=function", "reward.function.path=mine.py:bad")
@@ -139,6 +140,7 @@ def test_a_secret_in_a_word_is_refused_and_told_nowhere(
     assert planted.left() == [] and leaks(planted.folder, ended) == []
 
 
+@pytest.mark.slow_but("hf_token", "train")
 @pytest.mark.parametrize(
     "line",
     [

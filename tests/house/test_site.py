@@ -11,10 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(
-    not (find_spec("material") and find_spec("latex2mathml")),
-    reason="pip install mkdocs-material latex2mathml",
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        not (find_spec("material") and find_spec("latex2mathml")),
+        reason="pip install mkdocs-material latex2mathml",
+    ),
+]
 
 
 def build(config: Path, site: Path) -> "subprocess.CompletedProcess[str]":

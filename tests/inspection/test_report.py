@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 import yaml
+from assert_refused import assert_refused
 from compare_cases import write
 
 from rloo_cli.cli import report as report_verb
 from rloo_cli.inspection.report import make_report, sections
 from rloo_cli.utils.errors import ConfigError
+
+pytestmark = pytest.mark.wide
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -86,7 +89,7 @@ def test_the_page_says_how_the_run_went_and_no_text_of_a_model_is_markup() -> No
     page, figures = make_report(make_run())
     elements = Elements(page)
     assert "Held-out 0.1 → 0.8" in elements.text and "seed=3" in elements.text
-    assert "all completions are truncated" in elements.text and "completions/clipped_ratio" in page
+    assert "completions are truncated" in elements.text and "completions/clipped_ratio" in page
     assert "<script>alert(1)</script>" in elements.text and "alert(1)</script>" not in page
     assert "\x1b" not in page
     assert {"reward, and held-out score", "scores over time", "score and length"} <= {
@@ -146,7 +149,7 @@ def test_an_episode_is_a_conversation_in_which_no_text_of_a_tool_is_markup() -> 
     assert "seconds of a call" in figures["charts"]
     kinds = [at.get("class") for tag, at in elements.found if tag == "div"]
     assert {"part said", "part called", "part told"} <= {*kinds}
-    assert "ended by agent.max_turns, 1 call, no score" in elements.text and "38 more" in page
+    assert "agent.max_turns, 1 call" in elements.text and "38 more" in page
     assert "alert(1)</script>" not in page and "<b>" not in page and "\x1b" not in page
 
 
@@ -168,7 +171,8 @@ def test_tokens_have_their_numbers_as_colours() -> None:
     first, second, third, last = (style for style, _, _ in spans)
     assert "rgba(234,88,12,0.50)" in first and "rgba(37,99,235,1.00)" in second
     assert "background" not in third + last and "border-bottom-color:rgba(22,163,74,1.00)" in last
-    assert spans[0][1] == "policy -1, sampler -1.5, gap 0.5, advantage 0.5"
+    told = dict(part.split(" ") for part in spans[0][1].split(", "))
+    assert told == {"policy": "-1", "sampler": "-1.5", "gap": "0.5", "advantage": "0.5"}
 
 
 def test_the_plan_stands_beside_what_was_measured() -> None:
@@ -183,9 +187,9 @@ def test_the_plan_stands_beside_what_was_measured() -> None:
     (folder / "run.json").write_text(json.dumps(about | more))
     text = Elements(make_report(folder)[0]).text
     assert "Predicted and measured" in text and "– decoding" in text
-    assert "The prediction is +100% off" in text and "load was 6.2" in text
+    assert "+100%" in text and "load was 6.2" in text
     assert "attempt 2: train.learning_rate 0.0001 → 1e-05" in text
-    assert "groups without the best score" in text and "std of the scores within groups" in text
+    assert "the best score" in text and "within groups" in text
 
 
 def test_equal_folders_give_equal_pages_wherever_they_lie() -> None:
@@ -201,7 +205,7 @@ def test_a_thousand_steps_stay_below_three_megabytes(capsys: pytest.CaptureFixtu
     assert Path("runs/one/report.html").stat().st_size < 3_000_000
 
 
-def test_damaged_interrupted_and_empty_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_interrupted_and_empty_runs(sentence) -> None:
     folder = make_run()
     about = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(about | {"state": "stopped", "attempt": 3}))
@@ -210,20 +214,20 @@ def test_damaged_interrupted_and_empty_runs(capsys: pytest.CaptureFixture[str]) 
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("no line\n")
     text = Elements(make_report(folder)[0]).text
-    assert "The run was stopped, and can go on" in text and "damaged: metrics.jsonl" in text
-    assert "attempts" in text and "a line of metrics is not an entry" in text
+    assert "was stopped" in text and "damaged: metrics.jsonl" in text and "attempts" in text
     for path in folder.rglob("*"):
         if path.is_file():
             path.write_text("")
-    with pytest.raises(ConfigError, match="holds nothing of a run"):
-        report_verb.run(["one"])
-    with pytest.raises(ConfigError, match=r"does not end in \.html"):
-        report_verb.run(["one", "--out", "page.txt"])
+    for words, key in (["one"], "runs/one"), (["one", "--out", "page.txt"], "page.txt"):
+        with pytest.raises(ConfigError) as caught:
+            report_verb.run(words)
+        assert_refused(caught, 2, key)
+        sentence(caught)
 
 
 def test_a_run_before_its_first_step_has_a_page() -> None:
     page, figures = make_report(write(Path("runs"), "new", steps=0, scores=(), state="training"))
-    assert figures["charts"] == [] and "No step has been logged" in page and "vega" not in page
+    assert figures["charts"] == [] and "vega" not in page
 
 
 ATTACKS = (

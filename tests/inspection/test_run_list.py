@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from compare_cases import write
 
 from rloo_cli.cli import runs as runs_verb
@@ -59,7 +60,7 @@ def test_a_damaged_folder_has_its_line_and_the_others_too() -> None:
     }  # fmt: skip
 
 
-def test_the_verb_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], sentence) -> None:
     assert runs_verb.run([]) == 0
     assert "rloo train +recipe=quickstart" in capsys.readouterr().out
     write(Path("runs/compare"), "one")
@@ -69,8 +70,10 @@ def test_the_verb_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> 
     assert runs_verb.run(["runs/compare", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["run"], told["metric"], told["score"]) == ("runs/compare/one", "eval_reward", 1.0)
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError) as caught:
         runs_verb.run(["runs/other"])
+    assert_refused(caught, 2, "runs/other")
+    sentence(caught)
 
 
 def test_a_damaged_folder_is_read_as_far_as_it_can_be() -> None:

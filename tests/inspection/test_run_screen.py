@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from compare_cases import write
 
 from rloo_cli.cli import top
@@ -56,16 +57,20 @@ def test_one_frame_has_what_the_files_say(capsys: pytest.CaptureFixture[str]) ->
 def test_the_run_written_last_is_shown_and_a_missing_one_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(ConfigError, match="rloo top needs a run"):
+    with pytest.raises(ConfigError) as caught:
         top.run(["--once"])
+    assert_refused(caught, 2, "rloo top", fix="rloo top RUN")
     make_run("first")
     make_run("second")
     assert top.run(["--once", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"] == "runs/second"
-    with pytest.raises(ConfigError, match="first"):
-        top.run(["frist", "--once"])
-    with pytest.raises(ConfigError, match="--every"):
-        top.run(["first", "--every", "0"])
+    for words, fix in (
+        (["frist", "--once"], "rloo top first"),
+        (["first", "--every", "0"], "--every 2"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            top.run(words)
+        assert_refused(caught, 2, fix=fix)
 
 
 def test_advice_is_given_once_with_its_step_while_the_run_grows() -> None:

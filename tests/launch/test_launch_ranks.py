@@ -85,12 +85,14 @@ def test_kill_9_of_one_of_two_ranks_ends_the_run_with_6_and_says_which(
     assert (facts["state"], facts["code"], facts["ended"]["why"]) == ("failed", 6, why)
 
 
+@pytest.mark.slow
 def test_several_ranks_that_are_refused_leave_no_run(launchers: Launchers) -> None:
     launched = launchers.train(*TWO, plans={0: "exit:4:0.3", 1: "exit:4:0.2"})
     assert launched.code() == 4
     assert tidy(launchers) == [] and not run_json(launchers).parent.parent.exists()
 
 
+@pytest.mark.slow
 def test_a_step_of_two_nodes_is_one_run_of_four_ranks(launchers: Launchers) -> None:
     plans = dict.fromkeys(range(4), "exit:0:8")  # none ends before the last has begun
     first, second = nodes(launchers, plans)
@@ -106,6 +108,7 @@ def test_a_step_of_two_nodes_is_one_run_of_four_ranks(launchers: Launchers) -> N
     assert [r["rank"] for r in read_json(run_json(launchers))["ranks"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_what_ends_on_one_node_ends_the_other_with_the_same_code(launchers: Launchers) -> None:
     plans = {0: "wait", 1: "wait", 2: "wait", 3: "exit:7:1.5"}
     first, second = nodes(launchers, plans)
@@ -125,6 +128,7 @@ def test_a_refusal_by_rank_0s_launcher_ends_the_others_at_once(launchers: Launch
     assert tidy(launchers) == ["smoke"]
 
 
+@pytest.mark.slow
 def test_a_refusal_by_another_nodes_launcher_ends_rank_0s(launchers: Launchers) -> None:
     plans = dict.fromkeys(range(4), "wait")
     base = STEP | {"SLURM_LOCALID": "0"}

@@ -19,6 +19,8 @@ from rloo_cli.launch import leftovers, processes
 from rloo_cli.utils.child_process import process_start_time
 from rloo_cli.utils.errors import ConfigError
 
+pytestmark = pytest.mark.process
+
 # Prints the pid of a process in its group; with an argument, it ends before that one.
 LEADER = """
 import subprocess, sys, time

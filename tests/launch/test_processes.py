@@ -15,6 +15,7 @@ from rloo_cli.utils import heartbeat
 SOON = {"KILL_TIMEOUT_S": 1.5}
 
 
+@pytest.mark.slow
 def test_kill_9_of_one_of_two_ends_the_other_within_10_s_with_6_and_the_reason(
     launchers: Launchers,
 ) -> None:
@@ -36,6 +37,7 @@ def test_a_rank_that_was_stopped_is_killed_and_what_it_started_too(launchers: La
     assert gone(deaf["pid"], deaf["child"]) and "killed" not in launched.said()
 
 
+@pytest.mark.slow_but("plans0-5", "plans3-7", "plans6-6", "plans9-75")
 @pytest.mark.parametrize(
     ("plans", "code"),
     [
@@ -75,6 +77,7 @@ def test_those_who_do_not_are_ended_at_the_limit(launchers: Launchers) -> None:
     assert gone(deaf["pid"], deaf["child"])
 
 
+@pytest.mark.slow_cases("SIGINT", "SIGUSR1")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_reaches_every_rank_once(
     name: str, launchers: Launchers, hears_hangups: None

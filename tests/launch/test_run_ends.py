@@ -137,6 +137,7 @@ def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     assert f"goes on from runs/smoke/checkpoint-{step}" in ended.out
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_stopped_is_killed_with_6_and_leaves_nothing_behind(rloo: Rloo) -> None:
     process, pids = start(rloo, "distributed.timeout_s=4", "checkpoint.every=2")
     worker = read_json(rloo.folder / "runs" / "smoke" / "run.json")["ranks"][0]["pid"]
@@ -195,6 +196,7 @@ def test_kill_9_of_the_launcher_takes_its_worker_along_and_the_next_start_goes_o
     assert ended.code == 0, ended.said
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_while_a_reward_sleeps(rloo: Rloo) -> None:
     (rloo.folder / "mine.py").write_text(
         "import time\n\ndef slow(completions, **kwargs):\n    time.sleep(300)\n"

@@ -100,6 +100,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow_but("0")
 @pytest.mark.parametrize("part", range(3))
 def test_nothing_that_was_there_before_a_run_is_changed_or_gone(part: int, forked: Forked) -> None:
     for seed in range(8 * part, 8 * part + 8):
@@ -182,6 +183,7 @@ def test_a_refused_attempt_leaves_a_run_as_it_was(copy: Path, forked: Forked) ->
     assert forked(*WORDS, "resume=auto") == 0, forked.said()
 
 
+@pytest.mark.slow
 def test_a_path_that_can_be_no_folder_is_one_clear_error(
     rloo_without_torch: Rloo, sentence
 ) -> None:
@@ -232,6 +234,7 @@ def test_the_same_command_again_begins_anew_where_nothing_was_trained(forked: Fo
     assert forked(*RUN) == 0, forked.said()
 
 
+@pytest.mark.slow_cases("step@1=kill9")
 @pytest.mark.parametrize("faults", ["gen.request@3=raise", "step@1=kill9", "ckpt.write@1=kill9"])
 def test_what_was_trained_is_never_begun_anew_unasked(faults: str, forked: Forked) -> None:
     words = (*RUN, "max_steps=3", "checkpoint.every=0")
@@ -464,5 +467,6 @@ cli.main()
 """
 
 
+@pytest.mark.process
 def test_a_launcher_that_is_asked_to_end_three_times_ends_with_75() -> None:
     assert subprocess.run([sys.executable, "-P", "-c", AGAIN], check=False).returncode == 75

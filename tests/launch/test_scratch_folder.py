@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rloo_cli.utils.scratch_folder import LOCK_FILE, LOCKED, ScratchFolder
+
+pytestmark = pytest.mark.process
 
 OWNER = """
 import sys, time

@@ -44,6 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, fast: dict[str, str]) -> dic
     return left(forked.folder / "runs" / "smoke")
 
 
+@pytest.mark.slow_but("gen.chunk@60", "ckpt.write@2")
 @pytest.mark.parametrize("place", PHASES)
 def test_a_signal_in_any_phase_saves_what_is_done_and_the_run_goes_on(
     place: str, forked: Forked, whole: dict[str, object]

@@ -186,6 +186,7 @@ def test_a_cancelled_job_is_not_begun_again(stand: Stand) -> None:
     assert job.state == "CANCELLED" and facts["Restarts"] == "0"
 
 
+@pytest.mark.slow_but("sweep")
 @pytest.mark.parametrize("name", ["sweep", "eval"])
 def test_the_other_scripts_requeue_too_and_keep_the_code(stand: Stand, name: str) -> None:
     (stand.folder / "lines").write_text("seed=1\nseed=2 'data.template=\"a b\"'\n")

@@ -22,6 +22,8 @@ from rloo_cli.utils.errors import ConfigError, Problem, Stopped
 from rloo_cli.utils.files import write_json
 from rloo_cli.utils.timers import StepTimer
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).parents[2]
 HOOKS = sweep_time_slices.TimeSliceHooks(lambda: None, lambda: None, lambda: None, lambda: None)
 

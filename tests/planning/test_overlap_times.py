@@ -69,6 +69,7 @@ def planned(capsys: Any, *words: str) -> tuple[str, dict[str, float]]:
     return text, json.loads(capsys.readouterr().out)["overlap_seconds"]
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_server_has_the_seconds_of_every_mode_and_advice(capsys: Any) -> None:
     text, seconds = planned(capsys, "+recipe=tldr_1b", "generation=vllm_server")
     assert list(seconds) == ["none", "stream", "ahead", "carry", "turns"]

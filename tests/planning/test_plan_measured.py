@@ -11,6 +11,7 @@ from cli_cases import Rloo
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_bench_would_write_and_its_median_is_under_15_percent() -> None:
     command = [sys.executable, "-P", "bench/plan.py", "--check"]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}", "PATH": ""}
@@ -42,6 +43,7 @@ assert memory_check._process_status_bytes("VmNothing") == 0.0
 """
 
 
+@pytest.mark.slow
 def test_what_a_process_holds_is_read_in_bytes() -> None:
     ended = subprocess.run([sys.executable, "-c", READ_ITSELF], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

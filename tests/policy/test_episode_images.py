@@ -45,6 +45,15 @@ def prepared(name):
     return policy, vision, episodes(vision, groups)
 
 
+@pytest.mark.slow_but(
+    "qwen2_vl-padded",
+    "qwen2_5_vl-padded",
+    "gemma3-padded",
+    "llava_next-shared",
+    "idefics3-shared",
+    "smolvlm-shared",
+    "internvl-shared",
+)
 @pytest.mark.parametrize("name, layout", CASES)
 def test_rows_of_episodes_with_images_are_those_of_the_model_alone(name, layout):
     policy, vision, groups = prepared(name)

@@ -67,6 +67,24 @@ def test_every_family_that_can_be_read_is_here():
     assert [layout for _, layout in FOUND.values()].count("shared") == 20
 
 
+@pytest.mark.slow_but(
+    "plain llama",
+    "plain qwen2",
+    "plain gemma",
+    "plain olmo2",
+    "plain opt",
+    "plain cohere",
+    "plain starcoder2",
+    "mistral",
+    "gemma2",
+    "cohere2",
+    "gptj",
+    "bloom",
+    "gpt_oss",
+    "mamba",
+    "mpt",
+    "rwkv",
+)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_family_lands_on_its_level_and_is_right_there(name):
     config, layout = FOUND[name]

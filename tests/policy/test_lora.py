@@ -30,6 +30,8 @@ from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import write_json, write_text
 
+pytestmark = pytest.mark.wide
+
 IDS = torch.arange(5, 25)[None]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -240,6 +242,7 @@ def test_training_moves_the_adapter_and_neither_base_nor_reference(
     assert all("lora_" in name for name in run.optimizer.names)
 
 
+@pytest.mark.slow_but("a model that follows")
 @pytest.mark.parametrize(
     "words",
     [("lora=dora", "model.ref_sync.every=2", "algorithm.num_minibatches=2"),

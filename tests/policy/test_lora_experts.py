@@ -57,6 +57,7 @@ def says(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=IDS).logits.log_softmax(-1)
 
 
+@pytest.mark.slow_but("qwen3_moe", "mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_of_a_mixture_of_experts_is_saved_merged_and_computes_the_same(
     family: str, tmp_path: Path

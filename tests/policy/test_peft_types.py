@@ -107,6 +107,7 @@ def test_training_moves_it_and_neither_base_nor_reference(kind: str, tmp_path: P
     assert run.log.metrics_lines[-1]["kl"] != 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     asked = (*words("OFT"), "max_steps=2", "checkpoint.every=1", "train.learning_rate=1e-2")
     looks: list[int] = []

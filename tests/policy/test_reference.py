@@ -15,6 +15,8 @@ from rloo_cli.policy import load, lora
 from rloo_cli.policy.reference import AdapterReference, Reference
 from rloo_cli.run import Run
 
+pytestmark = pytest.mark.wide
+
 WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler=constant")
 
 CUT = ("algorithm.num_generations=4", "train.micro_batch_size=4")  # a micro-batch is one group

@@ -53,6 +53,15 @@ def laid(policy, groups, layout, vision=None):
     return pack_micro_batch(groups, slices, layout=layout, with_images=True, vision=vision)
 
 
+@pytest.mark.slow_but(
+    "qwen2_vl-padded",
+    "qwen2_5_vl-padded",
+    "gemma3-padded",
+    "llava_next-shared",
+    "idefics3-shared",
+    "smolvlm-shared",
+    "internvl-shared",
+)
 @pytest.mark.parametrize("name, layout", CASES)
 def test_rows_of_0_1_and_2_images_are_those_of_the_model_alone(name, layout):
     policy, _, groups = made(name)

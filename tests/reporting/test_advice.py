@@ -199,7 +199,8 @@ def held_out(scores, **more):
 def test_a_held_out_score_speaks_below_its_best_by_more_than_noise_twice_in_a_row(scores, speaks):
     found = said(held_out(scores))
     assert len(found) == speaks
-    assert all("eval_reward was 0.5 at step 10" in text for text in found)
+    for part in ("eval_reward", "0.5", "step 10"):
+        assert all(part in text for text in found)
 
 
 def test_the_recorded_standard_error_of_a_held_out_score_comes_before_the_bound_of_a_share():
@@ -217,7 +218,7 @@ def test_a_set_of_its_own_name_and_the_best_of_long_ago_are_judged_too():
         for i, score in enumerate(scores)
     ]
     (text,) = said(rows)
-    assert text.startswith("eval_hard_reward was 0.6 at step 0")
+    assert text.startswith("eval_hard_reward") and "0.6" in text and "step 0" in text
 
 
 def test_evaluations_between_steps_change_no_other_rule():

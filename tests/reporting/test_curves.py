@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from assert_refused import assert_refused
 
 from rloo_cli.cli import main
 from rloo_cli.reporting import curves
@@ -55,6 +56,7 @@ def texts(path):
     return path.read_text()
 
 
+@pytest.mark.slow_but("1", "200")
 @pytest.mark.parametrize("steps", [1, 2, 11, 30, 31, 200])
 def test_a_run_of_any_length_becomes_a_png(tmp_path, steps):
     out = draw_run_curves(
@@ -148,7 +150,8 @@ def test_a_run_that_goes_on_is_drawn_now_and_then_and_a_failure_is_one_warning(
     monkeypatch.setattr(curves, "draw_run_curves", broken)
     drawer.draw_curves(6, notes.append)
     drawer.draw_curves(7, notes.append)
-    assert notes == ["warning: curves.png cannot be drawn: RuntimeError: no fonts"]
+    (note,) = notes
+    assert "curves.png" in note and note.endswith("RuntimeError: no fonts")
 
 
 def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
@@ -156,9 +159,10 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"state": "training"}')
-    for words, said in ([], "needs a run"), (["mne"], "rloo curves mine"), (["mine"], "to draw"):
-        with pytest.raises(ConfigError, match=said):
+    for words, key in ([], "rloo curves"), (["mne"], "rloo curves mine"), (["mine"], "draw"):
+        with pytest.raises(ConfigError) as caught:
             main.find_verb(["curves", *words])()
+        assert_refused(caught, 2, key)
     text = write(run / "metrics.jsonl", run_rows(4)).read_text()
     (run / "metrics.jsonl").write_text(text + '{"step": 5, "rew')  # a line that is being written
     assert main.find_verb(["curves", "mine"])() == 0
@@ -166,8 +170,9 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.split() == ["runs/mine/curves.png", "a/c.svg"]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a" / "c.svg").read_text()
-    with pytest.raises(ConfigError, match=r"neither in .png nor in .svg"):
+    with pytest.raises(ConfigError) as caught:
         main.find_verb(["curves", "mine", "c.jpeg"])()
+    assert_refused(caught, 2, "c.jpeg")
 
 
 @pytest.mark.parametrize("error", [None, Stopped, RewardError, ZeroDivisionError])

@@ -29,6 +29,8 @@ from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.reporting.metric_names import NOT_RECOMPUTED
 from rloo_cli.train.loop import run_training_loop
 
+pytestmark = pytest.mark.wide
+
 # What clocks and the memory's meter say: nothing that a run writes shows it again.
 CLOCKS = re.compile(
     r"eps|step_time|time/.*|reward/[^/]+/time|overlap/\w+_s|perf/(completions|tokens)_per_s.*"

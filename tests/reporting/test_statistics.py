@@ -126,7 +126,7 @@ def test_seeds_that_agree_better_than_their_prompts_allow_are_not_told_apart() -
 def test_equal_differences_without_a_known_error_are_no_verdict() -> None:
     assert verdict([0.5625, 0.5625], [0.5, 0.5], None) == statistics.NO_SPREAD
     assert verdict([0.1 + 0.2, 0.1 + 0.7], [0.2, 0.7], None) == statistics.NO_SPREAD
-    assert verdict([0.1 + 0.2, 0.5], [0.3, 0.5], None) == "the same, seed by seed"
+    assert "the same" in verdict([0.1 + 0.2, 0.5], [0.3, 0.5], None)
 
 
 def called(draw: Callable[[float], float], means: tuple[float, float], seeds: int) -> float:

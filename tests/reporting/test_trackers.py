@@ -25,6 +25,8 @@ from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.train import worker
 from rloo_cli.utils.errors import ConfigError, TrackerError
 
+pytestmark = pytest.mark.process
+
 # Clients that stand in for a tracker's own package: a folder that comes first on the path.
 STAND_INS = {
     "absent": "raise ImportError('No module named wandb')",
@@ -144,8 +146,8 @@ def test_a_few_lines_that_a_tracker_refuses_are_told_at_the_end(
     for step in range(3):
         client.send({"step": step, "reward": 0.5})
     client.close(limit_s=60.0)
-    assert len(notes) == 1 and "refused 2 lines (OSError: [Errno 28] No space left" in notes[0]
-    assert "rloo sync" in notes[0]
+    (note,) = notes
+    assert "2 lines" in note and "OSError: [Errno 28]" in note and "rloo sync" in note
 
 
 def test_a_required_tracker_that_refuses_ends_the_run_with_10(
@@ -201,6 +203,7 @@ def train_here(*words: str) -> str:
         return str(train("smoke", overrides=[*short, "logging.console=plain", *words])["folder"])
 
 
+@pytest.mark.slow_but("absent", "hanging")
 @pytest.mark.parametrize("kind", ["absent", "refusing", "hanging", "slow", "hanging later"])
 def test_whatever_a_tracker_does_the_files_of_a_run_are_equal(
     kind: str, untracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -399,7 +402,7 @@ def test_sync_sends_all_of_a_run_and_twice_is_once(
     folder = write(Path("runs"), "one")
     for _ in range(2):
         assert sync.run(["one", "tensorboard"]) == 0
-    assert "lines sent to tensorboard" in capsys.readouterr().out
+    assert "tensorboard" in capsys.readouterr().out
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     found = [(event.step, round(event.value, 4)) for event in events.Scalars("reward")]

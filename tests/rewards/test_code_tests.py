@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo
 from loop_cases import checked
 from reward_cases import PLAIN
@@ -15,6 +16,8 @@ from rloo_cli.rewards.code_tests import extract_code, parse_tests
 from rloo_cli.rewards.engine.columns import check_reward_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.utils.errors import ConfigError, MachineError
+
+pytestmark = pytest.mark.process
 
 CONTAINED = {"sandbox": "bwrap", "time_s": 9.0, "memory_mb": 96, "at_once": 2}
 UNSAFE = CONTAINED | {"sandbox": "unsafe_subprocess"}  # for code of our own
@@ -97,6 +100,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_but("one case", "a string of JSON")
 @pytest.mark.parametrize("name", CASES)
 def test_input_and_output_come_as_the_data_sets_have_them(name: str) -> None:
     assert scores(CASES[name], ADDS, ADDS.replace("sum", "max")) == [1.0, 0.0]
@@ -122,6 +126,7 @@ def test_functions_of_apps_are_called_and_compared() -> None:
     assert scores(json.dumps(case), method) == [1.0]
 
 
+@pytest.mark.slow_but("assert f(2 ==-not valid Python", "tests5-has no test", "tests6-has no test")
 @pytest.mark.parametrize(
     ("tests", "said"),
     [
@@ -158,9 +163,9 @@ def test_the_columns_it_reads_are_asked_for() -> None:
 
 def test_no_code_runs_before_a_sandbox_is_chosen(rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("train", "+recipe=smoke", "reward=code_tests")
-    assert ended.code == 2 and "reward.code_tests.sandbox is not chosen" in ended.err
+    problem = assert_refused(ended, 2, "reward.code_tests.sandbox")
     for choice in ("bwrap", "external", "unsafe_subprocess"):
-        assert choice in ended.err
+        assert choice in problem.render()
     assert rloo_without_torch.left() == []
 
 
@@ -178,8 +183,9 @@ def test_a_machine_without_bubblewrap_refuses_the_run(rloo_without_torch: Rloo, 
 
 
 def test_a_sandbox_that_does_not_work_is_found_when_the_reward_is_built() -> None:
-    with pytest.raises(MachineError, match="does not work here"):
+    with pytest.raises(MachineError) as caught:
         shipped("code_tests", sandbox="external", command="false")
+    assert_refused(caught, 3, "external")
 
 
 def test_running_uncontained_is_said_in_the_log() -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from endpoint_cases import PAGE, in_turn
 
 from rloo_cli.rewards.common import http_client
@@ -39,7 +40,7 @@ def test_a_busy_or_broken_service_is_asked_again(serve: Any, status: int) -> Non
 def test_a_refusal_is_said_at_once(serve: Any, status: int) -> None:
     stub = serve(in_turn((status, {"error": {"message": "not so"}}, {"Location": "/other"})))
     (error,) = ask(stub.url)
-    assert f"{stub.url}/ask answered {status}: not so" in str(error)
+    assert f"{stub.url}/ask" in str(error) and f"{status}: not so" in str(error)
     assert len(stub.asked) == 1
     assert error.final == (status not in (400, 413, 422))  # these are of the one question
 
@@ -152,8 +153,9 @@ def test_a_key_that_is_not_there_is_missed_before_anything_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MINE", raising=False)
-    with pytest.raises(ConfigError, match=r"the environment has no MINE(.|\n)*export MINE="):
+    with pytest.raises(ConfigError) as caught:
         http_client.check_api_key("eval.judge.api_key_env", "MINE")
+    assert_refused(caught, 2, "MINE", where="eval.judge.api_key_env", fix="export MINE=")
     monkeypatch.setenv("MINE", "x")
     http_client.check_api_key("eval.judge.api_key_env", "MINE")
     http_client.check_api_key("eval.judge.api_key_env", None)

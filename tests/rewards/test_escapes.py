@@ -286,7 +286,10 @@ def refusal() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "it runs")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(bool(refusal()), reason=refusal() or "it runs"),
+]
 
 
 @pytest.fixture
@@ -351,6 +354,7 @@ def test_a_hostile_program_passes_no_test(name: str) -> None:
     assert all(result.failure_reason for result in found), found
 
 
+@pytest.mark.process
 def test_the_programs_do_harm_where_nothing_holds_them(
     surroundings: dict[str, str], tmp_path: Path
 ) -> None:

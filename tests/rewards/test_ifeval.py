@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from assert_refused import assert_refused
 
 from rloo_cli.config.check import check_config
 from rloo_cli.config.compose import compose_config
@@ -106,13 +107,15 @@ def test_arguments_that_arrow_filled_with_null_are_as_if_they_were_absent() -> N
     assert ifeval.score(["one two"], columns, config()) == [1.0]
 
 
-def test_an_instruction_that_cannot_be_checked_is_refused_by_name() -> None:
-    columns = {"instruction_id_list": [["language:response_language"]], "kwargs": ["[{}]"]}
-    with pytest.raises(DataError, match=r"response_language.*cannot be checked"):
-        ifeval.score(["x"], columns, config())
-    columns = {"instruction_id_list": [["punctuation:no_comma"]], "kwargs": ["[]"]}
-    with pytest.raises(DataError, match="not lists of one length"):
-        ifeval.score(["x"], columns, config())
+def test_an_instruction_that_cannot_be_checked_is_refused_by_name(sentence) -> None:
+    for ids, kwargs, key in (
+        (["language:response_language"], "[{}]", "response_language"),
+        (["punctuation:no_comma"], "[]", "length"),
+    ):
+        with pytest.raises(DataError) as caught:
+            ifeval.score(["x"], {"instruction_id_list": [ids], "kwargs": [kwargs]}, config())
+        assert_refused(caught, 4, key)
+        sentence(caught)
 
 
 def test_every_made_prompt_can_be_checked_and_topics_held_out_are_others() -> None:

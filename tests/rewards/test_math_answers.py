@@ -1,5 +1,6 @@
 """Gold answers and the model's answers as math-verify reads them, and what is too much for it."""
 
+import pytest
 from reward_cases import PLAIN
 from test_reward_examples import group, shipped, values
 
@@ -47,6 +48,7 @@ GOLDS = [
 ]
 
 
+@pytest.mark.process
 def test_a_bare_gold_answer_is_read_whole() -> None:
     wrong = {}
     for gold, right, other in GOLDS:

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import Rloo
 from loop_cases import flat, make, sampled
 
@@ -21,6 +22,8 @@ from rloo_cli.rewards.engine.failures import RewardFailed
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
 from rloo_cli.utils.files import read_json
+
+pytestmark = pytest.mark.wide
 
 LENIENT = ("reward.function.on_error=none", "reward.function.max_error_rate=1.0")
 
@@ -62,26 +65,25 @@ def test_br_3_a_function_without_kwargs_gets_what_it_names(run_with) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "key"),
     [
-        ("completions, /", "parameter 'completions' cannot be given by name"),
-        ("*arguments", "this is not a reward"),
-        ("answer", "this is not a reward"),
-        ("", "this is not a reward"),
+        ("completions, /", "'completions'"),
+        ("*arguments", "takes: nothing"),
+        ("answer", "takes: answer"),
     ],
 )
 def test_br_3_a_function_that_cannot_be_called_is_refused(
-    parameters: str, said: str, run_with, no_weights
+    parameters: str, key: str, run_with, no_weights
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError) as caught:
         run_with(f"def f({parameters}):\n    return []\n")
-    assert "reward.function.path" in str(caught.value) and "mine.py:1" in str(caught.value)
+    assert "mine.py:1" in assert_refused(caught, 2, key, where="reward.function.path").why
 
 
 def test_br_4_a_column_that_is_absent_is_found_before_the_model(run_with, no_weights) -> None:
-    with pytest.raises(DataError, match="needs the data column 'nowhere'") as caught:
+    with pytest.raises(DataError) as caught:
         run_with("def f(completions, nowhere):\n    return []\n")
-    assert caught.value.code == 4 and "columns found: task, answer" in str(caught.value)
+    assert "task, answer" in assert_refused(caught, 4, "'nowhere'").why
 
 
 def test_br_5_a_reward_that_raises_shows_the_users_frames_alone(run_with) -> None:
@@ -96,6 +98,14 @@ def test_br_5_a_reward_that_raises_shows_the_users_frames_alone(run_with) -> Non
     assert "ValueError: no score" in said and "in inner" in said and "rloo_cli" not in said
 
 
+@pytest.mark.slow_but(
+    "[1.0]-returned 1 values for 16 completions",
+    "None-returned None (NoneType), not a list",
+    "{i: 1.0 for i in range(16)}-(dict), not a list",
+    "['1'] * 16-gave '1' (str), not a number",
+    "[float('inf')] * 16-gave inf (beyond 1e30)",
+    "[10 ** 400] * 16-gave an int (beyond 1e30)",
+)
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
@@ -152,9 +162,10 @@ NO_EVAL = ("eval.at_start=false", "data.eval_split=null")
 def test_br_8_ten_batches_without_scores_stop_the_run(run_with) -> None:
     run = run_with(NONES.format(when="True"), "max_steps=20", *NO_EVAL)
     before = flat(run)
-    with pytest.raises(NumbersError, match="10 steps in a row had nothing to learn from") as caught:
+    with pytest.raises(NumbersError) as caught:
         run_training_loop(run)
-    assert caught.value.code == 7 and (flat(run) == before).all()
+    assert_refused(caught, 7, "10 steps")
+    assert (flat(run) == before).all()
 
 
 SLEEPS = "import time\ndef f(completions, **kwargs):\n    time.sleep(600)\n"
@@ -170,6 +181,9 @@ def test_br_9_what_on_error_says_is_done(run_with) -> None:
     assert not batch.scorable.any()
 
 
+@pytest.mark.slow_but(
+    "def-sys.exit(0)", "def-exit()", "async def-os._exit(1)", "async def-raise KeyboardInterrupt"
+)
 @pytest.mark.parametrize(
     "ending",
     ["sys.exit(0)", "os._exit(1)", "os._exit(0)", "exit()", "raise KeyboardInterrupt"],
@@ -178,7 +192,7 @@ def test_br_9_what_on_error_says_is_done(run_with) -> None:
 def test_br_10_a_reward_cannot_end_the_process(kind: str, ending: str, run_with) -> None:
     source = f"import os, sys\n{kind} f(completions, **kwargs):\n    {ending}\n"
     said = failed(run_with(source))
-    assert "a reward may not end the process" in said and ending in said
+    assert "may not end" in said and ending in said
 
 
 def test_br_10_a_child_of_a_reward_may_end_as_it_likes(run_with) -> None:
@@ -219,21 +233,22 @@ def test_br_11_async_that_never_yields_runs_out_of_time(run_with) -> None:
     source = SLEEPS.replace("def f", "async def f")
     # Its import has so many seconds, too, and takes more than one of a busy machine.
     said = failed(run_with(source, "reward.function.timeout_s=3"))
-    assert "the event loop is blocked" in said and "time.sleep(600)" in said
+    assert "blocked" in said and "time.sleep(600)" in said
 
 
 # In their spirit: the file itself.
 
 
+@pytest.mark.slow_but("a file that sleeps", "interrupt", "deep")
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import time\ntime.sleep(20)\n", "its import has not ended after timeout_s = 0.5 s"),
-        ("while True: pass\n", "its import has not ended after timeout_s = 0.5 s"),
+        ("import time\ntime.sleep(20)\n", "timeout_s = 0.5"),
+        ("while True: pass\n", "timeout_s = 0.5"),
         ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
         ("import os\nos._exit(0)\n", "SystemExit: os._exit(0)"),
         ("raise KeyboardInterrupt\n", "KeyboardInterrupt"),
-        ("import nothing_of_that_name\n", "No module named 'nothing_of_that_name'"),
+        ("import nothing_of_that_name\n", "'nothing_of_that_name'"),
         ("1 / 0\n", "ZeroDivisionError"),
         ("def g(): g()\ng()\n", "RecursionError"),
     ],
@@ -242,11 +257,12 @@ def test_br_11_async_that_never_yields_runs_out_of_time(run_with) -> None:
 def test_a_file_that_cannot_be_imported_is_refused_before_the_model(
     source: str, said: str, run_with, no_weights
 ) -> None:
-    with pytest.raises(ConfigError, match="could not be imported") as caught:
+    with pytest.raises(ConfigError) as caught:
         limit = 0.5 if "0.5" in said else 30
         run_with(source + "def f(completions): ...\n", f"reward.function.timeout_s={limit}")
-    text = str(caught.value)
-    assert said in text and "reward.function.path" in text and "mine.py" in text
+    problem = assert_refused(caught, 2, said)
+    text = problem.render()
+    assert "reward.function.path" in text and "mine.py" in problem.what
     assert "rloo_cli" not in text
 
 
@@ -277,6 +293,7 @@ def test_two_files_with_neighbours_of_one_name_get_their_own(tmp_path: Path) -> 
     assert [f() for f in found] == [1, 2]
 
 
+@pytest.mark.slow_cases("os.kill(os.getpid(), 9)")
 @pytest.mark.parametrize("ending", ["os._exit(0)", "os.kill(os.getpid(), 9)", "os.abort()"])
 def test_a_run_whose_reward_ends_its_process_is_no_success(ending: str, rloo: Rloo) -> None:
     (rloo.folder / "mine.py").write_text(f"import os\ndef f(completions):\n    {ending}\n")

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from reward_cases import PLAIN, function, group, reward, values
 
 from rloo_cli.rewards.engine.columns import check_reward_columns
@@ -20,10 +21,8 @@ def test_a_missing_column_is_found_before_any_model_loads() -> None:
     check_reward_columns([reward(fn)], ["prompt", "answer"])
     with pytest.raises(DataError) as caught:
         check_reward_columns([reward(fn)], ["prompt", "question", "gold"])
-    said = str(caught.value)
-    assert "'mine' needs the data column 'answer'" in said
-    assert "question, gold" in said and __file__ in said
-    assert caught.value.code == 4
+    problem = assert_refused(caught, 4, "'answer'", where=__file__)
+    assert "'mine'" in problem.what and "question, gold" in problem.why
     with pytest.raises(DataError, match="'completion'"):
         check_reward_columns([reward(lambda completion: [0.0])], ["prompt", "completion"])
 
@@ -37,19 +36,19 @@ def test_a_column_named_like_an_argument_is_refused(column: str) -> None:
 
 
 def test_a_positional_parameter_is_named() -> None:
-    with pytest.raises(ConfigError, match="parameter 'completions' cannot be given by name"):
+    with pytest.raises(ConfigError) as caught:
         reward(lambda completions, /: [0.0])
+    assert_refused(caught, 2, "'completions'")
 
 
 # The user's own code
 
 
-def refusal(path: Any, **kwargs: Any) -> str:
+def refusal(path: Any, **kwargs: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         function(path, **kwargs)
-    assert caught.value.code == 2
     assert caught.value.problems[0].where.startswith("reward.function.")
-    return str(caught.value)
+    return caught.value
 
 
 def test_a_function_comes_from_a_file_with_its_kwargs(tmp_path) -> None:
@@ -61,8 +60,9 @@ def test_a_function_comes_from_a_file_with_its_kwargs(tmp_path) -> None:
     assert score_groups([loaded], [group("a", "abc")], PLAIN).raw.flatten().tolist() == [0.0, 1.0]
     assert loaded.location == f"{file}:1"
     check_reward_columns([loaded], ["prompt"])
-    with pytest.raises(ConfigError, match="'than' is a data column and in kwargs"):
+    with pytest.raises(ConfigError) as caught:
         check_reward_columns([loaded], ["prompt", "than"])
+    assert_refused(caught, 2, "'than'")
 
 
 def test_a_function_comes_from_a_module() -> None:
@@ -73,34 +73,44 @@ def test_a_function_comes_from_a_module() -> None:
 def test_kwargs_the_function_does_not_take_are_refused(tmp_path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def f(completions):\n    return [0.0]")
-    assert "the reward takes no 'than'" in refusal(f"{file}:f", than=2)
-    assert "reward.function.kwargs.than" in refusal(f"{file}:f", than=2)
-    assert "prompts cannot be given" in refusal(f"{file}:f", prompts=2)
+    assert_refused(refusal(f"{file}:f", than=2), 2, "'than'", where="reward.function.kwargs.than")
+    assert_refused(refusal(f"{file}:f", prompts=2), 2, "prompts")
 
 
-def test_code_that_cannot_be_loaded_says_what_and_where(tmp_path) -> None:
-    assert "is not a file" in refusal(f"{tmp_path}/nowhere.py:f")
-    assert "does not name code" in refusal("nowhere.py")
-    assert "no module named 'nowhere'" in refusal("nowhere.module:f")
+FILES = {
+    "mine": "CONSTANT = 3\ndef reward_length(completions):\n    return []\n",
+    "syntax": "def f(:\n",
+    "raises": "def g():\n    return 1 / 0\ng()\n",
+    "imports": "import no_such_package\n",
+    "leaves": "import sys\nsys.exit(0)\n",
+}
 
-    file = tmp_path / "mine.py"
-    file.write_text("CONSTANT = 3\ndef reward_length(completions):\n    return []\n")
-    assert "did you mean reward_length?" in refusal(f"{file}:reward_lenght")
-    assert "is not callable" in refusal(f"{file}:CONSTANT")
 
-    (tmp_path / "syntax.py").write_text("def f(:\n")
-    said = refusal(f"{tmp_path}/syntax.py:f")
-    assert "could not be imported" in said and "syntax.py" in said and "SyntaxError" in said
-
-    (tmp_path / "raises.py").write_text("def g():\n    return 1 / 0\ng()\n")
-    said = refusal(f"{tmp_path}/raises.py:f")
-    assert "ZeroDivisionError" in said and 'raises.py", line 2, in g' in said
+@pytest.mark.parametrize(
+    ("spec", "key", "fix"),
+    [
+        ("nowhere.py:f", "nowhere.py", ""),
+        ("mine.py:reward_lenght", "'reward_lenght'", "reward_length"),
+        ("mine.py:CONSTANT", "mine.py:CONSTANT", "reward.function.path"),
+        ("syntax.py:f", "SyntaxError", "syntax.py"),
+        ("raises.py:f", "ZeroDivisionError", "raises.py"),
+        ("imports.py:f", "'no_such_package'", "imports.py"),
+        ("leaves.py:f", "SystemExit", "leaves.py"),
+    ],
+)
+def test_code_that_cannot_be_loaded_says_what_and_where(spec, key, fix, tmp_path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    said = assert_refused(refusal(f"{tmp_path}/{spec}"), 2, key, "reward.function", fix).render()
     assert "registry.py" not in said and "importlib" not in said
+    assert key != "ZeroDivisionError" or 'raises.py", line 2, in g' in said
 
-    (tmp_path / "imports.py").write_text("import no_such_package\n")
-    assert "No module named 'no_such_package'" in refusal(f"{tmp_path}/imports.py:f")
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    assert "SystemExit" in refusal(f"{tmp_path}/leaves.py:f")
+
+def test_a_spec_that_names_no_code_is_refused(sentence) -> None:
+    for spec, key in (("nowhere.py", "'nowhere.py'"), ("nowhere.module:f", "'nowhere'")):
+        error = refusal(spec)
+        assert_refused(error, 2, key)
+        sentence(error)
 
 
 def test_two_files_of_one_name_in_two_folders_are_two_rewards(tmp_path) -> None:

@@ -150,6 +150,7 @@ def test_example_7_adds_length_and_diversity() -> None:
     assert got == pytest.approx([0.06 + 2 / 3, 1.08, 0.0])
 
 
+@pytest.mark.process
 def test_example_8_accuracy_compares_fractions() -> None:
     step = group(r"So \boxed{\frac{1}{3}}", r"So \boxed{\frac{1}{2}}", solution=r"\frac{1}{3}")
     assert values(shipped("accuracy"), step) == [1.0, 0.0]
@@ -181,12 +182,13 @@ def test_an_answer_too_large_to_compute_is_wrong_and_stops_nothing() -> None:
     assert values(shipped("accuracy", answer_timeout_s=1), step) == [0.0, 1.0]
 
 
+@pytest.mark.process
 def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypatch) -> None:
     broken = "import sys; sys.stdin.readline(); sys.exit(3)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
     monkeypatch.setattr(math_equal, "_idle_children", [child])
-    with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
+    with pytest.raises(RewardFailed, match=r"math-verify.* with 3"):
         values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
 
@@ -229,7 +231,7 @@ def test_overlong_grows_from_the_soft_limit_to_the_hard_one() -> None:
     assert values(reward, step) == [0.0, -0.5, -1.0, -1.0, 0.0]
     sharp = shipped("overlong", max_length=100, soft_cache=0)
     assert values(sharp, step) == [0.0, 0.0, 0.0, -1.0, 0.0]
-    with pytest.raises(ValueError, match="soft_cache 101 is above max_length 100"):
+    with pytest.raises(ValueError, match=r"soft_cache 101 .* 100"):
         shipped("overlong", max_length=100, soft_cache=101)
 
 
@@ -305,6 +307,7 @@ WITH_GOLD = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("gold", NO_GOLD.values(), ids=NO_GOLD)
 @pytest.mark.parametrize("name", WITH_GOLD)
 def test_a_gold_answer_that_is_empty_does_not_apply(name: str, gold: Any) -> None:
@@ -352,6 +355,7 @@ def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
     assert not REWARD_KWARGS & (HIDDEN_COLUMNS - {"completion_ids"})
 
 
+@pytest.mark.process
 def test_no_reward_file_needs_torch() -> None:
     code = (
         "import sys; from rloo_cli.config import registry; import rloo_cli.rewards.engine.build;"

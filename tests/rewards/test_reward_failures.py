@@ -18,7 +18,7 @@ def test_a_failed_reward_is_never_a_zero() -> None:
     step = [group("a", ""), group("b", "c")]
     error = failure(fn, *step)
     why = error.problems[0].why
-    assert "ZeroDivisionError: float division by zero" in why
+    assert "ZeroDivisionError:" in why
     assert "in fn" in why and "return [1.0 / len(c)" in why
     assert "reward_calls.py" not in why and "threading.py" not in why
     assert "rows 0 to 3" in error.problems[0].where

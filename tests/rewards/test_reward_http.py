@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from endpoint_cases import PAGE, in_turn
 from reward_cases import CHAT, PLAIN, group
 
@@ -85,7 +86,7 @@ def test_a_wrong_answer_is_a_failure_and_never_a_zero(serve: Any, case: str) -> 
 
 def test_no_key_and_a_crash_are_failures_too(serve: Any) -> None:
     stub = serve(in_turn((401, "who are you")))
-    with pytest.raises(RewardFailed, match="401: who are you; it wants a key"):
+    with pytest.raises(RewardFailed, match=r"401: who .* key"):
         scored(f"url={stub.url}", "retries=0")
     stub = serve(in_turn((500, "sorry")))
     with pytest.raises(RewardFailed, match="500: sorry, 5 tries"):
@@ -171,11 +172,11 @@ def test_of_a_reward_per_token_the_last_counts_and_classes_are_refused(serve: An
     assert values(f"url={serve(in_turn((200, {'data': rows}))).url}", "api=pooling") == [0, 1, 2, 3]
     rows = [{"index": i, "probs": [0.2, 0.8]} for i in range(4)]
     stub = serve(in_turn((200, {"data": rows})))
-    with pytest.raises(RewardFailed, match="2 numbers for a row: a reward model has one label"):
+    with pytest.raises(RewardFailed, match="2 numbers"):
         scored(f"url={stub.url}", "api=classify", "retries=0")
     rows = [{"index": i, "score": 1.0} for i in (0, 1, 3, 3)]
     stub = serve(in_turn((200, {"data": rows})))
-    with pytest.raises(RewardFailed, match="are not those asked for"):
+    with pytest.raises(RewardFailed, match="not those asked"):
         scored(f"url={stub.url}", "api=score", "retries=0")
 
 
@@ -202,8 +203,10 @@ def test_a_key_of_the_service_and_columns_are_looked_for_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NOT_THERE", raising=False)
-    with pytest.raises(ConfigError, match="the environment has no NOT_THERE"):
+    with pytest.raises(ConfigError) as caught:
         made("api_key_env=NOT_THERE")
+    assert_refused(caught, 2, "NOT_THERE", fix="export NOT_THERE=")
     reward = made("api=classify", "template='{question} {completion}'")
-    with pytest.raises(DataError, match="needs the data column 'question'"):
+    with pytest.raises(DataError) as caught:
         check_reward_columns([reward], ["answer"])
+    assert_refused(caught, 4, "'question'")

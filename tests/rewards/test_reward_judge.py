@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from assert_refused import assert_refused
 from endpoint_cases import Stub, chats, in_turn
 from reward_cases import CHAT, PLAIN, group
 
@@ -40,7 +41,7 @@ def test_a_row_is_asked_about_once_and_its_number_is_scaled(serve: Any) -> None:
     scores = scored(stub, groups=[group("3", "7.5"), group("10", "0")])
     assert scores.raw.flatten().tolist() == [0.3, 0.75, 1.0, 0.0]
     assert len(stub.asked) == 4
-    assert scores.extras["judge_said"][0] == "It could be a 5. Score: 3"
+    assert scores.extras["judge_said"][0].endswith("Score: 3")
     assert scored(stub, "scale=raw", "maximum=20").raw.flatten().tolist() == [3.0, 7.0]
 
 
@@ -80,6 +81,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.slow_but("Score: 4", "Score:10", "<think>Score: 9</think> I cannot", "None")
 @pytest.mark.parametrize("said", ANSWERS)
 def test_an_answer_is_a_number_within_limits_or_a_failure(serve: Any, said: str | None) -> None:
     stub = serve(chats(lambda question: said))
@@ -108,10 +110,10 @@ def test_one_bad_answer_costs_its_row_alone_and_is_asked_for_again(serve: Any) -
 
 def test_answers_in_another_form_and_refusals_say_so(serve: Any) -> None:
     stub = serve(in_turn((200, {"answer": "Score: 5"})))
-    with pytest.raises(RewardFailed, match="an answer in another form"):
+    with pytest.raises(RewardFailed, match="another form"):
         scored(stub, "retries=0")
-    stub = serve(in_turn((404, {"error": {"message": "The model `m` does not exist."}})))
-    with pytest.raises(RewardFailed, match="The model `m` does not exist"):
+    stub = serve(in_turn((404, {"error": {"message": "There is no `m`."}})))
+    with pytest.raises(RewardFailed, match="no `m`"):
         scored(stub, "retries=0")
 
 
@@ -164,5 +166,6 @@ def test_a_key_that_is_wrong_is_named(word: str) -> None:
 
 
 def test_columns_of_the_template_are_looked_for_before_any_model_loads() -> None:
-    with pytest.raises(DataError, match="needs the data column 'rubric'"):
+    with pytest.raises(DataError) as caught:
         check_reward_columns([made("template='{rubric} {completion}'")], ["answer"])
+    assert_refused(caught, 4, "'rubric'")

@@ -33,7 +33,7 @@ def test_a_reward_cannot_end_the_process(kind: type[BaseException]) -> None:
 
     for f in (fn, afn):
         assert kind.__name__ in str(failure(f))
-        assert "may not end the process" in str(failure(f))
+        assert "may not end" in str(failure(f))
     assert values(task) == [1.0, 1.0]
     assert values(lambda completions: [1, 2]) == [1.0, 2.0]
 
@@ -99,7 +99,7 @@ def test_a_coroutine_that_blocks_the_loop_is_found_and_the_next_step_works() -> 
         release.wait(60)
 
     error = failure(blocks, timeout_s=0.1)
-    assert "the event loop is blocked" in str(error) and "in blocks" in error.problems[0].why
+    assert "blocked" in str(error) and "in blocks" in error.problems[0].why
 
     async def good(completions):
         return [1.0, 1.0]

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from assert_refused import assert_refused
 from reward_cases import CHAT, PLAIN, failure, group, reward, run, values
 
 from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
@@ -89,7 +90,7 @@ def test_the_trainer_state_cannot_be_changed() -> None:
     def fn(completions, trainer_state):
         trainer_state.step = 0
 
-    assert "cannot assign to field 'step'" in str(failure(fn))
+    assert "field 'step'" in str(failure(fn))
 
 
 def test_scope_splits_the_calls() -> None:
@@ -182,9 +183,9 @@ def test_a_value_that_is_no_finite_number_is_refused_with_its_row(value: Any, sa
     text = str(
         failure(lambda completions: [0.0, 0.0, value, 0.0], group("a", "b"), group("c", "d"))
     )
-    assert said in text
-    assert "step 7, row 2 (prompt 1, completion 0, draw 41)" in text
-    assert "1 of 4 rows failed" in text and "mine" in text and __file__ in text
+    assert said in text and "mine" in text and __file__ in text
+    for part in ("step 7", "row 2", "prompt 1", "completion 0", "draw 41", "1 of 4"):
+        assert part in text
 
 
 def test_a_value_that_raises_when_it_is_looked_at_is_a_failure() -> None:
@@ -211,8 +212,8 @@ def test_rows_that_no_reward_scores_are_told_once_with_the_row() -> None:
         PLAIN,
     )
     assert len(scores.warnings) == 1
-    assert "no reward scored 3 of 4 rows" in scores.warnings[0]
-    assert "row 1 (prompt 0, completion 1" in scores.warnings[0] and "'x'" in scores.warnings[0]
+    for part in ("3 of 4 rows", "row 1 ", "prompt 0", "completion 1", "'x'"):
+        assert part in scores.warnings[0]
 
 
 def test_nan_is_none_when_the_reward_was_written_for_trl() -> None:
@@ -246,5 +247,6 @@ def test_only_says_which_rows_a_reward_is_asked_about(scope: str) -> None:
 
 def test_a_column_that_only_names_has_to_be_there() -> None:
     one = reward(lambda completions: [1.0], only={"subject": "math"})
-    with pytest.raises(DataError, match="needs the data column 'subject'"):
+    with pytest.raises(DataError) as caught:
         check_reward_columns([one], ["task"])
+    assert_refused(caught, 4, "'subject'")

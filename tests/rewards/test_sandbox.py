@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 
 from rloo_cli.rewards.common import sandbox, sandbox_harness
 from rloo_cli.rewards.common.sandbox import SandboxLimits
@@ -355,9 +356,9 @@ def test_a_bubblewrap_that_does_not_work_is_refused_and_nothing_runs(
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(MachineError, match="does not work here") as caught:
+    with pytest.raises(MachineError) as caught:
         sandbox.require_sandbox("bwrap", None, LIMITS)
-    assert "echo" not in script or "no permission" in str(caught.value)
+    assert_refused(caught, 3, "no permission" if "echo" in script else "bwrap")
 
 
 def test_a_command_of_ones_own_runs_the_harness() -> None:

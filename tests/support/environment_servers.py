@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, '{"session": "' + session + '", "text": "", "reward": NaN}')
 
     def _error(self, session: str) -> None:
-        self._send(200, json.dumps({"session": session, "error": "no such page"}))
+        self._send(200, json.dumps({"session": session, "error": "no page"}))
 
     def _flood(self, session: str) -> None:
         self._send(200, json.dumps({"session": session, "text": "x" * 1_000_000}))

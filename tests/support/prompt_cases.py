@@ -49,7 +49,7 @@ def prepare(rows, tokens=None, longest=None, seed=1, template_kwargs=None, **cha
 def refused(*args, **kwargs):
     with pytest.raises(DataError) as caught:
         prepare(*args, **kwargs)
-    return str(caught.value)
+    return caught.value
 
 
 def plain(*texts):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from assert_refused import refused_problems
 
-SENTENCES = Path(__file__).parents[1] / "sentences.txt"
+ROOT = Path(__file__).parents[2]
+SENTENCES = ROOT / "tests" / "sentences.txt"
 HEAD = "## "
 
 
@@ -43,11 +44,14 @@ def write_sentence(name: str, text: str) -> None:
 
 
 def plain_text(said: Any, folders: dict[str, str]) -> str:
-    """The text of a refusal or of a string, without the folders of this machine."""
+    """The text of a refusal or of a string, without what differs between machines and commits:
+    folders, and line numbers of our own YAML."""
     if not isinstance(said, str):
         said = "\n\n".join(problem.render() for problem in refused_problems(said)[1])
     for folder, name in folders.items():
         said = said.replace(folder, name)
+    said = said.replace(f"{ROOT}/", "")
+    said = re.sub(r"\b((?:conf|recipes)/[\w./]+\.yaml):\d+", r"\1:LINE", said)
     return re.sub(r"[ \t]+$", "", said, flags=re.MULTILINE).strip("\n")
 
 

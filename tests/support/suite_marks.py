@@ -1,9 +1,9 @@
 """Which command runs a test (CONTRIBUTING.md): a plug-in of pytest.
 
-`make test` runs what has none of the marks `vllm`, `slurm`, `ranks`, `process` (all of them are
-`engines`), `slow` and `gpu`, and what is marked `smoke`. A fixture that starts processes marks its
-tests. In a test without such a mark a new Python process is an error; with CI in the environment
-so is one that takes over LIMIT_S seconds of the processor.
+`make test` runs what is marked `smoke`, and what has none of the marks `slow`, `gpu` and
+`engines`. All of `vllm`, `slurm`, `ranks`, `process`, `trl` and `wide` are `engines`, and a fixture
+that starts processes marks its tests. A test without such a mark fails if it starts a Python
+process; with CI in the environment, also if it takes over LIMIT_S seconds of the processor.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-ENGINES = ("vllm", "slurm", "ranks", "process")
+ENGINES = ("vllm", "slurm", "ranks", "process", "trl", "wide")
 FIXTURE_MARKS = {
     "server": "vllm", "slurm": "slurm", "forked": "process", "launchers": "process",
     "quick": "process", "rloo": "process", "rloo_without_torch": "process",
@@ -35,12 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(FIXTURE_MARKS[fixture])
         if any(item.get_closest_marker(name) for name in ENGINES):
             item.add_marker("engines")
-        for mark in item.iter_markers("slow_cases"):
-            if case_name(item) in mark.args:
-                item.add_marker("slow")
-        for mark in item.iter_markers("slow_but"):
-            if case_name(item) not in mark.args:
-                item.add_marker("slow")
+        case = case_name(item)
+        for name in ("slow", "smoke"):
+            if any(case in mark.args for mark in item.iter_markers(f"{name}_cases")):
+                item.add_marker(name)
+        if any(case not in mark.args for mark in item.iter_markers("slow_but")):
+            item.add_marker("slow")
     items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ENGINES])
 
 
@@ -80,7 +80,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Run it; then look at what it took."""
     began = time.process_time()
     result = yield
-    if not any(item.get_closest_marker(name) for name in ("engines", "slow", "gpu")):
+    if not any(item.get_closest_marker(name) for name in ("engines", "slow", "smoke", "gpu")):
         seconds = time.process_time() - began
         if STARTED:
             pytest.fail(f"it started {STARTED[0]}: mark it process", pytrace=False)

@@ -27,6 +27,8 @@ from rloo_cli.train.loop import run_training_loop, sync_weights
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
 
+pytestmark = pytest.mark.wide
+
 AHEAD = ("generation.overlap=ahead", "train.learning_rate=0.01", ENDS)
 STEPS = 5
 

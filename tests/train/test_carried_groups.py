@@ -31,6 +31,8 @@ from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem, Stopped
 from rloo_cli.utils.files import write_text
 
+pytestmark = pytest.mark.wide
+
 STEPS, MAX_LAG = 6, 2
 RECORDED = (*CARRY, "logging.rollouts_every=1", "checkpoint.every=2")
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rloo_cli.data.packing import LAYOUTS
 from rloo_cli.train import step as train_step
 
+pytestmark = pytest.mark.wide
+
 FORWARDED = ["reward", "grad_norm", "loss", "policy_loss", "advantages/mean", "advantages/std"]
 
 
@@ -79,6 +81,13 @@ def both(folder, words, reward):
     return runs
 
 
+@pytest.mark.slow_but(
+    "truncated-True",
+    "no score-True",
+    "equal after clipping-False",
+    "equal scores, KL in the reward-True",
+    "equal scores, the step's mean-True",
+)
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("kind", DROPPED)
 def test_rows_on_which_nothing_depends_are_not_forwarded_and_nothing_changes(
@@ -103,6 +112,7 @@ def test_rows_on_which_nothing_depends_are_not_forwarded_and_nothing_changes(
     agree(row, again, *FORWARDED, exact=1e-4)
 
 
+@pytest.mark.slow_cases("packed")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_of_dropped_rows_are_in_no_layout(tmp_path, layout):
     run, plain = both(tmp_path, [*PLAIN, NONE, f"train.layout={layout}"], two_flat)
@@ -221,6 +231,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_but("KL", "two passes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_micro_batch_once_laid_out_never_waits_for_the_device(tmp_path, monkeypatch, kind):
     run = make(tmp_path, *PLAIN, ENDS, *KINDS[kind], "train.micro_batch_tokens=100")

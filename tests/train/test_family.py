@@ -59,6 +59,15 @@ def words(name: str) -> list[str]:
     return [f"algorithm={name.partition(',')[0]}", *(A + word for word in CHOICES[name])]
 
 
+@pytest.mark.slow_but(
+    "reinforce",
+    "reinforce_pp, discounted",
+    "grpo",
+    "grpo, luspo",
+    "dapo",
+    "sapo",
+    "rloo, off-policy threshold",
+)
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_algorithm_makes_a_step_with_finite_numbers(tmp_path, name):
     run = alone(tmp_path, *PLAIN, ENDS, *words(name))
@@ -69,6 +78,7 @@ def test_every_algorithm_makes_a_step_with_finite_numbers(tmp_path, name):
     assert ("cispo_clip_ratio" in row) == (name == "cispo")
 
 
+@pytest.mark.slow_but("reinforce_pp_baseline", "gspo")
 @pytest.mark.parametrize("name", [n for n in CHOICES if "bnpo" not in n])
 def test_an_update_does_not_depend_on_how_it_was_cut(tmp_path, name):
     moves = []
@@ -79,6 +89,7 @@ def test_an_update_does_not_depend_on_how_it_was_cut(tmp_path, name):
     assert apart(moves[1], moves[0]) < 2e-4
 
 
+@pytest.mark.slow_but("reinforce", "cispo")
 @pytest.mark.parametrize("name", ["reinforce", "grpo", "dr_grpo", "remax", "sapo", "cispo"])
 def test_the_training_forwards_log_probabilities_are_as_good_as_a_pass_of_their_own(tmp_path, name):
     moves = []
@@ -280,6 +291,7 @@ def test_token_advantages_are_kept_in_a_checkpoint_inside_a_step(tmp_path):
             assert torch.equal(one, two)
 
 
+@pytest.mark.slow_cases("reinforce_pp")
 @pytest.mark.parametrize(
     "kind",
     ["reinforce_pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("remax", "grpo"))],

@@ -48,6 +48,7 @@ def several(words, cuts, **options):
 BUDGETS = [f"train.micro_batch_tokens={n}" for n in (100000, 100, 64, 24)]
 
 
+@pytest.mark.slow_but("algorithm.beta=0-shared", "algorithm.beta=0.3-padded")
 @layouts
 @pytest.mark.parametrize("kl", [NONE, KL])
 def test_no_budget_of_a_micro_batch_changes_the_update(tmp_path, layout, kl):
@@ -121,6 +122,11 @@ SCALES = {  # what breaks C3 beside normalising
 VIOLATED |= {f"every group's KL: {k}": [NORMALISED, KL, *words] for k, words in SCALES.items()}
 
 
+@pytest.mark.slow_but(
+    "several optimizer steps",
+    "every group's KL: no baseline",
+    "every group's KL: KL beside the baseline",
+)
 @pytest.mark.parametrize("why", VIOLATED)
 def test_a_condition_that_does_not_hold_takes_a_separate_pass_and_the_plain_gradient(tmp_path, why):
     run = make(tmp_path, *PLAIN, ENDS, *VIOLATED[why])
@@ -155,6 +161,12 @@ def sometimes(completion_ids, **named):
 SOME = ["normalised", "normalised, group std", "normalised, masked"]
 
 
+@pytest.mark.slow_but(
+    "normalised-False",
+    "normalised, masked-False",
+    "normalised, without KL-False",
+    "normalised, masked-True",
+)
 @pytest.mark.parametrize(
     ("kind", "some"), [*((k, False) for k in FUSED), *((k, True) for k in SOME)]
 )

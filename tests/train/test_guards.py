@@ -79,6 +79,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_but("loss-fused", "gradient-apart", "reference-fused", "score-apart")
 @pytest.mark.parametrize("words", [[], ["algorithm.num_minibatches=2"]], ids=["fused", "apart"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_number_that_is_not_finite_stops_the_run_and_leaves_the_weights(tmp_path, way, words):
@@ -177,6 +178,7 @@ WEIGHTS_REST = {
 }
 
 
+@pytest.mark.slow_but("nothing is scored", "every completion is dropped")
 @pytest.mark.parametrize("kind", WEIGHTS_REST)
 def test_a_step_with_nothing_to_learn_from_moves_no_weight(tmp_path, kind):
     words, reward = WEIGHTS_REST[kind]

@@ -113,6 +113,7 @@ def rows(home: Forked, name: str) -> list[dict]:
     return [timeless(row) for row in strict(home.folder / "runs" / name / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_guard_stopped_is_saved_goes_on_and_ends_as_one_left_alone(home):
     assert home(*WORDS, "name=alone") == 0, home.said()
     code, said = home(*WORDS, "name=watched", TEETH), home.said()

@@ -40,6 +40,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_but("as it comes", "KL in the loss")
 @pytest.mark.parametrize("kind", KINDS)
 def test_update_and_loss_do_not_depend_on_how_the_batch_is_cut(tmp_path, kind):
     found = []
@@ -107,6 +108,7 @@ FUSED = {
 }
 
 
+@pytest.mark.slow_but("beta 0", "KL at temperature 1, in the loss", "sampler correction")
 @pytest.mark.parametrize("kind", FUSED)
 def test_old_logp_of_the_training_forward_gives_the_update_of_a_separate_pass(tmp_path, kind):
     one = make(tmp_path, *PLAIN, ENDS, *FUSED[kind], "train.micro_batch_size=8")
@@ -185,6 +187,7 @@ def test_one_update_per_step_has_a_ratio_of_exactly_one(tmp_path):
     assert row["clip_ratio/region_mean"] == row["policy/approxkl_avg"] == 0.0
 
 
+@pytest.mark.slow_but("normalize_advantages=true-4", "baseline=batch_mean-16")
 @pytest.mark.parametrize("micro", ["4", "16"])
 @pytest.mark.parametrize(
     "switch", ["normalize_advantages=true", "advantage_scale=batch", "baseline=batch_mean"]
@@ -237,6 +240,9 @@ def test_places_and_counts_advance_by_what_was_consumed(tmp_path):
     assert run.state.tokens == run.log.metrics_lines[-1]["num_tokens"]
 
 
+@pytest.mark.slow_but(
+    "sequence_sum-all-<lambda>", "token_mean-all-<lambda>", "token_mean_local-all-<lambda>"
+)
 @pytest.mark.parametrize(
     ("agg", "denominator", "expected"),
     [

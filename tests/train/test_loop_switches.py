@@ -23,6 +23,8 @@ from loop_cases import (
 from rloo_cli.train import loop
 from rloo_cli.utils.errors import NumbersError
 
+pytestmark = pytest.mark.wide
+
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 A = "algorithm."
 SWITCHES = {
@@ -67,6 +69,21 @@ SWITCHES = {
 }
 
 
+@pytest.mark.slow_but(
+    "k2 in the loss",
+    "KL only logged",
+    "k3 in the reward",
+    "stale reinforce",
+    "delta",
+    "constant",
+    "masked",
+    "overlong",
+    "normalised advantages",
+    "loo std",
+    "drop flat groups",
+    "truncate tokens",
+    "bypass",
+)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_every_switch_makes_a_step_with_finite_numbers(tmp_path, name):
     run = make(tmp_path, *PLAIN, ENDS, *(A + word for word in SWITCHES[name]))
@@ -78,6 +95,7 @@ def test_every_switch_makes_a_step_with_finite_numbers(tmp_path, name):
     assert run.state.updates == run.config.updates_per_step
 
 
+@pytest.mark.slow_cases("k3-1.0")
 @pytest.mark.parametrize(("estimator", "at"), [("k2", 1.0), ("k3", 1.0), ("k3", 0.7)])
 def test_kl_in_the_loss_is_summed_per_row_with_gradient_and_leaves_the_advantages(
     tmp_path, estimator, at

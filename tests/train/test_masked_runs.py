@@ -24,6 +24,8 @@ from rloo_cli.run import StepProgress
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, GenerationError
 
+pytestmark = pytest.mark.wide
+
 MASKED = ("generation.top_p=0.5", "generation.return_sampling_mask=true")
 CORRECTED = ("algorithm.correction.mode=truncate", ENDS)
 
@@ -163,6 +165,7 @@ def test_a_record_with_masks_is_not_replayed_without_them(recorded: Path, tmp_pa
         replayed(tmp_path, recorded, MASKED[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(recorded: Path, tmp_path: Path) -> None:
     looks: list[int] = []
     words = (*MASKED, "logging.rollouts_every=1", "data.eval_split=null", "checkpoint.every=2")

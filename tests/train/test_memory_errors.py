@@ -37,6 +37,7 @@ def fault(monkeypatch):
     fault_injection.arm_faults()
 
 
+@pytest.mark.slow_but("gen.chunk@1", "loss@1", "ckpt.write@1")
 @pytest.mark.parametrize("point", FOUND)
 def test_memory_that_runs_out_is_said_with_phase_sequence_and_key(
     point: str, fault, tmp_path: Path

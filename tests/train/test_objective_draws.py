@@ -29,6 +29,8 @@ from torch import Tensor
 from rloo_cli.algorithms.common import advantage, forward_plan
 from rloo_cli.utils.errors import NumbersError
 
+pytestmark = pytest.mark.wide
+
 DRAWS, PARTS = 200, 4
 ONLY = [int(n) for n in os.environ.get("RLOO_DRAWS", "").split(",") if n]
 PLAINLY = {"old_logp": "separate", "forward_all": True}
@@ -125,6 +127,7 @@ def try_draw(bench: Bench, number: int) -> str:
     return ""
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize(
     "part", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, PARTS))]
 )
@@ -145,6 +148,7 @@ def test_clipped_advantages_have_no_one_factor(bench):
     assert try_draw(bench, 83) == ""  # it fails without the guard; its part of the 200 is slow
 
 
+@pytest.mark.slow
 def test_draws_meet_every_algorithm_and_dialect_and_the_corners_and_few_are_refused():
     draws = [draw(number) for number in range(DRAWS)]
     assert sum(len(d.refused) for d in draws) < 2 * DRAWS

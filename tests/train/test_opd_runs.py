@@ -9,6 +9,8 @@ from rloo_cli.policy.divergence import generalized_jsd
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.run import Run
 
+pytestmark = pytest.mark.wide
+
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 LARGE = (*PLAIN, "train.learning_rate=1.0")  # the gradient itself: a teacher's is small
 TEACHER = ("algorithm=opd", "model.ref_path=make:tiny")
@@ -65,6 +67,7 @@ def test_beside_a_reward_the_teacher_is_charged_to_its_advantage(tmp_path):
     torch.testing.assert_close(batch.advantage, a)
 
 
+@pytest.mark.slow_cases("0.0-0.8")
 @pytest.mark.parametrize(("beta", "temperature"), [(0.5, 1.0), (0.0, 0.8), (1.0, 1.0)])
 def test_the_divergence_of_whole_distributions_moves_the_student(tmp_path, beta, temperature):
     words = [*WHOLE, *ALONE, f"algorithm.jsd_beta={beta}", f"generation.temperature={temperature}"]
@@ -84,6 +87,7 @@ def test_the_divergence_of_whole_distributions_moves_the_student(tmp_path, beta,
     assert run.layout_choice.head == "model" and "teacher" in run.layout_choice.why
 
 
+@pytest.mark.slow_cases("words1")
 @pytest.mark.parametrize("words", [TEACHER, WHOLE, (*WHOLE, "algorithm.num_minibatches=2")])
 def test_a_distilling_update_does_not_depend_on_how_it_was_cut(tmp_path, words):
     moves = []
@@ -122,6 +126,7 @@ def test_groups_of_equal_scores_are_taught_too(tmp_path):
     assert row["perf/forwarded_frac"] == 1
 
 
+@pytest.mark.slow_but("opd")
 @pytest.mark.parametrize("words", [TEACHER, WHOLE], ids=["opd", "gkd"])
 def test_the_students_kl_to_its_teacher_falls(tmp_path, words):
     """A student that noise took away from its teacher comes back, with no reward at all."""

@@ -25,6 +25,8 @@ from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import ConfigError, StorageError
 
+pytestmark = pytest.mark.wide
+
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
 ENDS = f"generation.stop_token_ids={[*range(10, 258, 16)]}".replace(" ", "")
 PPO = ("algorithm=ppo", "train.learning_rate=0.01", ENDS, "eval.at_start=false")
@@ -37,6 +39,7 @@ def moody(completion_ids: Any, **_: Any) -> list[float | None]:
     return [None if ids[0] % 7 == 0 else drawn + len(set(ids)) % 5 for ids in completion_ids]
 
 
+@pytest.mark.slow_but("8")
 @pytest.mark.parametrize("stops", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(stops: int, tmp_path: Path) -> None:
     keys = (*PPO, "algorithm.num_minibatches=2", "max_steps=2", "checkpoint.every=1")

@@ -32,6 +32,8 @@ from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.model import preflight
 from rloo_cli.utils.errors import ConfigError, MachineError, RunError
 
+pytestmark = pytest.mark.wide
+
 EOS = 1
 SWAPPED = ("<eos>", "<pad>")  # a tokenizer with the first two ids the other way round
 DECODERS = ("qwen3", "llama", "gpt_neox")
@@ -62,6 +64,14 @@ def fed(code, given):
 # Scores
 
 
+@pytest.mark.slow_but(
+    "qwen3-left-<pad>-shared",
+    "qwen3-right-<eos>-shared",
+    "llama-left-<pad>-packed",
+    "llama-right-<eos>-packed",
+    "gpt_neox-left-<pad>-padded",
+    "gpt_neox-right-<eos>-padded",
+)
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 @pytest.mark.parametrize(("side", "pad"), [("left", "<pad>"), ("right", "<eos>")])
 @pytest.mark.parametrize("family", DECODERS)
@@ -72,6 +82,7 @@ def test_the_score_is_the_classs_own_of_the_row_alone(family, side, pad, layout)
     close(code(**given), by_class(family, sampled_ids(given)))
 
 
+@pytest.mark.slow_but("qwen3", "window", "bert", "xlnet")
 @pytest.mark.parametrize("family", FOUND)
 def test_a_family_is_computed_in_the_way_that_is_right_for_it(family) -> None:
     own = tokenizer(ends=family == "t5")

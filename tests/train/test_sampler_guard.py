@@ -7,6 +7,8 @@ from loop_cases import alone as make
 
 from rloo_cli.utils.errors import GenerationError
 
+pytestmark = pytest.mark.wide
+
 
 def shifted(batch, by, groups=None):
     """The batch, whose sampler was off by `by` nats on every token of these groups."""
@@ -55,6 +57,12 @@ def test_later_iterations_over_a_batch_are_compared_with_its_own_weights(tmp_pat
     assert run.state.updates == 3
 
 
+@pytest.mark.slow_but(
+    "auto-generation.top_p=0.9",
+    "auto-generation.min_tokens=2",
+    "separate-generation.top_p=0.9",
+    "separate-generation.min_tokens=2",
+)
 @pytest.mark.parametrize(
     "words",
     [

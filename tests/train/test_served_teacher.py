@@ -1,6 +1,7 @@
 """A teacher that a server has, inside whole steps: what it says is what one loaded here says.
 
-The server is the fake one, with the tiny model behind it; `test_teacher_vllm.py` has a real one.
+The server is the fake one, with the tiny model behind it; `test_teacher_on_server.py` has a real
+one.
 """
 
 import json
@@ -32,6 +33,8 @@ from rloo_cli.data.synthetic import tiny
 from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.train.minibatches import forwarded_completions
 from rloo_cli.utils.errors import ConfigError, GenerationError
+
+pytestmark = pytest.mark.wide
 
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 LOCAL = ("algorithm=opd", "model.ref_path=make:tiny")
@@ -85,6 +88,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_but("packed", "alone")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_that_of_the_same_teacher_loaded_here(tmp_path, served, way):
     rewards = {} if way == "alone" else None
@@ -147,6 +151,7 @@ def test_a_teacher_that_goes_away_ends_the_run_with_6_and_its_address(tmp_path, 
     assert_refused(caught, 6, served.url)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_with_the_same_teacher_and_no_other(tmp_path, served):
     words, looks = (ENDS, *words_of(served), "train.learning_rate=0.01", "max_steps=2"), []
     assert attempt(tmp_path / "whole", *words, looks=looks)

@@ -41,6 +41,8 @@ from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, GenerationError, NumbersError, Problem
 from rloo_cli.utils.timers import StepTimer
 
+pytestmark = pytest.mark.wide
+
 ORDER = ("train.micro_batch_order=virtual_time", "train.prompts_per_step=6", ENDS)
 ORDER = (*ORDER, "train.learning_rate=0.01", "train.micro_batch_tokens=160")
 STREAM = "generation.overlap=stream"
@@ -85,6 +87,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but("kl in the loss", "local mean")
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS)
 def test_it_has_the_bits_of_a_run_that_samples_first(
     words: tuple[str, ...], tmp_path: Path
@@ -114,6 +117,7 @@ def test_groups_of_equal_scores_are_dropped_alike(tmp_path: Path) -> None:
     assert any(0 < row["groups/dropped"] < 6 for row in lines(one))
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_is_what_a_run_without_it_leaves(tmp_path: Path) -> None:
     words = (*ORDER, "max_steps=5", SCOPE, "eval.max_samples=4")
     for mode in ("none", "stream"):
@@ -122,6 +126,7 @@ def test_what_a_run_leaves_is_what_a_run_without_it_leaves(tmp_path: Path) -> No
     assert differing(one, other) == []
 
 
+@pytest.mark.slow
 def test_a_step_is_computed_again_from_its_record(tmp_path: Path) -> None:
     scopes = ("reward.unique_chars.scope=group", "reward.length_tokens.scope=group")
     with mock.patch.dict(os.environ, RLOO_CACHE=cache()):
@@ -215,6 +220,7 @@ RESUMED = (*ORDER, STREAM, "checkpoint.every=1", "eval.max_samples=2", "eval.at_
 RESUMED = (*RESUMED, "reward.moody.scope=group", "max_steps=2")
 
 
+@pytest.mark.slow
 def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     looks: list[int] = []
     assert attempt(tmp_path / "whole", *RESUMED, looks=looks, moody=moody)

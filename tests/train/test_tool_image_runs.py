@@ -18,6 +18,8 @@ from rloo_cli.agents.common import call_parsers
 from rloo_cli.data.rollout_record import read_rollout_record
 from rloo_cli.inspection.step_replay import replay_step
 
+pytestmark = pytest.mark.wide
+
 
 def run_words(folder: Path, rows: Path, *more: str) -> list[str]:
     return [*words_of(rows), *image_world_words(folder), "max_steps=2", *more]
@@ -69,6 +71,7 @@ def test_a_recorded_step_with_its_images_comes_out_bit_for_bit(recorded: Path) -
         assert not found.found and not found.tolerance, found.to_json()
 
 
+@pytest.mark.slow_but("tools")
 def test_a_run_that_was_stopped_between_turns_ends_as_one_that_was_not(
     rows: Path, tmp_path: Path
 ) -> None:

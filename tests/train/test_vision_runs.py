@@ -16,6 +16,8 @@ from rloo_cli.policy.model import PlainSequence
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.wide
+
 SHORT = ("generation.max_completion_length=6", "algorithm.num_generations=2", ENDS)
 
 
@@ -28,6 +30,7 @@ def words_of(file, name="qwen2_5_vl", *more):
     return (*v.run_words(name, file), *SHORT, *more)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_images(tmp_path, file):
     words = words_of(file, "qwen2_5_vl", "algorithm.num_minibatches=2", "max_steps=2")
     looks = []
@@ -67,6 +70,7 @@ def test_a_frozen_tower_keeps_its_weights_while_the_rest_learns(tmp_path, file):
     assert moved and not any(".visual." in name for name in moved)
 
 
+@pytest.mark.slow
 def test_completions_of_overlapped_sampling_are_those_of_a_run_without(tmp_path, file):
     weights = []
     order = ("train.micro_batch_order=virtual_time", "reward.digits.scope=group")
@@ -145,6 +149,7 @@ def test_where_tools_may_not_answer_with_images_the_reason_is_known(extra, said)
     assert image_rules.why_no_tool_images(checked((), (model,))) is None
 
 
+@pytest.mark.slow_but("completions that are carried on", "an agent of somebody else's")
 @pytest.mark.parametrize("extra, said", REFUSED.values(), ids=REFUSED)
 def test_what_a_run_with_images_cannot_do_is_said_before_weights_load(
     tmp_path, file, monkeypatch, extra, said, sentence

@@ -131,6 +131,15 @@ def test_the_trainer_compared_with_is_that_of_trl_1_16_0():
     assert version("trl") == "1.16.0"
 
 
+@pytest.mark.slow_but(
+    "as it comes",
+    "normalised",
+    "truncated masked",
+    "two rewards, weighted",
+    "two mini-batches",
+    "all at once",
+)
+@pytest.mark.smoke_cases("as it comes", "truncated masked", "two mini-batches")
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_is_that_of_trl(case, name):
     ours, theirs = case(name)
@@ -142,6 +151,7 @@ def test_gradient_is_that_of_trl(case, name):
     assert apart(ours.weights, theirs.weights) < CLOSE
 
 
+@pytest.mark.slow_but("two iterations")
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name][2]])
 def test_gradient_without_what_a_case_is_about_is_another(case, name):
     # Else the test before this one would say nothing about the case.

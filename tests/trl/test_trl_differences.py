@@ -27,6 +27,7 @@ def normalised(values):
     return (values - values.mean()) / (values.std() + 1e-4)
 
 
+@pytest.mark.slow
 def test_trl_counts_masked_rows_in_the_loss_and_we_do_not_with_equal_gradients(tmp_path):
     ours, theirs = both(tmp_path, *STILL, KL, MASKED)
     batch = ours.batch
@@ -39,6 +40,7 @@ def test_trl_counts_masked_rows_in_the_loss_and_we_do_not_with_equal_gradients(t
     assert abs(ours.row["loss"] - theirs.row["loss"]) > 0.01
 
 
+@pytest.mark.slow
 def test_trl_normalises_where_only_kl_differs_and_we_leave_the_step_alone(tmp_path):
     def same(completion_ids, **_):
         return [1.0] * len(completion_ids)
@@ -52,6 +54,7 @@ def test_trl_normalises_where_only_kl_differs_and_we_leave_the_step_alone(tmp_pa
     assert float(theirs.advantages(ours.batch).abs().max()) > 1
 
 
+@pytest.mark.slow
 def test_trl_leaves_rounding_in_advantages_of_equal_scores_and_ours_are_0(tmp_path):
     def same(completion_ids, **_):
         return [0.7] * len(completion_ids)
@@ -64,6 +67,7 @@ def test_trl_leaves_rounding_in_advantages_of_equal_scores_and_ours_are_0(tmp_pa
     assert 0 < float(theirs.advantages(ours.batch).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_trl_scores_a_row_by_a_reward_of_weight_0_and_we_do_not(tmp_path):
     def some(completion_ids, **_):
         return [None if i % 4 == 0 else s for i, s in enumerate(digits(completion_ids))]
@@ -80,6 +84,7 @@ def test_trl_scores_a_row_by_a_reward_of_weight_0_and_we_do_not(tmp_path):
     assert apart(ours_by_hand, theirs_by_hand) > 0.1
 
 
+@pytest.mark.slow
 def test_trl_spreads_an_infinite_score_over_its_group_and_we_stop(tmp_path):
     def broken(completion_ids, **_):
         return [math.inf if i == 2 else float(i) for i in range(len(completion_ids))]
@@ -100,6 +105,7 @@ def completions(*last):
     return [*plain, *last]
 
 
+@pytest.mark.slow
 def test_trl_takes_a_last_pad_for_an_end_and_we_for_a_token_like_others(tmp_path):
     cut = [[60 + i for i in range(15)] + [PAD], [80 + i for i in range(16)]]
     ours, theirs = both(tmp_path, *PLAIN, TWO, KL, MASKED, completions=completions(*cut))
@@ -110,6 +116,7 @@ def test_trl_takes_a_last_pad_for_an_end_and_we_for_a_token_like_others(tmp_path
     assert gaps(ours, theirs)[0] > 0.01
 
 
+@pytest.mark.slow
 def test_trl_takes_a_stop_string_for_a_truncation_and_we_for_an_end(tmp_path):
     ids = tiny.tiny_tokenizer()("so be it.")["input_ids"]
     ours, theirs = both(
@@ -123,6 +130,7 @@ def test_trl_takes_a_stop_string_for_a_truncation_and_we_for_an_end(tmp_path):
     assert gaps(ours, theirs)[0] > 0.01
 
 
+@pytest.mark.slow
 def test_trl_leaves_a_stop_id_in_the_text_that_rewards_read_and_we_do_not(tmp_path):
     seen = []
 
@@ -145,6 +153,7 @@ def test_trl_leaves_a_stop_id_in_the_text_that_rewards_read_and_we_do_not(tmp_pa
 # How a step is cut and laid out.
 
 
+@pytest.mark.slow
 def test_trl_shuffles_rows_over_micro_batches_and_we_keep_groups_whole(tmp_path):
     # One mini-batch: both add up to the same. Of several, TRL's have rows of other prompts.
     ours, theirs = both(tmp_path, *STILL, KL)
@@ -154,6 +163,7 @@ def test_trl_shuffles_rows_over_micro_batches_and_we_keep_groups_whole(tmp_path)
     assert gaps(ours, theirs)[0] < CLOSE
 
 
+@pytest.mark.slow
 def test_trl_counts_left_padding_as_positions_and_we_do_not(tmp_path):
     """Seen with absolute positions: TRL passes the model an attention mask and no positions."""
     tokens = tiny.tiny_tokenizer()

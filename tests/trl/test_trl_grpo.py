@@ -136,6 +136,17 @@ def case(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow_cases(
+    "dapo",
+    "KL, ratio-weighted",
+    "narrow",
+    "std of the step",
+    "delta",
+    "bnpo, one micro-batch",
+    "dr_grpo",
+    "sapo",
+    "no std",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_loss_and_advantages_are_those_of_trl(case, name):
     ours, theirs = case(name)
@@ -149,6 +160,21 @@ def test_gradient_loss_and_advantages_are_those_of_trl(case, name):
     assert ours.row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow_cases(
+    "dapo",
+    "grpo",
+    "dr_grpo",
+    "bnpo, one micro-batch",
+    "gspo",
+    "cispo",
+    "sapo",
+    "std of the step",
+    "no std",
+    "KL",
+    "KL, ratio-weighted",
+    "narrow",
+    "delta",
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,6 +193,7 @@ def test_gradient_without_what_a_case_is_about_is_another(case, name):
 # Where the two differ.
 
 
+@pytest.mark.slow
 def test_trl_divides_the_rounding_of_equal_scores_by_1e_4_and_ours_are_0(tmp_path):
     def same(completion_ids, **_):
         return [0.7] * len(completion_ids)
@@ -179,6 +206,7 @@ def test_trl_divides_the_rounding_of_equal_scores_by_1e_4_and_ours_are_0(tmp_pat
     assert float(vector(theirs.gradients[0]).norm()) > 0
 
 
+@pytest.mark.slow
 def test_trl_divides_a_mini_batch_by_the_steps_tokens_and_we_by_its_own(tmp_path):
     ours, theirs = both(tmp_path, *STILL, f"{A}num_minibatches=2", trainer="GRPO")
     total = float(ours.batch.rollout_values("length").sum())
@@ -196,6 +224,7 @@ def token_means(batch, micros):
     return sum(float(-(a * n)[rows].sum() / n[rows].sum()) for rows in micros) / len(micros)
 
 
+@pytest.mark.slow
 def test_trl_cuts_micro_batches_of_bnpo_from_shuffled_rows_and_we_from_whole_groups(tmp_path):
     ours, theirs = both(tmp_path, *STILL, *kind("bnpo"), trainer="GRPO")
     cut = theirs.rows(ours.batch)
@@ -219,6 +248,7 @@ def with_weighted_kl(run, batch, beta, by_row):
     return gradient_of(run, total)
 
 
+@pytest.mark.slow
 def test_trl_weights_the_kl_of_gspo_by_the_rows_ratio_and_we_by_the_tokens(tmp_path):
     words = (*STILL, *kind("gspo", KL, f"{A}kl_ratio_weighted=true"))
     ours, theirs = both(tmp_path, *words, trainer="GRPO")
@@ -229,6 +259,7 @@ def test_trl_weights_the_kl_of_gspo_by_the_rows_ratio_and_we_by_the_tokens(tmp_p
     assert gaps(ours, theirs)[0] > 0.01
 
 
+@pytest.mark.slow
 def test_trl_averages_the_entropy_of_micro_batches_and_we_that_of_all_tokens(tmp_path):
     words = (*STILL, f"{A}entropy_coef=0.2")
     ours, theirs = both(tmp_path, *words, trainer="GRPO")
@@ -236,6 +267,7 @@ def test_trl_averages_the_entropy_of_micro_batches_and_we_that_of_all_tokens(tmp
     # As one micro-batch they agree: the case "entropy bonus, one micro-batch".
 
 
+@pytest.mark.slow
 def test_trl_weights_the_kl_by_its_ratio_and_divides_dr_grpo_by_a_std_unless_told_not_to():
     from trl import GRPOConfig
 

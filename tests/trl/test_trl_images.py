@@ -24,6 +24,7 @@ WORDS = (
 FAMILIES = ("qwen2_5_vl", "gemma3", "llava_next", "idefics3", "internvl")
 
 
+@pytest.mark.slow_but("qwen2_5_vl")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradient_with_images_is_that_of_trl(tmp_path, name):
     file = v.rows_file(tmp_path / "rows", (1, 1, 1, 1))

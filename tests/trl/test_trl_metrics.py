@@ -70,6 +70,7 @@ SAME = {name: name for name in [
 ONE_FORWARD = ["entropy", "clip_ratio/low_min", "clip_ratio/high_max"]  # of each is its mean
 
 
+@pytest.mark.slow_but("two iterations", "two rewards")
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_that_mean_the_same_are_equal(case, name):
     ours, theirs = case(name)
@@ -97,6 +98,7 @@ def test_every_metric_of_trl_is_compared_or_known_to_differ(case):
     assert set(theirs.row) == {*SAME, "kl", *rewards, *differ, *clocks}
 
 
+@pytest.mark.slow
 def test_trl_has_the_std_over_the_step_and_we_the_mean_of_the_groups_own(case):
     ours, theirs = case("one forward")
     scores = ours.batch.raw[0]
@@ -111,6 +113,7 @@ def two_flat(completion_ids, **_):
     return [1.0 if i // 4 in (0, 2) else s for i, s in enumerate(found)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beta", "found"), [("0", 0.5), ("0.3", 0.0)])
 def test_trl_tests_zero_std_after_the_kl_and_we_before(tmp_path, beta, found):
     words = (*BASE, ONE, f"{A}beta={beta}")
@@ -119,6 +122,7 @@ def test_trl_tests_zero_std_after_the_kl_and_we_before(tmp_path, beta, found):
     assert ours.row["frac_reward_zero_std"] == 0.5
 
 
+@pytest.mark.slow
 def test_trl_counts_groups_without_two_scores_among_those_of_some_std_and_we_leave_them_out(
     tmp_path,
 ):
@@ -140,6 +144,7 @@ def row_entropy(ours, i):
     return segments.token_entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
 
 
+@pytest.mark.slow
 def test_trl_averages_the_entropy_of_micro_batches_and_we_take_it_over_tokens(tmp_path):
     ours, theirs = both(tmp_path, *STILL, TWO)
     rows = [row_entropy(ours, i) for i in range(16)]
@@ -149,6 +154,7 @@ def test_trl_averages_the_entropy_of_micro_batches_and_we_take_it_over_tokens(tm
     assert abs(ours.row["entropy"] - theirs.row["entropy"]) > 2e-5
 
 
+@pytest.mark.slow
 def test_trl_logs_a_length_of_0_where_nothing_terminated_and_we_log_none(tmp_path):
     said = [[40 + 3 * i + j for j in range(16)] for i in range(16)]
     ours, theirs = both(tmp_path, *PLAIN, KL, TWO, completions=said)
@@ -158,6 +164,7 @@ def test_trl_logs_a_length_of_0_where_nothing_terminated_and_we_log_none(tmp_pat
     assert theirs.row["completions/clipped_ratio"] == ours.row["completions/clipped_ratio"] == 1.0
 
 
+@pytest.mark.slow
 def test_trl_logs_a_reward_that_said_nothing_as_null_and_we_leave_it_out(tmp_path):
     def silent(completion_ids, **_):
         return [None] * len(completion_ids)
@@ -169,6 +176,7 @@ def test_trl_logs_a_reward_that_said_nothing_as_null_and_we_leave_it_out(tmp_pat
     assert ours.row["reward/silent/none_frac"] == 1.0
 
 
+@pytest.mark.slow
 def test_trl_counts_masked_rows_among_those_not_clipped_and_we_do_not(tmp_path):
     ours, theirs = both(tmp_path, *STALE, MASKED)
     kept = int((~ours.batch.masked).sum())
@@ -179,6 +187,7 @@ def test_trl_counts_masked_rows_among_those_not_clipped_and_we_do_not(tmp_path):
     assert theirs.row["clip_ratio/region_mean"] > 0
 
 
+@pytest.mark.slow
 def test_trl_averages_the_extremes_of_clipping_over_micro_batches_and_ours_are_true(case):
     ours, theirs = case("two iterations")
     assert ours.row["clip_ratio/high_mean"] > 0
@@ -187,6 +196,7 @@ def test_trl_averages_the_extremes_of_clipping_over_micro_batches_and_ours_are_t
     assert theirs.row["clip_ratio/high_max"] in (0.25, 0.5)
 
 
+@pytest.mark.slow
 def test_trl_logs_the_gradient_norm_of_the_last_update_and_we_the_mean(case):
     ours, theirs = case("two iterations")
     norms = [float(torch.cat([g.flatten() for g in u.values()]).norm()) for u in theirs.gradients]
@@ -210,6 +220,7 @@ def two_steps(tmp_path_factory):
     return both(tmp_path_factory.mktemp("two"), *words, rewards={"sparse": sparse}, steps=2)
 
 
+@pytest.mark.slow
 def test_trl_averages_smallest_and_largest_lengths_of_steps_and_ours_are_true(two_steps):
     ours, theirs = two_steps
     lengths = [batch.rollout_values("length") for batch in ours.batches]
@@ -226,6 +237,7 @@ def test_trl_averages_smallest_and_largest_lengths_of_steps_and_ours_are_true(tw
     assert shortest[0] != shortest[1]  # so that a mean of the two is neither
 
 
+@pytest.mark.slow
 def test_trl_averages_steps_and_we_weigh_them_by_what_they_counted(two_steps):
     ours, theirs = two_steps
     columns = {

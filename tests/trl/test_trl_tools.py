@@ -74,6 +74,7 @@ def read_by_trl(tokenizer, ids, **_):
     }  # fmt: skip
 
 
+@pytest.mark.slow_but("words0")
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,5 +1,5 @@
 """Several API processes of one rollout server: they are told of together and end together. What one
-of them does to the requests of another is in test_vllm_api_processes.py.
+of them does to the requests of another is in test_api_processes_on_server.py.
 """
 
 import multiprocessing

@@ -74,6 +74,7 @@ def served_names(run: Run, adapting: Real) -> list[str]:
     return [model["id"] for model in said["data"]]
 
 
+@pytest.mark.slow
 def test_only_the_adapter_crosses_and_neither_base_changes_over_a_hundred_syncs(
     run: Run, adapting: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_only_the_adapter_crosses_and_neither_base_changes_over_a_hundred_syncs(
     assert (run.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
     run.generator.generate(groups, vllm_cases.SEEDS)
 
 
+@pytest.mark.slow
 def test_a_trainer_of_whole_models_is_refused_by_a_server_for_an_adapter(
     adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

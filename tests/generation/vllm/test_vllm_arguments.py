@@ -21,6 +21,8 @@ from rloo_cli.launch import preflight
 from rloo_cli.utils import ports
 from rloo_cli.utils.errors import ConfigError, MachineError
 
+pytestmark = pytest.mark.wide
+
 SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
 GPU = "GPU-5d5a"
 

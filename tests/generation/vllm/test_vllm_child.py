@@ -143,14 +143,17 @@ def found() -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 def test_a_scheduler_remembers_finished_requests_until_it_is_drained(found: Any) -> None:
     assert found["before"] is True and found["after"] is False
 
 
+@pytest.mark.slow
 def test_log_probabilities_come_in_plain_lists_one_for_each_token(found: Any) -> None:
     assert found["lengths"] == [4, 2] and found["same"] and found["finite"]
 
 
+@pytest.mark.slow
 def test_the_padding_of_a_vocabulary_is_all_in_the_last_share(found: Any) -> None:
     for vocabulary, shares in found["shares"].items():
         assert sum(sent for sent, _ in shares) == int(vocabulary)
@@ -158,6 +161,7 @@ def test_the_padding_of_a_vocabulary_is_all_in_the_last_share(found: Any) -> Non
     assert found["shares"]["130"] == [[96, 96], [34, 96]]
 
 
+@pytest.mark.slow
 def test_a_waiting_process_of_an_engine_without_a_gpu_leaves_its_core_to_others(
     found: Any,
 ) -> None:

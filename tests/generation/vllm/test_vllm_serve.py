@@ -251,6 +251,7 @@ def test_a_second_server_for_the_same_run_is_refused(served: Served, server: Ser
 # Servers that do not come up: they leave nothing.
 
 
+@pytest.mark.slow_cases("import-9", "import-2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize(
     ("phase", "least"),

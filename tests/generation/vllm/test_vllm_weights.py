@@ -113,6 +113,7 @@ def pair(
     found.generator.close()
 
 
+@pytest.mark.slow_but("neox-untied", "neox-tied")
 def test_an_update_of_each_family_of_tensors_reaches_the_engine(pair: Pair) -> None:
     pair.load()
     assert pair.gap(pair.sample([1, 2])) < ROUNDING
@@ -130,6 +131,7 @@ def test_an_update_of_each_family_of_tensors_reaches_the_engine(pair: Pair) -> N
         assert pair.gap(pair.sample([3])) < ROUNDING, family
 
 
+@pytest.mark.slow_cases("qwen3-tied")
 def test_a_seed_draws_the_same_tokens_again_and_in_another_batch(pair: Pair) -> None:
     pair.load()
     first = [r.completion_ids for r in pair.sample([11, 12, 13])[1].rollouts]
@@ -138,6 +140,7 @@ def test_a_seed_draws_the_same_tokens_again_and_in_another_batch(pair: Pair) -> 
     assert len({tuple(ids) for ids in first}) > 1
 
 
+@pytest.mark.slow_cases("qwen3-tied")
 def test_an_engine_leaves_the_trainers_random_state_and_threads_alone(pair: Pair) -> None:
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     pair.load()
@@ -146,6 +149,7 @@ def test_an_engine_leaves_the_trainers_random_state_and_threads_alone(pair: Pair
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.slow_cases("qwen3-tied")
 def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +169,7 @@ def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
     assert pair.gap(pair.sample([5])) < ROUNDING
 
 
+@pytest.mark.slow_cases("qwen3-tied")
 def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +195,7 @@ def cores(pair: Pair) -> list[int]:
     return [pid for pid, line in members(process.pid).items() if "EngineCore" in line]
 
 
+@pytest.mark.slow_cases("qwen3-tied")
 def test_the_engines_core_is_where_the_key_says_and_is_missed_when_it_is_killed(
     pair: Pair, request: pytest.FixtureRequest
 ) -> None:
@@ -226,6 +232,7 @@ def test_a_core_that_was_killed_is_replaced_with_the_same_weights(tmp_path: Path
         pair.generator.close()
 
 
+@pytest.mark.slow_cases("qwen3-tied")
 def test_nothing_of_an_engine_is_left(pair: Pair) -> None:
     process = pair.generator.engine.pipe.process  # type: ignore[attr-defined]
     pair.generator.close()

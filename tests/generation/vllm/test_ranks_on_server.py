@@ -10,6 +10,7 @@ from cli_cases import strict
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.slow_but("fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_shards_reach_the_server_layer_by_layer_and_are_right(forked, server, engine, monkeypatch):
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)

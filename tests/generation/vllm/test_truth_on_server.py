@@ -51,6 +51,7 @@ class Trained:
             time.sleep(0.05)
 
 
+@pytest.mark.slow_but("sync.start-:0, the trainer", "sync.version-:0, the trainer")
 @pytest.mark.parametrize(
     ("place", "told"),
     [
@@ -129,6 +130,7 @@ def strange() -> Any:
     return model
 
 
+@pytest.mark.smoke
 def test_every_row_says_its_weights_and_every_step_how_far_off_the_sampler_was(
     tmp_path: Path, fast: dict[str, str], server: Real
 ) -> None:
