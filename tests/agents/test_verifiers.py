@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from agent_cases import call_text, write_file
@@ -173,9 +174,10 @@ def by_siblings(states):
 @pytest.fixture
 def real(tmp_path, monkeypatch):
     """(form, *words) -> agent=verifiers with an environment that is written here."""
-    python = os.environ.get("RLOO_VERIFIERS_PYTHON")
+    own = Path(sys.prefix, "verifiers", "bin", "python")  # `make test-all` makes it
+    python = os.environ.get("RLOO_VERIFIERS_PYTHON", own if own.exists() else None)
     if not python:
-        pytest.skip("RLOO_VERIFIERS_PYTHON names no Python that has verifiers")
+        pytest.skip("there is no .venv/verifiers, and RLOO_VERIFIERS_PYTHON names no Python")
     write_file(tmp_path, ENVIRONMENTS, "vf_sums.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return lambda form, *words: settings(

@@ -2,7 +2,21 @@
 
 import pytest
 from assert_refused import assert_refused
-from prompt_cases import LONG, WITH_BOS, chat, config, decoded, plain, prepare, refused, tokenizer
+from prompt_cases import (
+    LEARNT,
+    LONG,
+    TEXTS,
+    WITH_BOS,
+    chat,
+    config,
+    decoded,
+    learnt_tokenizer,
+    plain,
+    prepare,
+    refused,
+    tokenizer,
+)
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from rloo_cli.data import prompts
 from rloo_cli.data.prompts import _cut_left
@@ -40,6 +54,42 @@ def test_a_template_and_a_tokenizer_that_both_add_the_beginning_add_it_once():
 def test_no_special_token_is_added_to_what_a_template_wrote():
     tokens = tokenizer(bos=True)  # its template writes none, and means it
     assert tokens.bos_token_id not in prepare(chat("abc"), tokens).prompt_ids[0]
+
+
+TOKENIZERS = (
+    *LEARNT,
+    "single bytes",
+    "ByT5, in Python",
+    pytest.param("SmolLM2", marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_rows_are_tokenised_as_the_tokenizer_and_its_chat_template_do_it(kind, request):
+    if kind == "SmolLM2":
+        tokens = AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2_folder"))
+    elif kind == "ByT5, in Python":
+        tokens = ByT5Tokenizer()
+        tokens.chat_template = tiny.TEMPLATE
+    else:
+        tokens = tokenizer() if kind == "single bytes" else learnt_tokenizer(kind)
+    found = prepare(plain(*TEXTS), tokens)
+    assert found.prompt_ids == [tokens(text)["input_ids"] for text in TEXTS]
+    talks = [
+        talk
+        for text in TEXTS
+        for user in [{"role": "user", "content": text}]
+        for said in [{"role": "assistant", "content": f"{text}!"}]
+        for talk in ([{"role": "system", "content": text}, user], [user, said, user], [user, said])
+    ]
+    found = prepare(plain(*talks), tokens)
+    for talk, ids in zip(talks, found.prompt_ids, strict=True):
+        answered = talk[-1]["role"] == "assistant"
+        theirs = tokens.apply_chat_template(
+            talk, add_generation_prompt=not answered, continue_final_message=answered
+        )
+        assert ids == list(theirs["input_ids"])
+        assert len(set(ids)) > 3 and ids[:2] != [tokens.bos_token_id] * 2
 
 
 @pytest.mark.parametrize("texts", [["<bos>a", "b"], ["a", "<bos>b"]])

@@ -19,6 +19,7 @@ from rloo_cli.rewards import reasoning_gym as reward
 from rloo_cli.utils.errors import ConfigError, DataError, MachineError
 from rloo_cli.utils.files import JsonObject
 
+pytestmark = pytest.mark.process  # only `make test-engines` installs what they need
 PATH = "reasoning_gym:chain_sum"
 CHAT = ("+recipe=smoke", "data=reasoning_gym", f"data.path={PATH}", "reward=reasoning_gym")
 

@@ -5,9 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from assert_refused import assert_refused
 from cli_cases import strict
 from fork_cases import Forked
 from resume_cases import differing, left, untimed, update_apart
+
+from rloo_cli.config.check import check_config
+from rloo_cli.config.compose import compose_config
+from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.ranks
 
@@ -24,8 +29,8 @@ WORDS = (
 )  # fmt: skip
 
 
-def spread(engine: str) -> list[str]:
-    return [f"distributed={engine}", "distributed.num_processes=2"]
+def spread(engine: str, ranks: int = 2) -> list[str]:
+    return [f"distributed={engine}", f"distributed.num_processes={ranks}"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,20 @@ def plain(home):
 def test_gradients_of_two_ranks_are_as_large_as_those_of_one_process(home, plain, engine):
     assert home(*PLAIN, f"name=plain_{engine}", *spread(engine), ranks=2) == 0, home.said()
     assert update_apart(plain, home.folder / "runs" / f"plain_{engine}") < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_seven_ranks_which_divide_nothing_make_the_update_of_one_process(home, engine):
+    words = [*WORDS, "train.prompts_per_step=8", "max_steps=2", "eval.at_start=false"]
+    one, seven = (home.folder / "runs" / f"{name}_{engine}" for name in ("eight", "seven"))
+    assert home(*words, f"name={one.name}") == 0, home.said()
+    assert home(*words, f"name={seven.name}", *spread(engine, 7), ranks=7) == 0, home.said()
+    assert update_apart(one, seven) < 1e-4
+    assert (seven / "ledger.jsonl").read_text() == (one / "ledger.jsonl").read_text()
+    with pytest.raises(ConfigError) as refused:  # with the five of the other tests, two do nothing
+        check_config(compose_config([*WORDS[1:], *spread(engine, 7)]))
+    assert_refused(refused, 2, "5", where="train.prompts_per_step")
 
 
 @pytest.mark.slow_but("fsdp2")

@@ -1,5 +1,9 @@
 """Rewards that fail on two ranks do what they do in one process, whatever `on_error` says."""
 
+import asyncio
+import math
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,3 +139,70 @@ def test_the_rate_that_may_fail_is_of_the_step_and_not_of_a_ranks_share(fast, tm
     for text, (bad, *_) in zip(one, RATES, strict=True):
         assert not text or f"{len(bad)} of 16 rows failed" in text
         assert not text or text.endswith("True")  # all ranks leave with it, and can save
+
+
+class Unsendable(Exception):
+    """An error that no other process can be sent as it is."""
+
+    def __init__(self, one: object, two: object) -> None:
+        super().__init__("mine")
+        self.one = lambda: (one, two)
+
+
+RAISED = (
+    KeyError("mine"), AssertionError(), ZeroDivisionError("mine"), StopIteration(), SystemExit(0),
+    SystemExit(3), GeneratorExit(), RecursionError("mine"), MemoryError(), OSError(28, "full"),
+    TimeoutError("mine"), asyncio.CancelledError(), Unsendable(1, 2),
+)  # fmt: skip
+RETURNED: tuple[Any, ...] = (
+    [], [1.0, 2.0], ["good"], [math.nan], [-math.inf], [1 + 2j], {"score": 1.0}, "1", [[1.0]], 3.0,
+)  # fmt: skip
+TOO_LATE = object()
+FAILING = (*RAISED, *RETURNED, TOO_LATE)  # what each of these rewards does with one row of rank 1's
+
+
+def score_or_fail(world: World, what: Any, on_error: Any) -> Any:
+    """A step whose reward fails in one row: its scores and how many failed, or code and error."""
+
+    def score(completion_ids: Any, **_: Any) -> Any:
+        if completion_ids[0][0] != 9:
+            return [float(completion_ids[0][0])]
+        if isinstance(what, BaseException):
+            raise what
+        if what is TOO_LATE:
+            time.sleep(20)
+        return what
+
+    groups = [group("", "", "", "") for _ in range(4)]
+    for row, rollout in enumerate(r for g in groups for r in g.rollouts):
+        rollout.completion_ids = [row]
+    limit = 0.5 if what is TOO_LATE else 20.0
+    mine = reward(score, scope="row", on_error=on_error, timeout_s=limit)
+    try:
+        scores = across_ranks.sample_and_score(
+            world, SimpleNamespace(), groups,
+            lambda places, arrived: [arrived(i) for i in range(len(places))],
+            lambda own: ScoringStep([mine], own, PLAIN, 4), StepTimer(),
+        )  # fmt: skip
+    except RewardError as error:
+        return [error.code, error.problems[0].what]
+    return [str(scores.raw.flatten().tolist()), scores.error_rate["mine"]]
+
+
+def failed(world: World) -> list[Any]:
+    """What each of FAILING comes to by each `on_error`, on all ranks, and in one process."""
+    alone = replace(world, rank=0, size=1)
+    return [
+        [score_or_fail(ranks, what, on_error) for ranks in (world, alone)]
+        for what in FAILING
+        for on_error in ("raise", "none", -1.0)
+    ]
+
+
+def test_every_way_to_fail_on_one_of_two_ranks_comes_to_the_same_as_in_one_process(fast, tmp_path):
+    one, other = on_ranks(fast, tmp_path, f"{__file__}:failed")
+    assert one == other and len(one) == 3 * len(FAILING) > 60
+    for number, (ranks, alone) in enumerate(one):
+        stops = number % 3 == 0
+        assert ranks == alone and (ranks[0] == 5) == stops, (FAILING[number // 3], ranks, alone)
+        assert stops or ranks[1] == 1 / 16

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_cases import strict
+from resume_cases import differing, left
 from slurm_cases import NODES, Job, Slurm, script
 
 from rloo_cli.generation.vllm import server_file
@@ -17,7 +18,10 @@ PLUGINS = metadata.entry_points(group="vllm.general_plugins")
 NO_VLLM = "" if util.find_spec("vllm") and "rloo" in PLUGINS.names else "there is no vLLM here"
 pytestmark = pytest.mark.slurm
 served = [pytest.mark.vllm, pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)]
-SMALL = ("model.dtype=float32", "data.max_prompt_length=32", "data.eval_split=null")
+SMALL = (
+    "model.dtype=float32", "data.max_prompt_length=32", "data.eval_split=null",
+    "distributed.threads=1",
+)  # fmt: skip
 SUBMITIT = pytest.mark.skipif(
     util.find_spec("hydra_plugins") is None
     or util.find_spec("hydra_plugins.hydra_submitit_launcher") is None,
@@ -148,6 +152,10 @@ def test_a_preempted_job_is_requeued_and_goes_on_in_the_same_folder(
     assert sorted(p.name for p in (run / "logs").glob("attempt_*")) == ["attempt_1", "attempt_2"]
     assert steps(run) == [*range(1, 9)] and read_json(run / "run.json")["attempt"] == 2
     assert "attempt 1, on" in job.said() and "attempt 2, on" in job.said()
+    if name == "train":  # what is left is what a run leaves that nobody disturbed
+        root = tmp_path / "undisturbed"
+        ended_well(slurm.submit(script(name), *words, "max_steps=8", f"root={root}"))
+        assert differing(left(run), left(root / "smoke")) == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.policy import layouts, lora, quantization
 from rloo_cli.utils.errors import MachineError
 
-pytest.importorskip("bitsandbytes")
+pytest.importorskip("bitsandbytes", reason="there is no bitsandbytes (the extra quantization)")
+pytestmark = pytest.mark.process  # only `make test-engines` installs what they need
 WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler=constant")
 IDS = torch.arange(5, 25)[None]
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -340,20 +341,48 @@ def test_a_resumed_run_goes_on_under_the_id_that_wandb_gave_it(forked: Forked) -
     assert len(files) == 2 and all(file.stem == f"run-{first}" for file in files)
 
 
-@pytest.mark.skipif(not find_spec("trackio"), reason="pip install trackio")
-@pytest.mark.slow
-def test_trackio_keeps_a_run_that_can_be_opened_again(forked: Forked) -> None:
-    words = (*SHORT, "name=one", "logging.trackers=[trackio]")
-    assert forked(*words, env={"TRACKIO_DIR": str(forked.folder / "trackio")}) == 0
-    import sqlite3
+def needs(*trackers: str) -> list[Any]:
+    """Trackers as parameters; a test of one whose package is not there is skipped."""
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(not find_spec(name), reason=f"no {name} here"))
+        for name in trackers
+    ]
 
-    (database,) = (forked.folder / "trackio").glob("*.db")
-    rows = sqlite3.connect(database).execute("select step, metrics from metrics").fetchall()
-    found = {
-        step: json.loads(text)["reward"] for step, text in rows if "reward" in json.loads(text)
+
+def kept_rewards(tracker: str, folder: Path) -> list[dict[int, float]]:
+    """Step -> reward, out of the tracker's own files. SwanLab's series have no names there: all."""
+    if tracker == "swanlab":
+        series = []
+        for path in folder.glob("runs/one/swanlab/run-*/logs/*/*.log"):
+            points = [json.loads(line) for line in path.read_text().splitlines()]
+            series.append({point["index"]: point["data"] for point in points})
+        return series
+    if tracker == "mlflow":
+        database = sqlite3.connect(folder / "mlflow.db")
+        return [dict(database.execute("select step, value from metrics where key = 'reward'"))]
+    (path,) = (folder / "trackio").glob("*.db")
+    rows = sqlite3.connect(path).execute("select step, metrics from metrics").fetchall()
+    named = [(step, json.loads(text)) for step, text in rows]
+    return [{step: line["reward"] for step, line in named if "reward" in line}]
+
+
+def variables_of(folder: Path) -> dict[str, str]:
+    """The environment in which these trackers keep their runs in a folder."""
+    return {
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "SWANLAB_MODE": "local",
     }
+
+
+@pytest.mark.parametrize("tracker", needs("trackio", "mlflow", "swanlab"))
+@pytest.mark.slow
+def test_a_tracker_keeps_a_run_that_can_be_opened_again(tracker: str, forked: Forked) -> None:
+    words = (*SHORT, "name=one", f"logging.trackers=[{tracker}]", "logging.trackers_required=true")
+    assert forked(*words, env=variables_of(forked.folder)) == 0, forked.said()
     lines = lines_of(forked.folder / "runs" / "one")
-    assert found == pytest.approx({s: line["reward"] for s, line in lines.items()})
+    rewards = pytest.approx({step: line["reward"] for step, line in lines.items()})
+    assert rewards in kept_rewards(tracker, forked.folder)
 
 
 def test_the_process_imports_no_torch() -> None:
@@ -362,6 +391,7 @@ def test_the_process_imports_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.process  # `make test` installs no tracker
 @pytest.mark.skipif(not find_spec("tensorboard"), reason="pip install tensorboard")
 def test_sync_sends_all_of_a_run_and_twice_is_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -379,15 +409,16 @@ def test_sync_sends_all_of_a_run_and_twice_is_once(
     assert found == [(step, round(line["reward"], 4)) for step, line in lines_of(folder).items()]
 
 
-@pytest.mark.skipif(not find_spec("trackio"), reason="pip install trackio")
+@pytest.mark.parametrize("tracker", needs("trackio", "mlflow"))
 @pytest.mark.slow
-def test_sync_of_trackio_sends_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_sync_sends_only_what_a_tracker_lacks(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name, value in variables_of(tmp_path).items():
+        monkeypatch.setenv(name, value)
     write(Path("runs"), "one")
-    script = "from rloo_cli.cli import sync; sync.run(['one', 'trackio', '--json'])"
+    script = f"from rloo_cli.cli import sync; sync.run(['one', '{tracker}', '--json'])"
     told = []
     for _ in range(2):  # trackio keeps its folder from its import on
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

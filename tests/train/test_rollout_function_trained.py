@@ -54,6 +54,38 @@ def test_a_step_is_trained_and_sampled_again_alike_from_its_seeds(tmp_path):
     assert seen[0] == seen[1]
 
 
+ECHO = """
+def play(prompts, sampler):
+    turns = sampler.sample(sampler.prompt_ids)
+    return {"prompt_ids": sampler.prompt_ids, "completion_ids": [t.ids for t in turns],
+            "logprobs": [t.logprobs for t in turns]}
+"""
+
+
+def test_a_function_that_only_samples_trains_bit_for_bit_what_a_run_without_one_trains(tmp_path):
+    own = [w for w in words_of(tmp_path, ECHO) if "fields" not in w]
+    found = []
+    for name, words in (("echo", own), ("plain", [w for w in own if not w.startswith("agent")])):
+        (tmp_path / name).mkdir()
+        run = loop_cases.make(tmp_path / name, *words, "train.prompts_per_step=4")
+        try:
+            steps = [loop_cases.step(run) for _ in range(2)]
+        finally:
+            run.generator.close()
+        rows = [
+            (group.prompt_ids, row.seed, row.completion_ids, row.sampled_logp, row.text)
+            for _, _, batch in steps
+            for group in batch.groups
+            for row in group.rollouts
+        ]
+        lines = [loop_cases.timeless(line) for _, line, _ in steps]
+        found.append((rows, torch.cat([moved for moved, _, _ in steps]), lines))
+    (echo_rows, echo_moved, echo_lines), (rows, moved, lines) = found
+    assert echo_rows == rows and torch.equal(echo_moved, moved) and float(moved.norm()) > 0
+    for echo, plain in zip(echo_lines, lines, strict=True):
+        assert {k: v for k, v in echo.items() if not k.startswith("agent/")} == plain
+
+
 def test_a_field_that_no_key_names_is_a_column_that_is_missing(tmp_path):
     words = [w for w in words_of(tmp_path) if "fields" not in w]
     path = write_file(tmp_path, REWARD, "score.py")

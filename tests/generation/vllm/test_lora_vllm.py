@@ -8,11 +8,12 @@ import pytest
 import torch
 import vllm_cases
 from loop_cases import make
-from lora_cases import frozen, same
+from lora_cases import frozen, move, same
 from vllm_cases import Real
 
 from rloo_cli.data.packing import whole_group_slices
-from rloo_cli.generation.vllm import sampling_params, transfer_gloo
+from rloo_cli.generation.vllm import sampling_params, server_file, transfer_gloo
+from rloo_cli.generation.vllm.server import SCRATCH_VARIABLE
 from rloo_cli.policy import lora
 from rloo_cli.run import Run
 from rloo_cli.train.loop import run_training_loop
@@ -57,8 +58,24 @@ def base_says(run: Run, adapting: Real) -> list[Any]:
     return said
 
 
+def server_files(adapting: Real) -> dict[str, int]:
+    """All that the server has written for itself, an adapter's files among it, and their sizes."""
+    record = server_file.running_server(adapting.folder)
+    assert record is not None
+    told = Path(f"/proc/{record.pid}/environ").read_text().split("\0")
+    scratch = Path(dict(text.split("=", 1) for text in told if text)[SCRATCH_VARIABLE])
+    return {str(p.relative_to(scratch)): p.stat().st_size for p in scratch.rglob("*")}
+
+
+def served_names(run: Run, adapting: Real) -> list[str]:
+    """What the server says it serves: its base, and its adapters."""
+    http = run.generator.engine.http_client  # type: ignore[attr-defined]
+    said = http.get(adapting.url, "/v1/models", adapting.token, 60)
+    return [model["id"] for model in said["data"]]
+
+
 @pytest.mark.slow
-def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
+def test_only_the_adapter_crosses_and_neither_base_changes_over_a_hundred_syncs(
     run: Run, adapting: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crossed: list[int] = []
@@ -91,6 +108,18 @@ def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
     assert max(row["sampling/logp_diff_max"] for row in rows) < 1e-4
     assert (run.policy.frozen_logp(micro).logp - reference).abs().max() > 0.1
     assert run.generator.metrics["vllm/weight_version"] == STEPS
+    # After a hundred there is one adapter, in the files of one, and it is the last.
+    files, names = server_files(adapting), served_names(run, adapting)
+    assert any(name.endswith("safetensors") for name in files) and len(names) == 2
+    for version in range(STEPS + 1, 101):
+        move(model, 0.005)
+        run.generator.load(run.policy, version)
+    assert server_files(adapting) == files and served_names(run, adapting) == names
+    groups = vllm_cases.groups()
+    run.generator.generate(groups, vllm_cases.SEEDS)
+    micro = run.policy.pack(groups, whole_group_slices(groups, range(len(groups))))
+    assert {r.weight_version for g in groups for r in g.rollouts} == {100}
+    assert (run.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max() < 1e-4
 
 
 @pytest.mark.slow
