@@ -15,6 +15,8 @@ from rloo_cli.cli import eval_target, main
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
 
+pytestmark = pytest.mark.process
+
 # What a reward may know of the training is to be the same when its checkpoint is evaluated.
 MINE = """
 def state(completion_ids, trainer_state, **_):

@@ -151,6 +151,7 @@ def test_answers_are_greedy_and_do_not_depend_on_how_many_are_asked_at_once(tmp_
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
+@pytest.mark.wide
 def test_sampled_answers_depend_on_seed_prompt_and_place_but_not_on_step_or_batch(tmp_path):
     run = make(tmp_path, ENDS, "eval.num_generations=3", "eval.batch_size=4")
     evaluate_run(run)

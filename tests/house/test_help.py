@@ -81,6 +81,7 @@ def test_flags_of_a_verb_are_known_with_the_values_they_take() -> None:
     assert verb_help.verb_flags("nonsense") == []
 
 
+@pytest.mark.wide
 def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for verb, texts in verb_help.VERBS.items():

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from rloo_cli.cli import key_page
 from rloo_cli.cli.config import value_keys
+
+pytestmark = pytest.mark.wide
 
 PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
 
