@@ -219,13 +219,13 @@ def test_a_name_of_another_config_is_refused_with_the_difference_and_the_choices
 ) -> None:
     make_run("finished", fingerprint="x")
     before = rloo.left()
-    for word, change in (
-        ("algorithm.beta=0.1", "algorithm.beta: 0.05 -> 0.1"),
-        ("max_steps=3", "step ?"),
-        ("reward=length_chars", "more"),  # 10 changes are shown
+    for word, change, where in (
+        ("algorithm.beta=0.1", "algorithm.beta: 0.05 -> 0.1", "name"),
+        ("max_steps=3", "step ?", "resume"),
+        ("reward=length_chars", "more", "name"),  # 10 changes are shown
     ):
         ended = rloo("train", "+recipe=smoke", word)
-        assert_refused(ended, key=change, where="name", fix="mv runs/smoke")
+        assert_refused(ended, key=change, where=where, fix="mv runs/smoke")
         if word == "algorithm.beta=0.1":
             sentence(ended)
     assert rloo.left() == before

@@ -10,7 +10,7 @@ import pytest
 from fork_cases import Forked
 
 OURS = "/rloo_cli/"
-MOST = 12  # frames of ours, on both sides of the one process boundary
+MOST = 13  # frames of ours, on both sides of the one process boundary
 ALGORITHM = """import json, traceback
 from rloo_cli.plugin import RLOO, LossInputs, Switches
 
@@ -34,7 +34,7 @@ def frames(stack: list[str]) -> list[str]:
     return [line for line in own if not line.startswith("config/hooks.py")]
 
 
-def test_from_the_command_line_to_backward_are_twelve_frames_and_one_boundary(
+def test_from_the_command_line_to_backward_are_thirteen_frames_and_one_boundary(
     forked: Forked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (forked.folder / "watched.py").write_text(ALGORITHM)
