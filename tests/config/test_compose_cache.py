@@ -37,7 +37,12 @@ def whole(cfg) -> dict:
 
 @pytest.mark.parametrize(
     "words",
-    [SETTINGS, ("algorithm=grpo", "seed=2"), ("+debug=cpu", "seed=2"), ("seed=2", "~eval.every")],
+    [
+        SETTINGS,
+        ("algorithm=grpo", "seed=2"),
+        ("+debug=cpu", "seed=2"),
+        ("eval.every=2", "~eval.every"),
+    ],
     ids=["values", "a group", "debug", "a deleted key"],
 )
 def test_a_config_is_composed_as_hydra_alone_composes_it(words) -> None:
