@@ -339,9 +339,9 @@ METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
 # (Clocks and memory are not among them: nothing that a run writes shows those again.)
 NOT_RECOMPUTED = {
     "overlap/begun_anew": "it happens by chance of timing: tests/train/test_stream.py makes it",
-    "vllm/restarts": "needs a server: tests/generation/vllm",
-    "vllm/weight_version": "needs a server: tests/generation/vllm",
-    "vllm/synced_bytes": "needs a server: tests/generation/vllm",
+    "vllm/restarts": "needs a server: tests/generation/on_vllm",
+    "vllm/weight_version": "needs a server: tests/generation/on_vllm",
+    "vllm/synced_bytes": "needs a server: tests/generation/on_vllm",
     "agent/refused": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
     "agent/wrong_keys": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
     "algorithm/<name>": "needs an algorithm of one's own: tests/house/test_add_an_algorithm.py",

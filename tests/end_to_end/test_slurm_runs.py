@@ -2,7 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,7 @@ from rloo_cli.generation.vllm import server_file
 from rloo_cli.utils import ports
 from rloo_cli.utils.files import read_json
 
-PLUGINS = metadata.entry_points(group="vllm.general_plugins")
-NO_VLLM = "" if util.find_spec("vllm") and "rloo" in PLUGINS.names else "there is no vLLM here"
 pytestmark = pytest.mark.slurm
-served = [pytest.mark.vllm, pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)]
 SMALL = (
     "model.dtype=float32", "data.max_prompt_length=32", "data.eval_split=null",
     "distributed.threads=1",
@@ -71,11 +68,11 @@ def steps(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("training", "more"),
     [
-        pytest.param(1, [], marks=[*served, pytest.mark.slow], id="one node trains"),
+        pytest.param(1, [], marks=[pytest.mark.vllm, pytest.mark.slow], id="one node trains"),
         pytest.param(
             2,
             ["distributed=ddp", "distributed.num_processes=1"],
-            marks=[*served, pytest.mark.slow],
+            marks=[pytest.mark.vllm, pytest.mark.slow],
             id="two nodes train",
         ),
     ],
@@ -98,7 +95,6 @@ def test_smoke_is_trained_and_served_on_nodes_of_their_own(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)
 def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(
     slurm: Slurm, words: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -115,7 +111,6 @@ def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)
 def test_a_server_that_dies_at_its_start_ends_the_trainer_with_6_and_its_words(
     slurm: Slurm, words: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -134,7 +129,7 @@ def test_a_server_that_dies_at_its_start_ends_the_trainer_with_6_and_its_words(
 
 @pytest.mark.slow_but("train_and_serve")
 @pytest.mark.parametrize(
-    "name", ["train", pytest.param("train_and_serve", marks=[*served, pytest.mark.slow])]
+    "name", ["train", pytest.param("train_and_serve", marks=[pytest.mark.vllm, pytest.mark.slow])]
 )
 def test_a_preempted_job_is_requeued_and_goes_on_in_the_same_folder(
     slurm: Slurm, words: tuple[str, ...], tmp_path: Path, name: str
@@ -163,8 +158,6 @@ def test_a_preempted_job_is_requeued_and_goes_on_in_the_same_folder(
 def test_a_job_at_its_time_limit_saves_and_is_requeued(
     slurm: Slurm, words: tuple[str, ...], tmp_path: Path, name: str
 ) -> None:
-    if name == "train_and_serve" and NO_VLLM:
-        pytest.skip(NO_VLLM)
     (tmp_path / "slow").touch()  # no more than 60 steps in the 90 s of an attempt
     limits = ("--time=2", "--signal=USR1@30")
     job = slurm.submit(*limits, script(name), *words, "max_steps=150")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_cases
 from loop_cases import make
 from vllm_cases import Real
 
@@ -19,7 +18,7 @@ from rloo_cli.rewards.common.http_client import (
 )
 from rloo_cli.utils import signals
 
-pytestmark = vllm_cases.real
+pytestmark = pytest.mark.vllm
 # The server's context has room for 48 tokens, each a byte: short prompts and a short question.
 ROWS = [{"prompt": f"{n}+1=", "reference": str(n + 1)} for n in range(4)]
 CHOICE = "extra={structured_outputs: {choice: [CHOICES]}}"

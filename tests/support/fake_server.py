@@ -1,6 +1,6 @@
 """A rollout server without a model: vLLM 0.32's routes and forms, and switches for what goes wrong.
 
-`tests/generation/vllm/test_contract_on_server.py` holds it to the real one. It has no worker to
+`tests/generation/on_vllm/test_contract_on_server.py` holds it to the real one. It has no worker to
 send tensors to. Its tokens depend on prompt and seed alone; each has probability 1/V, as a model's
 whose head is zero. With the fact `sampling_mask` it sends masks in the form of vLLM's protocol
 class, to which `test_vllm_masks.py` holds the client, as no CPU runs a vLLM that sends any.

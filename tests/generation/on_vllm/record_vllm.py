@@ -1,6 +1,6 @@
 """Record what rloo uses of a vLLM that is not installed: names and parameters, out of its sources.
 
-python tests/generation/vllm/record_vllm.py FOLDER VERSION > tests/generation/vllm/vllm_0221.json
+python tests/generation/on_vllm/record_vllm.py FOLDER VERSION > vllm_0221.json
 
 FOLDER is an unpacked wheel (`pip download vllm==VERSION --no-deps`, then unzip). Nothing of it is
 imported. A function or method has its parameters' names, a class the names of its annotated fields;

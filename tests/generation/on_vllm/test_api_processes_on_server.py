@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import vllm_cases
-from vllm_cases import Real, real
+from vllm_cases import Real
 
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.utils import child_process
 
-pytestmark = real
+pytestmark = pytest.mark.vllm
 
 
 class Line:

@@ -10,7 +10,7 @@ import pytest
 from fake_server import Fake
 from reward_cases import PLAIN as PLAIN_CONTEXT
 from reward_cases import reward
-from vllm_cases import config, engine, groups, policy, real, right, sampler, tokenizer, weights
+from vllm_cases import config, engine, groups, policy, right, sampler, tokenizer, weights
 
 from rloo_cli.generation.vllm import http_engine
 from rloo_cli.generation.vllm.engine import EngineRequest
@@ -24,7 +24,7 @@ PLAIN = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=real)])
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.vllm)])
 def there(request, monkeypatch):
     """A server's address and token; the token is in the environment."""
     found = request.getfixturevalue("fake" if request.param == "fake" else "server")

@@ -14,10 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
@@ -424,7 +420,14 @@ async def answer(app: Any, method: str, path: str, body: Any = None) -> tuple[in
     return sent[0]["status"], json.loads(content or b"null")
 
 
+@pytest.mark.vllm
 def test_an_older_server_answers_todays_routes() -> None:
+    # vLLM brings it; only this test needs it.
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
     missing = {"GET /weight_info", "POST /shutdown_weight_transfer_engine"}
     ours = {f"{method} {path}" for path, (method, _) in versions.old_vllm_routes().items()}
     assert not missing & set(RECORD["routes"]) and missing <= ours

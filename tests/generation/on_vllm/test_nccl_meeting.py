@@ -12,7 +12,10 @@ from rloo_cli.generation.vllm import transfer_gloo, transfer_send, versions
 from rloo_cli.generation.vllm.weights import ModelWeightSource
 
 vllm = pytest.importorskip("vllm")
-pytestmark = pytest.mark.skipif(versions.is_old_vllm(), reason="an older vLLM meets in its own way")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(versions.is_old_vllm(), reason="an older vLLM meets in its own way"),
+]
 
 
 def can_listen(host: str) -> bool:

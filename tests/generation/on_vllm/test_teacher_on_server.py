@@ -9,7 +9,7 @@ import loop_cases
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_cases import config, engine, real, tokenizer, weights
+from vllm_cases import config, engine, tokenizer, weights
 
 from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.data import packing
@@ -23,7 +23,7 @@ from rloo_cli.utils.errors import ConfigError, GenerationError
 NAMED = "RLOO_TEACHER_TOKEN"
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=real)])
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.vllm)])
 def there(request, monkeypatch):
     """A server's address and token; the token is in the environment."""
     found = request.getfixturevalue("fake" if request.param == "fake" else "server")
