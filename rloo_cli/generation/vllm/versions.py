@@ -14,8 +14,8 @@ files of this package are written for 0.32; what an older version lacks is made 
 - modules that had another name: `MOVED_VLLM_MODULES`.
 
 What an older version cannot do is refused with its key (`old_vllm_problems`). To import this file
-loads neither torch nor vLLM. tests/generation/on_vllm/vllm_0221.json lists the names and parameters of
-0.22.1, and test_vllm_versions.py beside it checks this file against that list.
+loads neither torch nor vLLM. tests/generation/on_vllm/vllm_0221.json lists the names and
+parameters of 0.22.1, and test_vllm_versions.py beside it checks this file against that list.
 """
 
 import importlib
