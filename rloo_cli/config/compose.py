@@ -5,7 +5,7 @@ before Hydra: a plain override `key=value` reaches Hydra as `++key=value`, so th
 not Hydra's advice to add a +) answers an unknown key; a recipe may also be a file's path.
 """
 
-import copy
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,10 +72,16 @@ def base_files(choices: dict[str, Path], choice: str) -> list[Path]:
     files: list[Path] = []
     while choice in choices and choices[choice] not in files:
         files.append(choices[choice])
-        content = yaml.safe_load(choices[choice].read_text())
-        bases = [d for d in (content or {}).get("defaults", []) if isinstance(d, str)]
-        choice = next((d for d in bases if d != "_self_"), "")
+        choice = _first_base(choices[choice], _file_state(choices[choice]))
     return files[1:]
+
+
+@lru_cache(maxsize=256)
+def _first_base(path: Path, state: tuple[int, int, int]) -> str:
+    """The first choice in the `defaults` of a group's file, or ""; `state` is the cache's key."""
+    content = yaml.safe_load(path.read_text()) or {}
+    bases = [d for d in content.get("defaults", []) if isinstance(d, str)]
+    return next((d for d in bases if d != "_self_"), "")
 
 
 # Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
@@ -289,7 +295,7 @@ def compose_by_hydra(rewritten: Sequence[str], config_dirs: Sequence[Path] = ())
         choices = [str(o.input_line) for o in parsed if o not in settings]
         states = (*_group_file_states(config_dirs), *_recipe_file_states(choices))
         words = (*choices, *search_path_override(config_dirs))
-        cfg = copy.deepcopy(_compose_choices(words, states))
+        cfg: DictConfig = pickle.loads(_compose_choices(words, states))
         for override in settings:
             key, value = override.key_or_group, override.value()
             OmegaConf.update(cfg, key, value, merge=True, force_add=True)
@@ -329,11 +335,15 @@ def _file_state(path: Path) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=64)
-def _compose_choices(words: tuple[str, ...], states: tuple[object, ...]) -> DictConfig:
-    """Hydra's config of these overrides; `states` of its files are there to be the cache's key."""
+def _compose_choices(words: tuple[str, ...], states: tuple[object, ...]) -> bytes:
+    """Hydra's config of these overrides; `states` of its files are there to be the cache's key.
+
+    Pickled: `copy.deepcopy` takes five times as long as `pickle.loads` (25 ms and 5 ms).
+    """
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
-        return hydra_compose("config", overrides=[*words], return_hydra_config=True)
+        cfg = hydra_compose("config", overrides=[*words], return_hydra_config=True)
+    return pickle.dumps(cfg)
 
 
 def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:

@@ -26,6 +26,8 @@ WHOLE = "my boss stole my bike on monday , they were jealous , i want to quit ."
 # The posts.
 
 
+@pytest.mark.wide
+@pytest.mark.wide
 def test_posts_are_the_same_everywhere() -> None:
     assert tldr.tldr_examples("test")[0] == {
         "prompt": "POST : my cousin has a ring . i think they were greedy . my sister scratched my "

@@ -105,6 +105,7 @@ def clear_or_lost() -> Iterator[None]:
 STATUSES = st.sampled_from([200, 200, 200, 201, 400, 401, 404, 422, 500, 503])
 
 
+@pytest.mark.wide
 @effort(40)
 @given(STATUSES, bodies(FACTS))
 @example(200, b"[]")

@@ -84,6 +84,7 @@ def rewards() -> dict[str, Any]:
     return {name: shipped(name, **keys) for name, keys in SHIPPED.items()}
 
 
+@pytest.mark.wide
 @effort(30)
 @given(TEXTS, TEXTS, COLUMN, COLUMN)
 def test_whatever_completions_and_columns_hold_shipped_rewards_score_or_say_why_not(

@@ -27,6 +27,7 @@ def test_the_test_of_a_guard_is_there(request: pytest.FixtureRequest) -> None:
     assert {test for test in tests if test.partition("::")[0] in files} <= names
 
 
+@pytest.mark.process
 def test_a_test_that_hangs_with_all_guards_is_killed_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

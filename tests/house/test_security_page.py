@@ -19,6 +19,7 @@ ONLY = {
     "pickle": {
         "utils/message_socket.py",  # between a parent and its own child
         "distributed/world.py",  # between the ranks of a run
+        "config/compose.py",  # copies of what Hydra composed, within the process
         "rewards/engine/process_worker.py",  # writes, and reads only whether it can be written
         "rewards/engine/process_pool.py",  # names the error of writing
     },

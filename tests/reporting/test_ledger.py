@@ -233,6 +233,7 @@ def a_step(draw):
     return said
 
 
+@pytest.mark.wide
 @given(
     n=some.integers(1, 9),
     filtered=some.sets(some.integers(0, 12), max_size=4),

@@ -19,8 +19,8 @@ import pytest
 
 ENGINES = ("vllm", "slurm", "ranks", "process", "trl", "wide")
 FIXTURE_MARKS = {
-    "server": "vllm", "slurm": "slurm", "forked": "process", "launchers": "process",
-    "quick": "process", "rloo": "process", "rloo_without_torch": "process",
+    "server": "vllm", "slurm": "slurm", "fast": "process", "launchers": "process",
+    "rloo": "process", "rloo_without_torch": "process",
 }  # fmt: skip
 LIMIT_S = 10.0  # five on a quiet machine
 # The plug-in comes with rloo; vLLM itself may be there from a package of either name.
