@@ -14,11 +14,11 @@ import subprocess, sys, time
 import pytest
 
 @pytest.fixture
-def forked():
+def fast():
     pass
 
 def test_plain(): pass
-def test_with_a_process_by_its_fixture(forked): pass
+def test_with_a_process_by_its_fixture(fast): pass
 @pytest.mark.ranks
 def test_with_ranks(): pass
 @pytest.mark.process
