@@ -67,7 +67,7 @@ RUNS = {
     "zero2": (*RANKS, "distributed=zero2"),
     "zero3": (*RANKS, "distributed=zero3"),
     "tools_mini": ("+recipe=tools_mini",),
-    "game_mini": ("+recipe=game_mini",),
+    "game_mini": ("+recipe=game_mini", "agent.workers=0"),  # else turns end in any order
     "vision_mini": ("+recipe=vision_mini",),
     "tldr_mini": ("+recipe=tldr_mini",),
     "ppo": (*QUICKSTART, "algorithm=ppo"),
@@ -166,8 +166,11 @@ def left(run: Path) -> dict[str, Any]:
     """The numbers and texts of a run, without its times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {
-        "metrics": [{k: v for k, v in row.items() if not _is_time(k)} for row in lines],
-        "samples": {p.name: p.read_text() for p in sorted((run / "samples").rglob("*.jsonl"))},
+        "metrics": without_times(lines),
+        "samples": {
+            p.name: [without_times(json.loads(line)) for line in p.read_text().splitlines()]
+            for p in sorted((run / "samples").rglob("*.jsonl"))
+        },
         "ledger": [_plain(line) for line in (run / "ledger.jsonl").read_text().splitlines()],
     }
     for path in sorted((run / "final").rglob("*.safetensors")):
@@ -175,8 +178,15 @@ def left(run: Path) -> dict[str, Any]:
     return found
 
 
+def without_times(value: Any) -> Any:
+    """A value of JSON without the keys that hold times, however deep they lie."""
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if not _is_time(k)}
+    return [*map(without_times, value)] if isinstance(value, list) else value
+
+
 def _is_time(name: str) -> bool:
-    return name == "eps" or any(word in name for word in TIMES)
+    return name == "eps" or name.endswith("_s") or any(word in name for word in TIMES)
 
 
 def _plain(line: str) -> dict[str, Any]:
