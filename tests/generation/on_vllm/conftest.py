@@ -1,4 +1,7 @@
-"""Fixtures of this room's tests."""
+"""Fixtures of this folder's tests.
+
+It is not named `vllm`: without vLLM installed, Python would import such a folder in its place.
+"""
 
 from vllm_cases import fake
 
