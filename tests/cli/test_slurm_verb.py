@@ -229,7 +229,6 @@ UNFIT = {  # BM-7: words -> the numbers and names that are said, from sinfo's fa
     "slurm.partition=hgih": ["'hgih'", "slurm.partition=high", "3 nodes"],
     "slurm.partition=small train_and_serve": ["2 nodes: 1 to train", "small (1 nodes, 4 min)"],
     "distributed=ddp distributed.num_nodes=4": ["4 nodes: 4 to train"],
-    "slurm.time=0:03:00": ["3 min", "300 s", "slurm.time=00:10:00"],
     "slurm.partition=small": ["4 min"],
     "slurm.time=1:30:00": ["slurm.time = 1:30:00"],
 }

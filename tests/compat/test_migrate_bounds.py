@@ -20,7 +20,7 @@ SMALL = {  # each of them is a run that is migrated
     "old.py": "from trl import RLOOConfig\nRLOOConfig(rloo_k=2)",
 }
 DOUBLED_YAML = "a0: &a0 {x: 1, y: 2}\n" + "".join(
-    f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)
+    f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 22)
 )
 ENDLESS = {
     "brackets.sh": "(" * LONG,

@@ -9,10 +9,10 @@
     --minutes   begin no other guard after so many minutes
 
 `mutants.yaml` has the list: the guard in words, the file, the code with and without it, the test.
-A line ends in "fails without it", "STILL PASSES without it", "fails with it, too" or "the code is
-not there any more". Each test is run with the guard, too, once: first many together, by file, and
-alone where it did not pass so. All of them are forks of a process that has imported what the
-package needs, but not the package.
+A line ends in "fails without it", "STILL PASSES without it", "is skipped here", "fails with it,
+too" or "the code is not there any more". Each test is run with the guard, too, once: first many
+together, by file, and alone where it did not pass so. All of them are forks of a process that has
+imported what the package needs, but not the package.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class Slot:
         self.since = time.monotonic()
         self.pid = os.fork()
         if not self.pid:
-            self._test(["-x", str(ROOT / mutant["test"])])
+            self._test(["-x", str(ROOT / mutant["test"])], Outcomes(self.copy / "outcomes"))
         return True
 
     def start_together(self, tests: list[str]) -> None:
@@ -109,6 +109,10 @@ class Slot:
         self.pid = os.fork()
         if not self.pid:
             self._test([str(ROOT / test) for test in tests], Outcomes(self.copy / "outcomes"))
+
+    def was_skipped(self) -> bool:
+        """Whether nothing of the last test was called: what it needs is not installed."""
+        return "\tcall\tpassed" not in (self.copy / "outcomes").read_text()
 
     def wait_together(self, tests: list[str]) -> list[str]:
         """Which of them passed, once they have ended, or their process has.
@@ -249,7 +253,8 @@ class Table:
         mutant = slot.mutant
         assert mutant
         if not slot.guarded:
-            self.say(mutant, "STILL PASSES without it" if passed else FAILS)
+            said = "is skipped here" if passed and slot.was_skipped() else "STILL PASSES without it"
+            self.say(mutant, said if passed else FAILS)
         else:
             self.passes[_test(mutant)] = passed
             self._begin(slot, mutant)

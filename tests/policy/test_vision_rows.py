@@ -204,6 +204,15 @@ def test_rows_of_text_may_run_the_tower_and_are_what_they_were(name):
     assert not any(of_text[n].any() for n in tower) and all(of_image[n].any() for n in tower[:1])
 
 
+def test_images_are_computed_within_a_forward_of_the_model_that_owns_weights_beside_its_modules():
+    """Shards gather such weights, as the line ends of LLaVA-NeXT, where that forward begins."""
+    policy, _, groups = made("llava_next")
+    began = []
+    policy.model.base_model.register_forward_pre_hook(lambda *_: began.append(1))
+    policy.logp(policy.pack(groups[:1], whole_group_slices(groups[:1], [0])))
+    assert len(began) == 2  # of the images, and of the tokens
+
+
 @pytest.mark.parametrize("name", v.FAMILY_NAMES)
 def test_the_layers_that_shards_are_made_of_are_the_language_models(name):
     model, _ = v.fresh(name)  # its tower has as many
