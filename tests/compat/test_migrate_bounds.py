@@ -19,9 +19,14 @@ SMALL = {  # each of them is a run that is migrated
     "old.json": '{"rloo_k": 2, "learning_rate": 1e-6}',
     "old.py": "from trl import RLOOConfig\nRLOOConfig(rloo_k=2)",
 }
-DOUBLED_YAML = "a0: &a0 {x: 1, y: 2}\n" + "".join(
-    f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 22)
-)
+
+
+def doubled_yaml(levels: int) -> str:
+    """Each level is the one below twice: 2 ** levels values where aliases are written out."""
+    lines = [f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, levels)]
+    return "a0: &a0 {x: 1, y: 2}\n" + "".join(lines)
+
+
 ENDLESS = {
     "brackets.sh": "(" * LONG,
     "arrays.sh": "a=(" * (LONG // 3),
@@ -30,7 +35,8 @@ ENDLESS = {
     "quotes.sh": "'\n" * (LONG // 2),
     "nested.py": "f" + "()" * (LONG // 2),
     "sum.py": "x = " + "1 + " * (LONG // 4) + "1",
-    "doubled.yaml": DOUBLED_YAML,
+    "doubled.yaml": doubled_yaml(40),
+    "doubled_less.yaml": doubled_yaml(22),  # which fits in memory: seconds, and not an end by force
     "itself.yaml": "a: &a {b: *a}\n",
 }
 
