@@ -263,6 +263,7 @@ def test_a_machine_that_has_everything_passes(tmp_path):
 
 
 def test_everything_that_the_machine_lacks_is_said_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLOO_CACHE", str(tmp_path))  # one that is there
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(MachineError) as caught:
