@@ -4,8 +4,9 @@ from importlib import metadata
 
 import torch
 
-from rloo_cli.data import rollout_files, rollout_record, vocabulary
+from rloo_cli.data import rollout_files, rollout_record
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.fingerprint import tokenizer_digest
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
 from rloo_cli.utils.files import JsonObject
@@ -39,7 +40,7 @@ def _record_head(run: Run, updates: UpdateMetrics) -> JsonObject:
         "shuffle": run.prompts.shuffle,
         "conversational": run.prompts.conversational,
         "fingerprint": run.prompts.fingerprint,
-        "tokenizer": vocabulary.tokenizer_digest(run.tokenizer),
+        "tokenizer": tokenizer_digest(run.tokenizer),
         "vocab_size": run.policy.vocab_size,
         "backend": run.config.generation.backend,
         "attempt": run.attempt,

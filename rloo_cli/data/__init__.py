@@ -8,6 +8,7 @@ dataset         find and open a data set's split, check its columns
 episode_media   the images of an episode's row
 exact_values    tables that keep the values of rows as they were written
 filters         which examples are used: data.filter, data.streaming
+fingerprint     what stands for the content of a data set
 image_prompts   which images belong to which prompt
 image_rules     what a run with images cannot do
 images          opens images, and finds bad ones

@@ -4,7 +4,6 @@ The order is a pure function of (seed, epoch, data set). Each prompt is rendered
 Nothing is dropped silently: what `data.overlong` filtered is counted, and its examples are known.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from rloo_cli.data.batch import Group, Prompt
 from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.data.exact_values import rows_of_dataset
+from rloo_cli.data.fingerprint import content_fingerprint, fingerprint_of, tokenizer_digest
 from rloo_cli.data.prompt_ends import prompt_warnings
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ToolsOf = Callable[[JsonObject], list[JsonObject]]  # an example -> descriptions of its tools
 TOO_LONG_KEY = "data.max_prompt_length"  # where the error is of prompts that are too long
 TEXTS_AT_ONCE = 10_000  # that a tokenizer is given
+FIRST_PROMPTS = 1_000  # of a split, whose ids are part of its fingerprint
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
 
 
@@ -125,6 +126,7 @@ def tokenize_prompts(
     found = _apply_overlong(
         prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
     )
+    found.fingerprint = _prompts_fingerprint(data, found, ids, config, tokenizer)
     found.value_notes = tuple(prompt_warnings(prompts, ids, examples, tokenizer, conversational))
     if images is not None:
         _add_images(found, images)
@@ -160,8 +162,7 @@ def _add_images(prompts: Prompts, images: image_prompts.PromptImages) -> None:
     ]  # fmt: skip
     prompts.bad_images = images.bad_images
     shown = [images.digests[i] for i in prompts.example_numbers]
-    text = repr((prompts.fingerprint, shown, images.config.max_pixels))
-    prompts.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    prompts.fingerprint = fingerprint_of(prompts.fingerprint, shown, images.config.max_pixels)
 
 
 def render_prompts(
@@ -390,17 +391,12 @@ def _apply_overlong(
     if config.overlong == "truncate_left":
         ids = [_cut_left(x, max_length, bos_token_id) for x in ids]
     keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
-    digest = hashlib.blake2b(digest_size=16)
-    if config.map is not None:
-        digest.update(f"map {registry.code_fingerprint(config.map)}".encode())
-    for i in keep:
-        digest.update(repr((ids[i], examples[i])).encode())
     return Prompts(
         prompts=[prompts[i] for i in keep],
         prompt_ids=[ids[i] for i in keep],
         examples=[examples[i] for i in keep],
         conversational=conversational,
-        fingerprint=digest.hexdigest(),
+        fingerprint="",
         dropped=len(ids) - len(keep),
         truncated=sum(over) if config.overlong == "truncate_left" else 0,
         shuffle=config.shuffle,
@@ -410,6 +406,25 @@ def _apply_overlong(
         overlong_examples=sorted({*range(len(ids))} - {*keep}),
         length_limits=[max_length] if max_length is not None else [],
     )
+
+
+def _prompts_fingerprint(
+    data: "Dataset",
+    prompts: Prompts,
+    ids: Sequence[list[int]],
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> str:
+    """What stands for a split's prompts and examples, and for their order.
+
+    The ids of the first prompts stand for what renders them: chat template, tools, date.
+    """
+    keys = (config.prompts_in, config.template, config.system, config.chat)
+    code = None if config.map is None else registry.code_fingerprint(config.map)
+    parts = content_fingerprint(data), keys, code, tokenizer_digest(tokenizer)
+    key = fingerprint_of(*parts, list(ids[:FIRST_PROMPTS]))
+    cut = prompts.length_limits if prompts.truncated else []
+    return fingerprint_of(key, prompts.overlong_examples, cut)
 
 
 def _too_long(

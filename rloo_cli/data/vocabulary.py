@@ -1,8 +1,6 @@
 """Checks that tokenizer, data and models have the same tokens, before any weights load."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rloo_cli.config.schema import GenerationConfig
@@ -59,13 +57,6 @@ def same_token_ids(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizer
     """Whether two tokenizers have the same ids for the first one's ordinary tokens."""
     our_vocab, their_vocab, added = ours.get_vocab(), theirs.get_vocab(), ours.get_added_vocab()
     return all(their_vocab.get(w) == i for w, i in our_vocab.items() if w not in added)
-
-
-@lru_cache(maxsize=4)
-def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A digest of every token and its id."""
-    tokens = sorted(tokenizer.get_vocab().items())
-    return hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest()
 
 
 def check_stop_tokens(ids: Iterable[int], vocab_size: int, config: GenerationConfig) -> None:

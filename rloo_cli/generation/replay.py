@@ -184,7 +184,7 @@ def check_data(
     Raises ConfigError for another tokenizer, or for more steps than are recorded; DataError for
     other data.
     """
-    from rloo_cli.data import vocabulary  # lazy: it imports torch
+    from rloo_cli.data.fingerprint import tokenizer_digest  # lazy: it imports pyarrow
 
     folder = recorded_folder(run)
     files = rollout_files.list_rollout_files(folder)
@@ -192,7 +192,7 @@ def check_data(
     if unknown_before and (problems := [*step_problems(folder, files, num_steps)]):
         raise ConfigError(*problems)
     head = first_recorded_head(run)
-    if head["tokenizer"] != vocabulary.tokenizer_digest(tokenizer):
+    if head["tokenizer"] != tokenizer_digest(tokenizer):
         what = "the tokenizer is not the one that the rollouts were recorded with"
         why = f"tokens have other ids than in {folder}"
         raise ConfigError(Problem(what, "model.tokenizer", why, "the recorded run's model.path"))

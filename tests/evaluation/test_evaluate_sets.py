@@ -197,7 +197,7 @@ def said(run, capsys):
 
 
 def test_the_end_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
-    words = [ENDS, "train.learning_rate=1e-2", "checkpoint.every=0", "eval.num_generations=2"]
+    words = [ENDS, "train.learning_rate=3e-3", "checkpoint.every=0", "eval.num_generations=2"]
     run = make(tmp_path, *words, "max_steps=3", "eval.every=1")
     loop.run_training_loop(run)
     rows = [r for r in run.log.metrics_lines if "eval_reward" in r]
