@@ -86,7 +86,7 @@ def required_artifacts(settings: RunConfig) -> list[Artifact]:
 
 def _fetch_artifact(artifact: Artifact) -> tuple[Path, str]:
     """The path of an artifact, once it is here, and its size. Raises MachineError."""
-    if artifact.path.startswith(synthetic.MAKE_PREFIX) or Path(artifact.path).expanduser().exists():
+    if not synthetic.is_hub_name(artifact.path):
         folder = Path(synthetic.resolve_model_path(artifact.path))
     else:
         folder = Path(_download_snapshot(artifact))

@@ -156,7 +156,7 @@ def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
             "examples are read one by one up to that number; without it all of them would be",
             f"{key}.max_samples=10000, or {key}.streaming=false",
         )
-    elif (source.path or "").startswith(synthetic.NO_HUB_PREFIXES):
+    elif synthetic.row_source(source.path or "") is not None:
         why = f"{source.path} is made here: there is nothing to read one by one"
         yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
 

@@ -90,8 +90,7 @@ def training_download_problems(run: RunConfig, section: str) -> Iterator[Problem
         (data_key, data.path or "", data.revision, "dataset"),
     ]
     for key, path, revision, kind in needed:
-        is_synthetic = path.startswith(synthetic.NO_HUB_PREFIXES)
-        if not path or is_synthetic or Path(path).expanduser().exists():
+        if not path or not synthetic.is_hub_name(path):
             continue
         if not hf_cache.is_in_hub_cache(path, revision, kind):
             why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {cache}"

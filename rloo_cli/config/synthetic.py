@@ -4,14 +4,34 @@ SYNTHETIC_MODELS, SYNTHETIC_DATA: name -> `module:function`, read without import
 function returns the folder that it is in; a data set's takes the split's name and returns examples.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rloo_cli.config import registry
 from rloo_cli.utils.paths import PACKAGE
 
+if TYPE_CHECKING:
+    from rloo_cli.config.schema import DataConfig
+
 MAKE_PREFIX = "make:"
 TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions from a seed
-NO_HUB_PREFIXES = (MAKE_PREFIX, TASK_PREFIX)  # neither has a name on a hub
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows that are made here: what data.path begins with, and who makes them."""
+
+    prefix: str
+    rows: str  # `module:function`, (data config, split's name) -> rows; KeyError: no such split
+    splits: tuple[str, ...] = ("train", "test")
+
+
+ROW_SOURCES = (
+    RowSource(MAKE_PREFIX, "rloo_cli.config.synthetic:synthetic_rows"),
+    RowSource(TASK_PREFIX, "rloo_cli.data.tasks:task_rows"),
+)
+NO_HUB_PREFIXES = tuple(source.prefix for source in ROW_SOURCES)
 SYNTHETIC_MODELS = {
     "addition": "rloo_cli.data.synthetic.addition:addition_model_folder",
     "addition_shallow": "rloo_cli.data.synthetic.shallow:shallow_addition_folder",
@@ -79,8 +99,18 @@ def template_path(value: str) -> Path:
     return Path(value).expanduser()
 
 
-def synthetic_examples(path: str, split: str) -> list[dict[str, object]]:
-    """The examples of a split of `make:NAME`. Raises KeyError for a split that it does not have."""
-    make = registry.load_code(SYNTHETIC_DATA[path.removeprefix(MAKE_PREFIX)])
-    examples: list[dict[str, object]] = make(split)
-    return examples
+def row_source(path: str) -> RowSource | None:
+    """Who makes the rows of this data.path; None: it is a file, a folder or a hub's data set."""
+    return next((source for source in ROW_SOURCES if path.startswith(source.prefix)), None)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this model or data set has to come from a hub: it is not made here, nor lies here."""
+    return not path.startswith(NO_HUB_PREFIXES) and not Path(path).expanduser().exists()
+
+
+def synthetic_rows(config: "DataConfig", split: str) -> list[dict[str, object]]:
+    """The rows of a split of `make:NAME`. Raises KeyError for a split that it does not have."""
+    make = registry.load_code(SYNTHETIC_DATA[str(config.path).removeprefix(MAKE_PREFIX)])
+    rows: list[dict[str, object]] = make(split)
+    return rows

@@ -6,22 +6,31 @@ loaded. `prompts` turns the examples into token ids.
 
 import ast
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config import hf_cache, registry, synthetic
 from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.pasted import guess_prompt_column, rename_column
 from rloo_cli.config.schema import DataConfig
-from rloo_cli.data import filters, mapping, tasks, value_types
+from rloo_cli.data import filters, mapping, value_types
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.data.csv_files import csv_rows
-from rloo_cli.data.exact_values import dataset_of_rows, join_datasets, register_json_text
+from rloo_cli.data.exact_values import (
+    dataset_of_rows,
+    join_datasets,
+    read_rows,
+    register_json_text,
+    write_rows,
+)
+from rloo_cli.data.fingerprint import iter_tables
 from rloo_cli.data.json_files import JSON_ENDINGS, json_rows
 from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -32,6 +41,8 @@ if TYPE_CHECKING:
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 ROW_READERS = dict.fromkeys(JSON_ENDINGS, json_rows) | {".csv": csv_rows}
 READERS = (*ROW_READERS, ".parquet")
+LARGE_FILE_BYTES = 8e6  # of JSON and CSV files, whose rows are kept in the cache
+ROWS_FILE, ROWS_FORMAT = "rows.arrow", 1
 
 
 @dataclass(frozen=True)
@@ -48,15 +59,25 @@ class OpenedSplit:
         return list(self.dataset.column_names)
 
 
-def load_split(config: DataConfig, split: str, needs_prompts: bool = True) -> "Dataset":
+def calls_user_code(config: DataConfig) -> bool:
+    """Whether a function of the user's is called with each row."""
+    return config.map is not None or isinstance(config.filter, str)
+
+
+def load_split(
+    config: DataConfig, split: str, needs_prompts: bool = True, shared: Path | None = None
+) -> "Dataset":
     """The examples of `open_split`."""
-    return open_split(config, split, needs_prompts).dataset
+    return open_split(config, split, needs_prompts, shared).dataset
 
 
-def open_split(config: DataConfig, split: str, needs_prompts: bool = True) -> OpenedSplit:
+def open_split(
+    config: DataConfig, split: str, needs_prompts: bool = True, shared: Path | None = None
+) -> OpenedSplit:
     """Open a split, rename its columns, check that it has prompts, select its examples.
 
-    `needs_prompts`: refuse data without the column of prompts.
+    `needs_prompts`: refuse data without the column of prompts. `shared`: a path, without an ending,
+    for files with the results of data.map and data.filter, which other processes read.
     Raises DataError (no such split or column, no examples) and MachineError (it was not found).
     """
     if config.streaming:
@@ -74,9 +95,10 @@ def open_split(config: DataConfig, split: str, needs_prompts: bool = True) -> Op
     if config.map is not None and len(data):
         if config.filter is None and config.max_samples is not None:
             data = data.select(range(min(config.max_samples, len(data))))
-        data = mapping.map_dataset(data, config.map)
+        data = mapping.map_dataset(data, config.map, shared and shared.with_suffix(".arrow"))
     data = _check_prompts(data, config, split, needs_prompts)
-    kept, left_out = filters.filter_dataset(data, config.filter, config.max_samples)
+    file = shared and shared.with_suffix(".int64")
+    kept, left_out = filters.filter_dataset(data, config.filter, config.max_samples, file)
     return OpenedSplit(kept, left_out, (*_empty_cell_notes(config, kept), *notes))
 
 
@@ -104,9 +126,10 @@ def _empty_cell_notes(config: DataConfig, data: "Dataset") -> list[str]:
     """A line that says how many cells of a CSV file were empty."""
     if not str(config.path).endswith(".csv") or config.map is not None:
         return []
-    names = [column for column in data.column_names if None in data[column]]
-    count = sum(value is None for column in names for value in data[column])
-    where = ", ".join(names)
+    counts: Counter[str] = Counter()
+    for table in iter_tables(data):
+        counts.update({n: table.column(n).null_count for n in table.column_names})
+    where, count = ", ".join(n for n in counts if counts[n]), counts.total()
     return [f"{count} empty cells of {config.path} were read as None: {where}"] if count else []
 
 
@@ -222,10 +245,8 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterat
     datasets.disable_progress_bars()
     register_json_text()
     assert config.path is not None  # data_rules
-    if config.path.startswith(synthetic.MAKE_PREFIX):
-        return _open_synthetic(config.path, split)
-    if config.path.startswith(synthetic.TASK_PREFIX):
-        return _open_task(config, split)
+    if (made_by := synthetic.row_source(config.path)) is not None:
+        return _open_made(made_by, config, split)
     path = Path(config.path).expanduser()
     streaming: JsonObject = {"streaming": True} if config.streaming else {}
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
@@ -275,14 +296,31 @@ def _open_row_files(
     for name in names:
         if name not in files:
             raise ValueError(f'Unknown split "{name}". Should be one of {list(files)}.')
-    rows = {name: (row for path in files[name] for row in _file_rows(Path(path))) for name in names}
     if streaming:
-        return rows[split]
-    return _select_examples({name: dataset_of_rows(rows[name]) for name in names}, split)
+        return _file_rows(files[split])
+    return _select_examples({name: _dataset_of_files(files[name]) for name in names}, split)
 
 
-def _file_rows(path: Path) -> Iterator[JsonObject]:
-    return ROW_READERS[path.suffix](path)
+def _file_rows(paths: Sequence[str]) -> Iterator[JsonObject]:
+    return (row for path in paths for row in ROW_READERS[Path(path).suffix](Path(path)))
+
+
+def _dataset_of_files(paths: Sequence[str]) -> "Dataset":
+    """The rows of JSON or CSV files; of large ones from the cache, where they are written once."""
+    states = [(path, os.stat(path)) for path in map(os.path.abspath, paths)]
+    if sum(state.st_size for _, state in states) < LARGE_FILE_BYTES:
+        return dataset_of_rows(_file_rows(paths))
+    key = repr([(path, state.st_size, state.st_mtime_ns) for path, state in states])
+
+    def write(folder: Path) -> None:
+        report_progress(f"reading {', '.join(paths)} for the first time")
+        write_rows(_file_rows(paths), folder / ROWS_FILE)
+
+    try:
+        return read_rows(cached_folder("rows", f"{ROWS_FORMAT} {key}", write) / ROWS_FILE)
+    except MachineError as error:
+        report_progress(f"warning: {error.problems[0].what}: {paths[0]} is read at each start")
+        return dataset_of_rows(_file_rows(paths))
 
 
 @contextmanager
@@ -311,30 +349,17 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
 
 
-def _open_synthetic(path: str, split: str) -> "Dataset":
+def _open_made(source: synthetic.RowSource, config: DataConfig, split: str) -> "Dataset":
     import datasets
 
     name = _split_name(split)
     try:
-        data = datasets.Dataset.from_list(synthetic.synthetic_examples(path, name))
-        return _select_examples({name: data}, split)
+        rows = registry.load_code(source.rows)(config, name)
+        return _select_examples({name: datasets.Dataset.from_list(rows)}, split)
     except (KeyError, ValueError):
-        why, fix = "rloo makes the splits train and test", "data.split=train, or data.split=test"
-        raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why, fix)) from None
-
-
-def _open_task(config: DataConfig, split: str) -> "Dataset":
-    import datasets
-
-    assert config.path is not None and config.task is not None  # data_rules
-    name = _split_name(split)
-    try:
-        data = datasets.Dataset.from_list(tasks.task_examples(config.path, name, config.task))
-        return _select_examples({name: data}, split)
-    except (KeyError, ValueError):
-        why = f"a task has the splits {' and '.join(tasks.TASK_SPLITS)}"
         what = f"no split {split!r} in {config.path}"
-        fix = ", or ".join(f"data.split={name}" for name in tasks.TASK_SPLITS)
+        why = f"it has the splits {' and '.join(source.splits)}"
+        fix = ", or ".join(f"data.split={name}" for name in source.splits)
         raise DataError(Problem(what, "data.split", why, fix)) from None
 
 

@@ -7,18 +7,20 @@ is read again when the column is.
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
+from rloo_cli.data.fingerprint import iter_tables
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ROWS_AT_ONCE = 10_000  # that are Python objects beside the table, while a file is read
+ROWS_AT_ONCE = 5_000  # that are Python objects beside the table, while a file is read
 EXACT_KINDS = ({str}, {int}, {bool})  # of scalars, which Arrow keeps as they are
 JSON_KINDS = {str, int, float, bool, list, dict}
 INT64 = range(-(2**63), 2**63)
@@ -47,27 +49,80 @@ class JsonText:
 Column = tuple[Any, Any]  # Arrow array, feature
 
 
+@dataclass
+class Part:
+    """Some rows of a data set that is being made, each column with a type of its own."""
+
+    columns: dict[str, Column]
+    num_rows: int
+
+
 def dataset_of_rows(rows: Iterable[JsonObject]) -> "Dataset":
     """A data set of rows, with the columns of all of them; None where a row lacks one.
 
     Raises ValueError or TypeError for values that no column can hold together.
     """
-    from datasets import Dataset, DatasetInfo, Features  # lazy: a second of imports
+    from datasets import Dataset, DatasetInfo  # lazy: a second of imports
 
     register_json_text()
-    parts = [_encode_rows(part) for part in _batches(rows)]
-    names = list(dict.fromkeys(name for columns, _ in parts for name in columns))
-    joined = {name: _join_parts(name, parts) for name in names}
-    features = Features({name: feature for name, (_, feature) in joined.items()})
-    arrays = [array for array, _ in joined.values()]
-    table = pa.Table.from_arrays(arrays, schema=features.arrow_schema)
+    parts = [_encode_rows(batch) for batch in _batches(rows)]
+    features = _joined_features(parts)
+    tables = [_as_table(part, features) for part in parts]
+    table = pa.concat_tables(tables) if tables else features.arrow_schema.empty_table()
     return Dataset(table, info=DatasetInfo(features=features), fingerprint="rows")
+
+
+def write_rows(rows: Iterable[JsonObject], path: Path) -> None:
+    """Write the data set of `dataset_of_rows` into a file, with a part of the rows in memory.
+
+    Raises OSError, and as `dataset_of_rows`.
+    """
+    register_json_text()
+    parts: list[tuple[Path, Part]] = []
+    for number, batch in enumerate(_batches(rows)):
+        encoded = _encode_rows(batch)
+        table = pa.table({name: array for name, (array, _) in encoded.columns.items()})
+        part_path = path.with_name(f"{path.name}.{number}")
+        _write_tables([table], table.schema, part_path)
+        empty = {name: (None, feature) for name, (_, feature) in encoded.columns.items()}
+        parts.append((part_path, Part(empty, encoded.num_rows)))
+    features = _joined_features([part for _, part in parts])
+
+    def tables() -> Iterator[Any]:
+        for part_path, part in parts:
+            with pa.memory_map(str(part_path)) as source, pa.ipc.open_stream(source) as reader:
+                table = reader.read_all()
+                columns = {n: (table.column(n), f) for n, (_, f) in part.columns.items()}
+                yield _as_table(Part(columns, part.num_rows), features)
+            part_path.unlink()
+
+    _write_tables(tables(), features.arrow_schema, path)
+
+
+def _write_tables(tables: Iterable[Any], schema: Any, path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+def read_rows(path: Path) -> "Dataset":
+    """The data set of a file of `write_rows`, which is mapped and not read."""
+    from datasets import Dataset  # lazy: a second of imports
+
+    register_json_text()
+    return Dataset.from_file(str(path))
 
 
 def rows_of_dataset(data: "Dataset") -> list[JsonObject]:
     """Every row as a dict; images stay the bytes or paths that they are."""
-    rows: list[JsonObject] = data.to_list()
-    for name, feature in data.features.items():
+    return rows_of_table(data.with_format("arrow")[:], data.features)
+
+
+def rows_of_table(table: Any, features: Mapping[str, Any]) -> list[JsonObject]:
+    """The rows of an Arrow table as dicts. `features`: of the data set that it is a part of."""
+    rows: list[JsonObject] = table.to_pylist()
+    for name in table.column_names:
+        feature = features[name]
         if isinstance(feature, JsonText):
             for row in rows:
                 row[name] = feature.decode_example(row[name])
@@ -83,13 +138,18 @@ def join_datasets(parts: Sequence["Dataset"]) -> "Dataset":
     return dataset_of_rows(row for part in parts for row in rows_of_dataset(part))
 
 
-def replace_column(data: "Dataset", name: str, values: Sequence[object]) -> "Dataset":
-    """The data with these values in a column, which is added at the end if it is new."""
+def iter_rows(data: "Dataset") -> Iterator[JsonObject]:
+    """The rows of `rows_of_dataset`, some of them in memory at a time."""
+    for table in iter_tables(data):
+        yield from rows_of_table(table, data.features)
+
+
+def with_column(data: "Dataset", column: "Dataset") -> "Dataset":
+    """The data with another data set's column, in place of its own or, if it is new, at the end."""
     from datasets import concatenate_datasets  # lazy: a second of imports
 
-    order = list(dict.fromkeys([*data.column_names, name]))
-    others = data.select_columns([column for column in order if column != name])
-    column = dataset_of_rows({name: value} for value in values)
+    order = list(dict.fromkeys([*data.column_names, *column.column_names]))
+    others = data.select_columns([name for name in order if name not in column.column_names])
     if not others.column_names:
         return column
     return concatenate_datasets([others, column], axis=1).select_columns(order)
@@ -108,14 +168,14 @@ def _batches(rows: Iterable[JsonObject]) -> Iterator[list[JsonObject]]:
         yield part
 
 
-def _encode_rows(rows: Sequence[JsonObject]) -> tuple[dict[str, Column], int]:
-    """The columns of some rows, and how many rows they are."""
+def _encode_rows(rows: Sequence[JsonObject]) -> Part:
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _encode_column([row.get(name) for row in rows]) for name in names}, len(rows)
+    columns = {name: _encode_column([row.get(name) for row in rows]) for name in names}
+    return Part(columns, len(rows))
 
 
 def _encode_column(values: list[Any]) -> Column:
-    from datasets import Dataset, Value  # lazy: a second of imports
+    from datasets import Dataset, Features, Value  # lazy: a second of imports
 
     kinds = {*map(type, values)} - {type(None)}
     if not kinds:
@@ -131,8 +191,7 @@ def _encode_column(values: list[Any]) -> Column:
         array = None
     if array is None:
         return pa.array(map(JsonText().encode_example, values), pa.string()), JsonText()
-    data = Dataset(pa.table({"column": array}), fingerprint="column")
-    return array, data.features["column"]
+    return array, Features.from_arrow_schema(pa.schema([("column", array.type)]))["column"]
 
 
 def _has_large_integer(values: Sequence[int | None]) -> bool:
@@ -150,23 +209,35 @@ def _exact_array(values: list[Any]) -> Any | None:
     return array if repr(array.to_pylist()) == repr(values) else None
 
 
-def _join_parts(name: str, parts: Sequence[tuple[dict[str, Column], int]]) -> Column:
-    """One column of all parts: of the one type that they have, else JSON text."""
-    from datasets import Value  # lazy: a second of imports
+def _joined_features(parts: Sequence[Part]) -> Any:
+    """The type of each column: the one type that it has in all parts, else JSON text."""
+    from datasets import Features, Value  # lazy: a second of imports
 
     empty = Value("null")
-    columns = [part.get(name, (pa.nulls(count), empty)) for part, count in parts]
-    types = [feature for _, feature in columns if feature != empty]
-    feature = types[0] if types else empty
-    if any(other != feature for other in types):
-        columns = [_as_json_text(column) for column in columns]
-        feature = JsonText()
-    storage = columns[[f for _, f in columns].index(feature)][0].type
-    chunks: list[Any] = []
-    for array, _ in columns:
-        array = array if array.type == storage else pa.nulls(len(array), storage)
-        chunks += array.chunks if isinstance(array, pa.ChunkedArray) else [array]
-    return pa.chunked_array(chunks, storage), feature
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, (_, feature) in part.columns.items():
+            before = found.setdefault(name, feature)
+            if before == empty:
+                found[name] = feature
+            elif feature not in (empty, before):
+                found[name] = JsonText()
+    return Features(found)
+
+
+def _as_table(part: Part, features: Any) -> Any:
+    """A part as a table with these columns and types."""
+    from datasets import Value  # lazy: a second of imports
+
+    schema, arrays = features.arrow_schema, []
+    for name, feature in features.items():
+        array, own = part.columns.get(name, (None, Value("null")))
+        if own == Value("null"):
+            array = pa.nulls(part.num_rows, schema.field(name).type)
+        elif isinstance(feature, JsonText):
+            array, _ = _as_json_text((array, own))
+        arrays.append(array)
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _as_json_text(column: Column) -> Column:

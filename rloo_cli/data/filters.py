@@ -7,13 +7,17 @@ that pass are used. The log says how many did not. This file imports no torch.
 import contextlib
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rloo_cli.config.column_names import column_of_field, field_or_none
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
 from rloo_cli.data.batch import copy_value
-from rloo_cli.data.exact_values import dataset_of_rows
+from rloo_cli.data.exact_values import dataset_of_rows, iter_rows
+from rloo_cli.data.order import IndexArray
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -26,24 +30,39 @@ Predicate = Callable[[int, ExampleDict], bool]  # (number of the example, exampl
 
 
 def filter_dataset(
-    data: "Dataset", row_filter: Filter | None, max_samples: int | None
+    data: "Dataset", row_filter: Filter | None, max_samples: int | None, file: Path | None = None
 ) -> tuple["Dataset", int]:
     """The first `max_samples` examples that pass, and how many of all did not.
 
+    `file`: where the numbers of those that pass are written, or were by another process.
     Raises DataError (no such column, no example is left, the function failed), ConfigError (no such
     function).
     """
     left_out = 0
     if row_filter is not None and len(data):
-        passes = _filter_predicate(row_filter, data.column_names)
-        kept = [n for n, example in enumerate(data) if passes(n, example)]
+        kept: IndexArray
+        if file is not None and file.exists():
+            kept = np.fromfile(file, np.int64)
+        else:
+            kept = _passing_rows(data, row_filter)
+            if file is not None:
+                kept.tofile(file)
         left_out = len(data) - len(kept)
-        if not kept:
+        if not len(kept):
             raise _nothing_passes_error(row_filter, len(data))
         data = data.select(kept)
     if max_samples is not None:
         data = data.select(range(min(max_samples, len(data))))
     return data, left_out
+
+
+def _passing_rows(data: "Dataset", row_filter: Filter) -> IndexArray:
+    passes = _filter_predicate(row_filter, data.column_names)
+    rows: Iterable[ExampleDict] = data
+    if not isinstance(row_filter, str):  # other columns are not read
+        columns = {column_of_field(data.column_names, name) for name in row_filter}
+        rows = iter_rows(data.select_columns([c for c in data.column_names if c in columns]))
+    return np.fromiter((n for n, row in enumerate(rows) if passes(n, row)), np.int64)
 
 
 def filter_stream(

@@ -7,6 +7,7 @@ the file they come from, nor on how Arrow cut the columns into chunks.
 import ctypes
 import hashlib
 import mmap
+import os
 from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -16,10 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rloo_cli.data.cache import Ranks, cached_folder
+from rloo_cli.utils.errors import MachineError
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+MUCH_DATA_BYTES = 200e6  # are read in a third of a second
 BYTES_AT_ONCE, ROWS_AT_ONCE = 16e6, 20_000  # of a data set, while all of it is read
 
 
@@ -32,6 +37,33 @@ def content_fingerprint(data: "Dataset") -> str:
                 digest.update(chunk)
     parts = [(name, str(data.features[name]), d.hexdigest()) for name, d in columns.items()]
     return fingerprint_of(len(data), parts)
+
+
+def kept_fingerprint(data: "Dataset", ranks: Ranks) -> str:
+    """`content_fingerprint`; of much data in files it is kept until they change."""
+    if data.data.nbytes < MUCH_DATA_BYTES or not _is_mapped(data):
+        return content_fingerprint(data)
+    states = [(file["filename"], os.stat(file["filename"])) for file in data.cache_files]
+    files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+    def write(folder: Path) -> None:
+        (folder / "text").write_text(content_fingerprint(data))
+
+    # datasets' own fingerprint stands for what was done to the files' rows: renamed, selected.
+    recipe = repr((data._fingerprint, str(data.features), len(data), files))
+    try:
+        folder = ranks.rank0_first(lambda: cached_folder("fingerprint", recipe, write))
+    except MachineError:  # it cannot be written; `survey` says so
+        return content_fingerprint(data)
+    return (folder / "text").read_text()
+
+
+def _is_mapped(data: "Dataset") -> bool:
+    """Whether all values of a data set lie in files."""
+    from datasets.table import MemoryMappedTable  # lazy: a second of imports
+
+    blocks = getattr(data.data, "blocks", [[data.data]])
+    return all(isinstance(table, MemoryMappedTable) for tables in blocks for table in tables)
 
 
 def fingerprint_of(*parts: object) -> str:

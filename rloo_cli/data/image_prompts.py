@@ -7,16 +7,21 @@ the first user's message. Every image is read once before any weights load, so t
 found then; a data set's pixels are not kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.batch import Prompt
+from rloo_cli.data.exact_values import JsonText, iter_rows
+from rloo_cli.data.fingerprint import iter_tables
 from rloo_cli.data.images import BadImage, ImageReader, require_pillow
+from rloo_cli.data.order import IndexArray
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -31,6 +36,7 @@ IMAGE_PART_TYPES = ("image", "image_url")
 IMAGE_PART: JsonObject = {"type": "image"}
 SOURCE_KEYS = ("image", "path", "url", "base64", "image_url")  # of a part: where its image is
 READING_THREADS = 8  # decoders release Python's lock
+ROWS_AT_ONCE = 1_000  # whose images are read
 
 
 @dataclass(frozen=True)
@@ -49,47 +55,83 @@ class ColumnImage:
         return value if self.index is None else value[self.index]
 
 
-@dataclass
 class PromptImages:
-    """The images of a split's prompts."""
+    """The images of a split's prompts: what is known of all, and where each is read from.
 
-    config: DataConfig
-    column: str | None
-    reader: ImageReader
-    rows: list[int]  # the data's row of each prompt: those with bad images are left out
-    prompts: list[Prompt]  # with every content a list of parts
-    sources: list[list[object]]
-    sizes: list[list[tuple[int, int]]] = field(default_factory=list)  # width, height
-    digests: list[str] = field(default_factory=list)  # of what a prompt's images were read from
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[list[int]] = field(default_factory=list)
-    vision: "VisionProcessor | None" = None
-    bad_images: int = 0  # rows that were left out
+    `read_all` comes before `expand`.
+    """
 
-    def read_all(self) -> None:
-        """Read every image once. Raises DataError for a bad one, or leaves its row out."""
+    def __init__(self, data: "Dataset", config: DataConfig, vision: "VisionProcessor"):
+        self.config, self.vision = config, vision
+        self.column = image_column(data, config)
+        self.reader = image_reader(config)
+        self._alone = None if self.column is None else undecoded(data, self.column)
+        self.counts: IndexArray = np.zeros(len(data), np.int64)  # images of each row
+        self.sizes: IndexArray = np.zeros((0, 2), np.int64)  # width and height of each image
+        self.digests: list[str] = []  # of each row that is used: what its images were read from
+        self.bad_rows: list[int] = []  # that are left out
 
-        def read(sources: list[object]) -> tuple[list[tuple[int, int]], str] | BadImage:
-            try:
-                found = [self.reader.read_with_digest(source) for source in sources]
-            except BadImage as error:
-                return error
-            return [image.size for image, _ in found], " ".join(digest for _, digest in found)
+    def structure(self, prompt: Prompt, row: int) -> tuple[list[JsonObject], list[object]]:
+        """A prompt with every content a list of parts, and where its images are read from.
 
+        Raises DataError for images and places for them that do not match.
+        """
+        given: list[object] = []
+        if self._alone is not None:
+            value = self._alone[row][self.column]
+            several = isinstance(value, list | tuple)
+            given = [
+                ColumnImage(self._alone, str(self.column), row, i if several else None)
+                for i, one in enumerate(value if several else [value])
+                if one is not None
+            ]
+        assert isinstance(prompt, list)
+        return take_images(prompt, given, f"data.path={self.config.path}, row {row}")
+
+    def read_all(self, sources_of: Callable[[range], list[Sequence[object]]]) -> None:
+        """Read every image once. `sources_of`: where the images of some rows are read from.
+
+        Raises DataError for a bad image, unless its row is left out.
+        """
         require_pillow()
+        sizes: list[tuple[int, int]] = []
+        bad: list[tuple[int, BadImage]] = []
+        count = len(self.counts)
         with ThreadPoolExecutor(READING_THREADS) as pool:
-            results = list(pool.map(read, self.sources))
-        bad = [
-            (row, r) for row, r in zip(self.rows, results, strict=True) if not isinstance(r, tuple)
-        ]
-        if bad and (self.config.on_bad_image == "error" or len(bad) == len(results)):
-            raise DataError(self._bad_problem(bad, len(results)))
-        kept = [(i, r) for i, r in enumerate(results) if isinstance(r, tuple)]
-        self.rows = [self.rows[i] for i, _ in kept]
-        self.prompts = [self.prompts[i] for i, _ in kept]
-        self.sources = [self.sources[i] for i, _ in kept]
-        self.sizes, self.digests = [r[0] for _, r in kept], [r[1] for _, r in kept]
-        self.bad_images = len(bad)
+            for start in range(0, count, ROWS_AT_ONCE):
+                rows = range(start, min(count, start + ROWS_AT_ONCE))
+                for row, found in zip(rows, pool.map(self._read, sources_of(rows)), strict=True):
+                    if isinstance(found, BadImage):
+                        bad.append((row, found))
+                        continue
+                    sizes += [image_size for image_size, _ in found]
+                    self.counts[row] = len(found)
+                    self.digests.append(" ".join(digest for _, digest in found))
+        if bad and (self.config.on_bad_image == "error" or len(bad) == count):
+            raise DataError(self._bad_problem(bad, count))
+        self.sizes = np.array(sizes, np.int64).reshape(-1, 2)
+        self.bad_rows = [row for row, _ in bad]
+        self._ends = np.cumsum(self.counts)
+
+    def _read(self, sources: Sequence[object]) -> list[tuple[tuple[int, int], str]] | BadImage:
+        try:
+            found = [self.reader.read_with_digest(source) for source in sources]
+        except BadImage as error:
+            return error
+        return [(image.size, digest) for image, digest in found]
+
+    def expand(self, text: str, row: int) -> list[int]:
+        """The ids of a rendered prompt. Raises DataError."""
+        return self.vision.expand_prompt(text, self._sizes_of(row))
+
+    def tokens_of_rows(self, rows: Iterable[int]) -> int:
+        """The tokens that stand for parts of these rows' images."""
+        return sum(self.vision.num_tokens(size) for row in rows for size in self._sizes_of(row))
+
+    def _sizes_of(self, row: int) -> list[tuple[int, int]]:
+        end = int(self._ends[row])
+        sizes = self.sizes[end - int(self.counts[row]) : end].tolist()
+        return [(width, height) for width, height in sizes]
 
     def _bad_problem(self, bad: list[tuple[int, BadImage]], count: int) -> Problem:
         place = f"column {self.column!r}" if self.column else f"column {self.config.prompts_in!r}"
@@ -101,58 +143,27 @@ class PromptImages:
             what, f"data.path={self.config.path}, row {bad[0][0]}, {place}", str(bad[0][1]), fix
         )
 
-    def tokenize(self, texts: list[str], load_vision: LoadVision | None) -> list[list[int]]:
-        """The ids of the rendered prompts. Raises DataError, ConfigError."""
-        if load_vision is None:
-            what, why = "the prompts have images", "they are for training and evaluation alone"
-            fix = f"{rename_column(self.column or 'image', 'picture')} takes the column for another"
-            raise DataError(Problem(what, "data.path", why, fix))
-        self.vision, self.texts = load_vision(), texts
-        self.token_ids = [
-            self.vision.expand_prompt(text, sizes)
-            for text, sizes in zip(texts, self.sizes, strict=True)
-        ]
-        return self.token_ids
 
-
-def collect_images(
-    data: "Dataset", prompts: list[Prompt], conversational: bool, config: DataConfig
+def find_images(
+    data: "Dataset", config: DataConfig, conversational: bool, load_vision: LoadVision | None
 ) -> PromptImages | None:
-    """The images of rendered prompts, each read once; None if no prompt has one.
+    """The images of a split's prompts, none of which is read yet; None if no prompt has one.
 
-    Raises DataError: plain text with images, images and their places that do not match, a bad
-    image.
+    Raises DataError: plain text with images, images where there may be none.
     """
-    column = image_column(data, config)
-    if column is None and not any(has_image_parts(prompt) for prompt in prompts):
+    if not shows_images(data, config):
         return None
+    column = image_column(data, config)
     if not conversational:
         what, where = "prompts of plain text have images", f"data.path={config.path}"
         why = "only a chat template says where a model looks for an image"
         fix = f"data.chat=true; or, without them, {rename_column(str(column), 'picture')}"
         raise DataError(Problem(what, where, why, fix))
-    alone = None if column is None else undecoded(data, column)
-    structured: list[Prompt] = []
-    sources = []
-    for row, prompt in enumerate(prompts):
-        given: list[object] = []
-        if alone is not None:
-            value = alone[row][column]
-            several = isinstance(value, list | tuple)
-            given = [
-                ColumnImage(alone, str(column), row, i if several else None)
-                for i, one in enumerate(value if several else [value])
-                if one is not None
-            ]
-        assert isinstance(prompt, list)
-        messages, images = take_images(prompt, given, f"data.path={config.path}, row {row}")
-        structured.append(messages)
-        sources.append(images)
-    found = PromptImages(
-        config, column, image_reader(config), list(range(len(prompts))), structured, sources
-    )
-    found.read_all()
-    return found
+    if load_vision is None:
+        what, why = "the prompts have images", "they are for training and evaluation alone"
+        fix = f"{rename_column(column or 'image', 'picture')} takes the column for another"
+        raise DataError(Problem(what, "data.path", why, fix))
+    return PromptImages(data, config, load_vision())
 
 
 def image_column(data: "Dataset", config: DataConfig) -> str | None:
@@ -163,7 +174,7 @@ def image_column(data: "Dataset", config: DataConfig) -> str | None:
     names = [
         name for name in IMAGE_COLUMNS
         if name in data.column_names and name != config.prompts_in
-        and any(bool(value) for value in undecoded(data, name)[name])
+        and any(_has_value(table.column(0)) for table in iter_tables(undecoded(data, name)))
     ]  # fmt: skip
     if len(names) > 1:
         what, why = "the data has two columns of images", "one of them is to be shown"
@@ -172,10 +183,34 @@ def image_column(data: "Dataset", config: DataConfig) -> str | None:
     return names[0] if names else None
 
 
+def _has_value(column: Any) -> bool:
+    """Whether an Arrow column has a value that is neither None nor empty."""
+    return column.null_count < len(column) and any(bool(value.as_py()) for value in column)
+
+
+def _may_have_parts(feature: Any) -> bool:
+    """Whether a column of this type may hold messages with parts."""
+    if isinstance(feature, JsonText):
+        return True
+    message = getattr(feature, "feature", None)  # of a list
+    return isinstance(message, dict) and not is_text(message.get("content"))
+
+
 def shows_images(data: "Dataset", config: DataConfig) -> bool:
     """Whether a prompt of these rows has an image, which is not read. Raises DataError."""
-    prompts = data.select_columns([config.prompts_in])[:][config.prompts_in]
-    return image_column(data, config) is not None or any(map(has_image_parts, prompts))
+    if image_column(data, config) is not None:
+        return True
+    prompts = data.select_columns([config.prompts_in])
+    if not _may_have_parts(prompts.features[config.prompts_in]):
+        return False
+    return any(has_image_parts(row[config.prompts_in]) for row in iter_rows(prompts))
+
+
+def is_text(feature: Any) -> bool:
+    """Whether a column of this type holds nothing but texts."""
+    return getattr(feature, "dtype", None) in ("string", "large_string") and not isinstance(
+        feature, JsonText
+    )
 
 
 def undecoded(data: "Dataset", column: str) -> "Dataset":
@@ -196,7 +231,8 @@ def has_image_parts(value: object) -> bool:
     return isinstance(value, list) and any(
         isinstance(part, dict) and part.get("type") in IMAGE_PART_TYPES
         for message in value
-        for part in (message["content"] if isinstance(message.get("content"), list) else ())
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
     )
 
 

@@ -8,6 +8,8 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
@@ -112,5 +114,7 @@ def _model_values(path: str, revision: str | None) -> JsonObject:
 
 def image_examples(prompts: Prompts) -> list[Group]:
     """The shortest prompts with most images, as empty groups: layouts are tried on them."""
-    shown = [(-len(m.sources), len(m.prompt_ids), i) for i, m in enumerate(prompts.media) if m]
-    return [prompts.group_of(i) for _, _, i in sorted(shown)[:NUM_EXAMPLES]]
+    counts = np.asarray(prompts.image_counts, np.int64)
+    lengths = np.asarray(prompts.unfiltered_lengths)[np.asarray(prompts.example_numbers, np.int64)]
+    shown = [i for i in np.lexsort((lengths, -counts)).tolist() if counts[i]] if len(counts) else []
+    return [prompts.group_of(i) for i in shown[:NUM_EXAMPLES]]

@@ -7,10 +7,11 @@ what it returns. This file imports no torch.
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
-from rloo_cli.data.exact_values import dataset_of_rows
+from rloo_cli.data.exact_values import dataset_of_rows, read_rows, write_rows
 from rloo_cli.data.filters import ExampleDict
 from rloo_cli.utils.errors import DataError, Problem
 
@@ -25,14 +26,17 @@ def map_examples(examples: Iterable[ExampleDict], spec: str) -> Iterator[Example
         yield _map_example(function, example, number, spec)
 
 
-def map_dataset(data: "Dataset", spec: str) -> "Dataset":
-    """Map all examples of a split.
+def map_dataset(data: "Dataset", spec: str, file: Path | None = None) -> "Dataset":
+    """Map all examples of a split. `file`: where the result is written, or was by another process.
 
     Raises as `map_examples`; DataError for results with different columns.
     """
-    examples = list(map_examples(data, spec))
     try:
-        return dataset_of_rows(examples)
+        if file is None:
+            return dataset_of_rows(map_examples(data, spec))
+        if not file.exists():
+            write_rows(map_examples(data, spec), file)
+        return read_rows(file)
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         what = "data.map returned rows that make no table"

@@ -6,13 +6,19 @@ the columns of all sources, None where its source lacks one, and `source`, that 
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from rloo_cli.config.pasted import rename_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.dataset import OpenedSplit
+from rloo_cli.data.lazy import ReadWhenAsked, join_sequences, values_at
 from rloo_cli.data.order import Source
-from rloo_cli.data.prompts import NOT_FOR_REWARDS, Prompts
+from rloo_cli.data.prompts import FIRST_PROMPTS, Prompts
+from rloo_cli.data.render import NOT_FOR_REWARDS
 from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
 SOURCE_COLUMN = "source"  # holds the name of the source that an example is from
 
@@ -50,46 +56,60 @@ def join_prompts(
         fix = "rewards are given one kind: convert one of them, or take it out"
         raise DataError(Problem(what, "data.mixture", "one kind per run", fix))
     mix = tuple(Source(n, len(p), weights[n], p.fingerprint) for n, p in prompts_by_source.items())
-    all_of = list(prompts_by_source.values())
+    named, all_of = prompts_by_source, list(prompts_by_source.values())
     # Examples are numbered through the sources, with those that data.overlong left out.
     before = [sum(len(p.unfiltered_lengths) for p in all_of[:i]) for i in range(len(all_of))]
     numbered = list(zip(all_of, before, strict=True))
     names = dict.fromkeys(c for p in all_of for example in p.examples[:1] for c in example)
     empty = dict.fromkeys(n for n in names if n not in NOT_FOR_REWARDS)
+
+    media: list[Sequence[Any]] = [p.media or [None] * len(p) for p in all_of]
+    with_images = any(p.media for p in all_of)
+    whole = not any(len(p.overlong_examples) for p in all_of)
+    counts = [p.image_counts if p.media else [0] * len(p) for p in all_of]
+    numbers = [np.asarray(p.example_numbers, np.int64) + b for p, b in numbered]
     return Prompts(
-        prompts=[x for p in all_of for x in p.prompts],
-        prompt_ids=[x for p in all_of for x in p.prompt_ids],
-        examples=[
-            empty | example | {SOURCE_COLUMN: name}
-            for name, part in prompts_by_source.items()
-            for example in part.examples
-        ],
+        prompts=join_sequences([p.prompts for p in all_of]),
+        prompt_ids=join_sequences([p.prompt_ids for p in all_of]),
+        examples=join_sequences([_labelled(p.examples, n, empty) for n, p in named.items()]),
         conversational=all_of[0].conversational,
         fingerprint=hashlib.blake2b(repr(mix).encode(), digest_size=16).hexdigest(),
         dropped=sum(p.dropped for p in all_of),
         truncated=sum(p.truncated for p in all_of),
         shuffle=all_of[0].shuffle,
         seed=seed,
-        unfiltered_lengths=[x for p in all_of for x in p.unfiltered_lengths],
-        example_numbers=[x + b for p, b in numbered for x in p.example_numbers],
+        unfiltered_lengths=np.concatenate([p.unfiltered_lengths for p in all_of]),
+        example_numbers=range(sum(map(len, all_of))) if whole else np.concatenate(numbers),
         overlong_examples=[x + b for p, b in numbered for x in p.overlong_examples],
         length_limits=sorted({x for p in all_of for x in p.length_limits}),
         filtered_out=sum(p.filtered_out for p in all_of),
         mixture=mix,
-        media=[x for p in all_of for x in p.media or [None] * len(p)]
-        if any(p.media for p in all_of) else [],
+        media=join_sequences(media) if with_images else (),
+        image_counts=np.concatenate(counts) if with_images else (),
+        used_ids=np.unique(np.concatenate([p.used_ids for p in all_of])),
         bad_images=sum(p.bad_images for p in all_of),
         value_notes=(*(n for p in all_of for n in p.value_notes), *_type_notes(prompts_by_source)),
     )  # fmt: skip
+
+
+def _labelled(
+    examples: Sequence[JsonObject], source: str, empty: JsonObject
+) -> ReadWhenAsked[JsonObject]:
+    """A source's examples with its name, and with the columns of `empty` that they lack."""
+
+    def read(indices: Sequence[int]) -> list[JsonObject]:
+        return [empty | one | {SOURCE_COLUMN: source} for one in values_at(examples, indices)]
+
+    return ReadWhenAsked(len(examples), read)
 
 
 def _type_notes(prompts_by_source: Mapping[str, Prompts]) -> list[str]:
     """A line for each column whose values have other types in one source than in another."""
     types: dict[str, dict[str, str]] = {}  # column -> source -> its types
     for name, part in prompts_by_source.items():
-        columns = dict.fromkeys(c for example in part.examples[:1] for c in example)
-        for column in columns:
-            kinds = {type(example.get(column)).__name__ for example in part.examples}
+        first = part.examples[:FIRST_PROMPTS]
+        for column in first[0]:
+            kinds = {type(example.get(column)).__name__ for example in first}
             if shown := " or ".join(sorted(kinds - {"NoneType"})):
                 types.setdefault(column, {})[name] = shown
     return [

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-IndexArray = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ def prompt_index_at(
 @lru_cache(maxsize=2)
 def epoch_permutation(seed: int, epoch: int, fingerprint: str, num_prompts: int) -> IndexArray:
     """The permutation of an epoch, which depends on its arguments only. -> (n,)"""
-    return _seeded_generator(seed, epoch, fingerprint).permutation(num_prompts)
+    order = _seeded_generator(seed, epoch, fingerprint).permutation(num_prompts)
+    # Every rank has it: half the memory where that is enough.
+    return order.astype(np.int32) if num_prompts <= np.iinfo(np.int32).max else order
 
 
 def _seeded_generator(*parts: int | str) -> np.random.Generator:

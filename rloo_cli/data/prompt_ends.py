@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rloo_cli.data.batch import Prompt
+from rloo_cli.data.render import PromptRow
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -18,13 +19,14 @@ SHARE_WITH_ANSWER = 0.5  # of the prompts; fewer may end with a column's text by
 
 
 def prompt_warnings(
-    prompts: Sequence[Prompt],
-    ids: Sequence[list[int]],
-    examples: Sequence[JsonObject],
-    tokenizer: "PreTrainedTokenizerBase",
-    conversational: bool,
+    rows: Sequence[PromptRow], tokenizer: "PreTrainedTokenizerBase", conversational: bool
 ) -> list[str]:
-    """Lines for the log, each with tokens or texts of the first such prompt and what helps."""
+    """Lines for the log, each with tokens or texts of the first such prompt and what helps.
+
+    `rows`: the first ones of a split.
+    """
+    prompts, ids = [row.prompt for row in rows], [list(row.ids) for row in rows]
+    examples = [row.example for row in rows]
     appended = _appended_ids(str(prompts[0]), ids[0], tokenizer) if not conversational else []
     warnings = [*_end_warnings(ids, tokenizer, conversational, appended)]
     warnings += _beginning_warnings(prompts, ids, tokenizer, conversational)

@@ -10,14 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from rloo_cli.config.prompt_limit import describe_prompt_limit, max_prompt_tokens, prompt_headroom
 from rloo_cli.config.schema import DataConfig, RunConfig, SetConfig
 from rloo_cli.data import dataset, mixture
+from rloo_cli.data.cache import ONE_PROCESS, Ranks, shared_folder
 from rloo_cli.data.dataset import OpenedSplit
-from rloo_cli.data.prompts import Prompts, ToolsOf, tokenize_prompts
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.data.prompts import FIRST_PROMPTS, Prompts, tokenize_prompts
+from rloo_cli.data.render import ToolsOf
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,13 +68,29 @@ SHOWN_TEXT, SHOWN_TOKENS = 300, 5  # characters and tokens of each end of a prom
 DATA_KEY = re.compile(rf"\bdata\.(?=(?:{'|'.join(SetConfig.model_fields)})\b)")
 
 
-def open_splits(config: RunConfig, training: bool = True) -> dict[str | None, OpenedSplit]:
-    """Open every split that the run needs. Raises DataError, MachineError."""
-    opened: dict[str | None, OpenedSplit] = {}
-    for name, source in split_configs(config, training).items():
-        with errors_naming_split(name, source):
-            opened[name] = dataset.open_split(source, source.split)
-    return opened
+def open_splits(
+    config: RunConfig, training: bool = True, ranks: Ranks = ONE_PROCESS
+) -> dict[str | None, OpenedSplit]:
+    """Open every split that the run needs. Raises DataError, MachineError.
+
+    Rank 0 reads files and calls functions of the user's; the others use what it made.
+    """
+    sources = split_configs(config, training)
+
+    def open_all(shared: Path | None) -> dict[str | None, OpenedSplit]:
+        opened: dict[str | None, OpenedSplit] = {}
+        if shared and not shared.is_dir():  # it is on another machine's disk
+            shared = None
+        for number, (name, source) in enumerate(sources.items()):
+            file = shared and shared / str(number)
+            with errors_naming_split(name, source):
+                opened[name] = dataset.open_split(source, source.split, shared=file)
+        return opened
+
+    if not any(map(dataset.calls_user_code, sources.values())):
+        return ranks.rank0_first(lambda: open_all(None))
+    with shared_folder(ranks) as shared:
+        return ranks.rank0_first(lambda: open_all(shared))
 
 
 def tokenize_splits(
@@ -78,12 +99,16 @@ def tokenize_splits(
     tokenizer: "PreTrainedTokenizerBase",
     context_length: int | None,
     tools_of: ToolsOf | None = None,
+    vocab_size: int | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> dict[str | None, Prompts]:
     """Tokenise every split's prompts. `context_length`: the model's most positions, if known.
 
-    `tools_of`: the descriptions of an example's tools; None = there are no tools.
+    `tools_of`: the descriptions of an example's tools; None = there are no tools. `vocab_size`: of
+    the model's embedding, if known.
 
-    Raises ConfigError if no tokens are left for completions, DataError for prompts that do not fit.
+    Raises ConfigError if no tokens are left for completions, DataError for prompts that do not fit
+    and for a rank with other rows than rank 0.
     """
     if context_length is not None and context_length <= config.generation.max_completion_length:
         raise ConfigError(_no_headroom(config, context_length))
@@ -104,15 +129,30 @@ def tokenize_splits(
         with errors_naming_split(name, source):
             prompts[name] = tokenize_prompts(
                 opened[name].dataset, source, tokenizer, template_kwargs, max_length, config.seed,
-                headroom, tools_of, load_vision,
+                headroom, tools_of, load_vision, vocab_size, ranks,
             )  # fmt: skip
             prompts[name].filtered_out = opened[name].filtered_out
             prompts[name].value_notes = (*opened[name].notes, *prompts[name].value_notes)
+    for name, source in split_configs(config, training=True).items():
+        if name in prompts:
+            with errors_naming_split(name, source):
+                _refuse_other_rows(ranks.gather(prompts[name].fingerprint))
     parts = mixture_entries(prompts)
     if parts:
         mixed = mixture.join_prompts(parts, config.data.mixture_weights, config.seed)
         return {None: mixed, **{k: p for k, p in prompts.items() if not is_mixture_key(k)}}
     return prompts
+
+
+def _refuse_other_rows(fingerprints: Sequence[str]) -> None:
+    """Raise DataError for a rank whose rows are not rank 0's: it would draw prompts of its own."""
+    others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+    if others:
+        what = f"rank {others[0]} has other rows than rank 0"
+        why = "the fingerprints of their data differ: each would draw prompts of its own"
+        fix = "the same files on all machines, and an RLOO_CACHE that they share"
+        more = "data.map and data.filter are called on rank 0, which writes the rows there"
+        raise DataError(Problem(what, "data.path", why, fix, more))
 
 
 def is_mixture_key(name: str | None) -> bool:
@@ -129,20 +169,14 @@ def mixture_entries(by_key: Mapping[str | None, SplitValue]) -> dict[str, SplitV
 def split_notes(name: str | None, prompts: Prompts) -> list[str]:
     """Lines about a split for the log. `name`: of a held-out set; None = the training split."""
     kind = "conversations" if prompts.conversational else "plain text"
-    shortest = min(map(len, prompts.prompt_ids))
-    sizes = f"{len(prompts)} prompts, {kind}, {shortest} to {prompts.max_length} tokens"
+    lengths = prompts.lengths
+    sizes = f"{len(prompts)} prompts, {kind}, {lengths.min()} to {lengths.max()} tokens"
     if name is not None:
         notes = [f"held out{f', {name}' if name else ''}: {sizes}"]
     else:
         notes = [sizes]
         notes += mixture.mixture_notes(prompts.mixture) if prompts.mixture else []
-        notes += [describe_lengths(prompts.unfiltered_lengths, prompts.length_limits)]
-    shown = [one for one in prompts.media if one is not None]
-    if shown:
-        count = sum(len(one.sources) for one in shown)
-        tokens = sum(one.prompt_ids.count(one.vision.image_token_id) for one in shown)
-        text = f"{count} images in {len(shown)} of {len(prompts)} prompts"
-        notes.append(f"{text}, {tokens / count:.0f} tokens an image")
+        notes += [_all_lengths(prompts)]
     where = "" if name is None else f" of {name or 'those held out'}"
     if prompts.bad_images:
         notes.append(f"{prompts.bad_images} rows{where} were left out (data.on_bad_image)")
@@ -154,10 +188,21 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
             limit = f"more than {' or '.join(map(str, prompts.length_limits))} tokens"
             text = f"{count} prompts{where} were too long and {what} (data.overlong): {limit}"
             notes.append(f"{text} (data.max_prompt_length)")
-    alike = len({tuple(ids) for ids in prompts.prompt_ids}) == 1 and not shown
+    some = prompts.prompt_ids[:FIRST_PROMPTS]
+    alike = len({tuple(ids) for ids in some}) == 1 and not prompts.media
     if name is None and len(prompts) > 100 and alike:
-        notes.append("warning: all prompts are the same")
+        which = "all" if len(some) == len(prompts) else f"the first {len(some)}"
+        notes.append(f"warning: {which} prompts are the same")
     return notes
+
+
+def _all_lengths(prompts: Prompts) -> str:
+    """`describe_lengths` of all prompts; of the first ones where not all were tokenised."""
+    lengths = np.asarray(prompts.unfiltered_lengths)
+    if not (lengths == 0).any():
+        return describe_lengths(lengths.tolist(), prompts.length_limits)
+    first = lengths[: min(FIRST_PROMPTS, int((lengths == 0).argmax()))].tolist()
+    return f"{describe_lengths(first, prompts.length_limits)} (the first {len(first)} prompts)"
 
 
 def data_notes(

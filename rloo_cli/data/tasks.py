@@ -21,9 +21,9 @@ from typing import Protocol
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.pasted import guess_name
-from rloo_cli.config.schema import TaskConfig
+from rloo_cli.config.schema import DataConfig, TaskConfig
 from rloo_cli.config.synthetic import TASK_PREFIX
-from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.data.cache import cached_folder
 from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -48,8 +48,8 @@ def require_reasoning_gym(key: str = "data.path") -> None:
         raise MachineError(Problem("reasoning-gym is not installed", key, why, fix))
 
 
-def task_examples(path: str, split: str, config: TaskConfig) -> list[JsonObject]:
-    """The examples of a split of `reasoning_gym:NAME`; made once, and kept in the cache.
+def task_rows(source: DataConfig, split: str) -> list[JsonObject]:
+    """The rows of a split of `reasoning_gym:NAME`; made once, and kept in the cache.
 
     Raises KeyError for a split that it does not have, MachineError without reasoning-gym, DataError
     for a task or a difficulty that it does not know.
@@ -57,7 +57,9 @@ def task_examples(path: str, split: str, config: TaskConfig) -> list[JsonObject]
     if split not in TASK_SPLITS:
         raise KeyError(split)
     require_reasoning_gym()
-    name = path.removeprefix(TASK_PREFIX)
+    config = source.task
+    assert config is not None and source.path is not None  # data_rules
+    name = source.path.removeprefix(TASK_PREFIX)
     stages = difficulty_stages(config)
     for stage in stages:
         _check_task(name, stage)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from rloo_cli.config.column_names import field_or_none, is_field_of_rows
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.pasted import paste_setting
-from rloo_cli.data.exact_values import replace_column
+from rloo_cli.data.exact_values import dataset_of_rows, iter_rows, with_column
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -78,10 +78,10 @@ def convert_columns(data: "Dataset", types: Mapping[str, str]) -> tuple["Dataset
             fix = f"{(close or ['a column of these'])[0]} in place of {column} in data.types"
             why = f"columns: {', '.join(data.column_names)}"
             raise DataError(Problem(what, "data.types", why, fix))
-        rows = enumerate(data[column])
-        values = [convert_row({column: v}, n, {column: kind}, changed)[column] for n, v in rows]
+        rows = enumerate(iter_rows(data.select_columns([column])))
+        converted = dataset_of_rows(convert_row(row, n, {column: kind}, changed) for n, row in rows)
         if changed[column]:
-            data = replace_column(data, column, values)
+            data = with_column(data, converted)
     return data, conversion_notes(changed, types)
 
 
@@ -109,9 +109,10 @@ def nested_columns(data: "Dataset", names: Sequence[str]) -> "Dataset":
         roots = [c for c in data.column_names if name.startswith(f"{c}.")]
         if name in data.column_names or not roots:
             continue
-        rows = list(data.select_columns([max(roots, key=len)]))
-        if is_field_of_rows(rows, name):  # else it is said as a missing column
-            data = replace_column(data, name, [field_or_none(row, name) for row in rows])
+        column = data.select_columns([max(roots, key=len)])
+        if is_field_of_rows(iter_rows(column), name):  # else it is said as a missing column
+            found = dataset_of_rows({name: field_or_none(row, name)} for row in iter_rows(column))
+            data = with_column(data, found)
     return data
 
 
@@ -142,10 +143,11 @@ def _clean_floats(data: "Dataset", column: str) -> tuple["Dataset", list[str]]:
     missing = pc.sum(pc.cast(pc.is_nan(values), pa.int64())).as_py() or 0
     notes = []
     if missing:
-        found = [None if v is None or math.isnan(v) else v for v in values.to_pylist()]
-        data = replace_column(data, column, found)
+        numbers = (row[column] for row in iter_rows(data.select_columns([column])))
+        found = ({column: None if v is None or math.isnan(v) else v} for v in numbers)
+        data = with_column(data, dataset_of_rows(found))
         notes.append(f"{missing} values of column {column} that are NaN were read as None")
-        values = pa.array(found, pa.float64())
+        values = pc.if_else(pc.is_nan(values), None, values)
     if values.null_count and values.null_count < len(values) and _are_whole(values):
         count = len(values) - values.null_count
         key = f"data.types={{{column}: int}}"

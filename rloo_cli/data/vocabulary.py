@@ -22,8 +22,7 @@ def check_prompt_ids(
     """
     if vocab_size is None:
         return []
-    id_lists = [ids for split in prompts.values() for ids in split.prompt_ids]
-    used = {i for ids in id_lists for i in ids if i >= vocab_size}
+    used = {int(i) for split in prompts.values() for i in split.used_ids if i >= vocab_size}
     if used:
         shown = ", ".join(repr(t) for t in tokenizer.convert_ids_to_tokens(sorted(used)[:5]))
         why = f"the prompts use {shown}; the largest id is {max(used)}, and {vocab_size} are known"

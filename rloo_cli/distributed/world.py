@@ -112,6 +112,15 @@ class World:
         _raise_first_error([wrong], self.rank, error)
         return value
 
+    def rank0_first(self, work: Callable[[], T]) -> T:
+        """Rank 0 does `work`, and then the others, which find in the cache what it left there.
+
+        Raises rank 0's error on all ranks.
+        """
+        found: list[T] = []
+        self.run_on_rank0(lambda: found.append(work()))
+        return found[0] if found else work()
+
     def broadcast_from_rank0(self, value: object) -> Any:
         """Rank 0's value, on all ranks; they wait for it as long as a generation may take."""
         if self.size == 1:

@@ -193,7 +193,7 @@ def answer_with_other_model(
     """
     answers: dict[str, dict[int, Rollout]] = {name: {} for name in setup.eval_sets}
     for name, prompts in setup.eval_sets.items():
-        numbers = prompts.example_numbers or list(range(len(prompts)))
+        numbers = prompts.example_numbers
         chosen = [i for i, number in enumerate(numbers) if number in example_numbers[name]]
         for indices in split_chunks(chosen, setup.config.eval.batch_size):
             setup.world.check_stop()

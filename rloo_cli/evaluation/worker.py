@@ -126,7 +126,7 @@ def _other_answers(
     for name, answered in answered_sets.items():
         numbers = setup.eval_sets[name].example_numbers
         greedy = [s["draw"] for s in answered.samples if s["greedy"]][: keys.max_pairs]
-        example_numbers[name] = {numbers[index] if numbers else index for index in greedy}
+        example_numbers[name] = {int(numbers[index]) for index in greedy}
     del setup.generator  # frees the first model before the second loads
     gc.collect()
     torch.cuda.empty_cache()
@@ -176,7 +176,7 @@ def _build_setup(
             print(line, flush=True)
 
     note("loading data ...")
-    opened = splits.open_splits(settings, training=False)
+    opened = splits.open_splits(settings, training=False, ranks=world)
     rewards = build_rewards(settings, functions or {})
     tools = agent_build.load_tool_set(settings)
     for code_note in [n for n in user_code_notes(settings) if not n.startswith("train.")]:
@@ -189,9 +189,9 @@ def _build_setup(
     tokenizer = load.load_policy_tokenizer(settings.model)
     context = load.read_max_positions(settings.model)
     tools_of = None if tools is None else tools.schemas_of
-    prepared = splits.tokenize_splits(settings, opened, tokenizer, context, tools_of)
+    prepared = splits.tokenize_splits(settings, opened, tokenizer, context, tools_of, ranks=world)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
-    if any(any(prompts.media) for prompts in prepared.values()):
+    if any(prompts.media for prompts in prepared.values()):
         check_image_run(settings, bool(device_count.visible_gpus()))
     for data_note in splits.data_notes(settings, prepared, context):
         note(data_note)

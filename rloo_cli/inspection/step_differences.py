@@ -99,8 +99,7 @@ def _pairs(
 
     def at(index: int) -> StepDifference:
         draw = before.groups[index // k].prompt_offset
-        row, numbers = run.prompts.index_at(draw), run.prompts.example_numbers
-        row = numbers[row] if numbers else row
+        row = int(run.prompts.example_numbers[run.prompts.index_at(draw)])
         return StepDifference("", None, None, draw, row, index % k)
 
     def at_group(index: int) -> StepDifference:

@@ -122,7 +122,7 @@ def _cache(run: RunConfig) -> Iterator[Problem]:
 def _downloads(run: RunConfig) -> Iterator[Problem]:
     """What a run without network would have to download."""
     for key, path, names in rules_paths.named_paths(run) if hf_cache.is_hub_offline() else ():
-        if path.startswith(synthetic.NO_HUB_PREFIXES) or Path(path).expanduser().exists():
+        if not synthetic.is_hub_name(path):
             continue
         kind = "dataset" if names is synthetic.SYNTHETIC_DATA else "model"
         if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind):

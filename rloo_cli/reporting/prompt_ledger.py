@@ -76,7 +76,7 @@ class PromptLedger:
             "place": prompt_offset,
             "prompts": len(prompts),
             "data_rows": len(prompts) + len(prompts.overlong_examples),
-            "filtered": prompts.overlong_examples,
+            "filtered": list(prompts.overlong_examples),
             "cut": prompts.truncated,
             "seed": prompts.seed,
             "shuffle": prompts.shuffle,
@@ -144,7 +144,7 @@ class PromptLedger:
             "draws": batch.draws,
             "epochs": sorted({offset // len(self.prompts) for offset in offsets}),
             "updates": num_updates,
-            "rows": [self.prompts.example_numbers[i] for i in indices.values()],
+            "rows": [int(self.prompts.example_numbers[i]) for i in indices.values()],
         }
         for fate in PROMPT_FATES:
             if met := [offset for offset in offsets if fates[offset] == fate]:

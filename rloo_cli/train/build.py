@@ -42,11 +42,11 @@ from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.config.value_model import choose_value_init, needs_value_model
 from rloo_cli.data import chat_templates, splits, vocabulary
 from rloo_cli.data.bin_packing import ForwardLimits, forward_tokens
+from rloo_cli.data.cache import listen_to_progress
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.image_rules import check_image_run, image_examples
 from rloo_cli.data.media import vision_of
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.data.synthetic.cache import listen_to_progress
 from rloo_cli.distributed import device_count, gather, meta_load
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer
@@ -170,7 +170,8 @@ class RunBuilder:
         """Open data sets, build rewards, and check that they have the columns they need."""
         self.log.phase("loading data")
         notes = check_same_code(self.resume_plan, self.config) + user_code_notes(self.config)
-        self.opened_splits = splits.open_splits(self.config)
+        with listen_to_progress(self.log.progress):
+            self.opened_splits = splits.open_splits(self.config, ranks=self.world)
         self.rewards = build_rewards(self.config, functions)
         self.tools = agent_build.load_tool_set(self.config)
         for note in [*notes, *rules_model.model_file_notes(self.config)]:
@@ -191,11 +192,13 @@ class RunBuilder:
         self.context_length = load.read_max_positions(config.model)
         if problems := [*rules_model.expert_problems(config)]:  # a hub model's files are here now
             raise ConfigError(*problems)
-        self.prompts_by_set = splits.tokenize_splits(
-            config, self.opened_splits, self.tokenizer, self.context_length,
-            None if self.tools is None else self.tools.schemas_of,
-        )  # fmt: skip
-        if any(any(prompts.media) for prompts in self.prompts_by_set.values()):
+        tools_of = None if self.tools is None else self.tools.schemas_of
+        with listen_to_progress(log.progress):
+            self.prompts_by_set = splits.tokenize_splits(
+                config, self.opened_splits, self.tokenizer, self.context_length, tools_of,
+                load.read_vocab_size(config.model), self.world,
+            )  # fmt: skip
+        if any(prompts.media for prompts in self.prompts_by_set.values()):
             check_image_run(config, bool(device_count.visible_gpus()))
         notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)

@@ -121,7 +121,7 @@ def compare_step_time(run: Run) -> JsonObject:
     if not times or not lengths:
         return {}
     turns = [line["agent/turns"] for line in lines if "agent/turns" in line]
-    prompt = fmean(len(ids) for ids in run.prompts.prompt_ids)
+    prompt = run.prompts.mean_length
     try:
         inputs = plan_inputs_of_run(run)
         forward = peak_memory.estimate_peak_memory(inputs).forward

@@ -19,7 +19,7 @@ from rloo_cli.agents import verifiers
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Group
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.render import render_prompt
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError
 
 pytestmark = pytest.mark.process

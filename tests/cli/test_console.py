@@ -13,7 +13,7 @@ import pytest
 from fork_cases import Forked
 from loop_cases import checked
 
-from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.data.cache import cached_folder
 from rloo_cli.launch import preflight, topology
 from rloo_cli.reporting import log
 from rloo_cli.rewards.engine.arguments import RewardCallLog

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from prompt_cases import config
 
 from rloo_cli.config import synthetic
+from rloo_cli.data import cache as data_cache
 from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, tool_tasks, vision_model
-from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
 
@@ -120,7 +121,7 @@ def test_any_text_is_bytes_and_comes_back():
 
 def test_tiny_prompts_held_out_are_others():
     train, test = (
-        {row["prompt"] for row in synthetic.synthetic_examples("make:tiny", s)}
+        {row["prompt"] for row in synthetic.synthetic_rows(config(path="make:tiny"), s)}
         for s in ("train", "test")
     )
     assert len(train) == 64 and len(test) == 16 and not train & test
@@ -133,7 +134,7 @@ def test_tiny_prompts_held_out_are_others():
 @pytest.mark.parametrize("name", sorted(synthetic.SYNTHETIC_DATA))
 def test_data_has_no_other_split(name):
     with pytest.raises(KeyError):
-        synthetic.synthetic_examples(f"make:{name}", "tset")
+        synthetic.synthetic_rows(config(path=f"make:{name}"), "tset")
 
 
 def loaded(folder):
@@ -158,7 +159,7 @@ def test_a_made_model_and_its_tokenizer_go_together(name, cache):
 def test_a_model_is_made_once(name, cache, monkeypatch):
     first = synthetic.resolve_model_path(f"make:{name}")
     assert first.startswith(str(cache)) and os.path.basename(first) in os.listdir(cache)
-    monkeypatch.setattr(synthetic_cache, "_make", None)
+    monkeypatch.setattr(data_cache, "_make", None)
     assert synthetic.resolve_model_path(f"make:{name}") == first
 
 
@@ -197,15 +198,12 @@ def put(text):
 
 def test_a_folder_that_is_kept_has_its_own_name_for_each_recipe(cache):
     one, other = (
-        synthetic_cache.cached_folder("x", "a", put("1")),
-        synthetic_cache.cached_folder("x", "b", put("2")),
+        data_cache.cached_folder("x", "a", put("1")),
+        data_cache.cached_folder("x", "b", put("2")),
     )
     assert one != other
     assert (one / "file").read_text() == "1" and (other / "file").read_text() == "2"
-    assert (
-        synthetic_cache.cached_folder("x", "a", put("3")) == one
-        and (one / "file").read_text() == "1"
-    )
+    assert data_cache.cached_folder("x", "a", put("3")) == one and (one / "file").read_text() == "1"
 
 
 def test_a_half_made_folder_is_not_used(cache):
@@ -214,9 +212,9 @@ def test_a_half_made_folder_is_not_used(cache):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        synthetic_cache.cached_folder("x", "a", killed)
+        data_cache.cached_folder("x", "a", killed)
     assert not [name for name in os.listdir(cache) if not name.startswith(".")]
-    assert (synthetic_cache.cached_folder("x", "a", put("whole")) / "file").read_text() == "whole"
+    assert (data_cache.cached_folder("x", "a", put("whole")) / "file").read_text() == "whole"
     assert len(os.listdir(cache)) == 1  # what this process left half is gone
 
 
@@ -230,7 +228,7 @@ def test_who_is_quicker_is_believed(cache):
             put("quick")(other)
 
     done = []
-    assert (synthetic_cache.cached_folder("x", "a", slow) / "file").read_text() == "quick"
+    assert (data_cache.cached_folder("x", "a", slow) / "file").read_text() == "quick"
     assert len(os.listdir(cache)) == 1
 
 
@@ -240,17 +238,17 @@ def test_a_folder_that_cannot_get_its_name_is_an_error(cache, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.rename", refuse)
     with pytest.raises(MachineError, match="read-only"):
-        synthetic_cache.cached_folder("x", "a", put("1"))
+        data_cache.cached_folder("x", "a", put("1"))
     assert os.listdir(cache) == []
 
 
 def test_a_model_that_is_being_made_tells_how_far_it_has_come(cache, monkeypatch):
     monkeypatch.setattr(addition, "LONGEST", 20)
     heard = []
-    with synthetic_cache.listen_to_progress(heard.append):
+    with data_cache.listen_to_progress(heard.append):
         addition.addition_model_folder()
     assert [text.partition(", ")[2] for text in heard] == ["step 10", "step 20"]
     shares = [int(text.removeprefix("about ").partition("%")[0]) for text in heard]
     assert 0 <= shares[0] <= shares[1] <= 100
-    synthetic_cache.report_progress("nobody listens now")
+    data_cache.report_progress("nobody listens now")
     assert len(heard) == 2

@@ -231,7 +231,7 @@ def prepared(given: tuple[str, ...]):
 
 def test_weights_and_content_are_in_the_fingerprint_and_rows_are_counted_through(words) -> None:
     found = prepared((*words, "data.max_prompt_length=10"))[None]
-    assert found.example_numbers == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert list(found.example_numbers) == [0, 1, 2, 3, 4, 5, 6, 7]
     other = prepared((*words, "data.max_prompt_length=10", "data.mixture.sums.weight=3"))[None]
     assert other.fingerprint != found.fingerprint
     cut = prepared((*words, "data.mixture.sums.max_samples=2"))[None]

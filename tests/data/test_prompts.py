@@ -19,6 +19,7 @@ from prompt_cases import (
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from rloo_cli.data import prompts
+from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.data.prompts import _cut_left
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.utils.errors import DataError
@@ -106,13 +107,8 @@ def test_two_beginnings_in_a_template_are_an_error(sentence):
 
 
 def mixed(*values):
-    """Arrow itself keeps a column of one kind; other sources may not."""
-
-    class Rows(dict):
-        column_names = ("prompt",)
-        features = {"prompt": "mixed"}  # noqa: RUF012
-
-    return prompts.tokenize_prompts(Rows(prompt=list(values)), config(), tokenizer(), {}, None, 1)
+    rows = dataset_of_rows({"prompt": value} for value in values)
+    return prompts.tokenize_prompts(rows, config(), tokenizer(), {}, None, 1)
 
 
 TALK = [{"role": "user", "content": "x"}]
@@ -200,7 +196,7 @@ def test_overlong_filter_leaves_out_and_counts():
     found = prepare(LONG, longest=3)
     assert decoded(found) == ["ab", "abc", "a"]
     assert (found.dropped, found.truncated, len(found)) == (1, 0, 3)
-    assert found.unfiltered_lengths == [6, 2, 3, 1]
+    assert list(found.unfiltered_lengths) == [6, 2, 3, 1]
     assert len(found.examples) == len(found.prompts) == 3
 
 
@@ -267,8 +263,8 @@ def test_a_prompt_cut_on_the_left_keeps_its_beginning_of_text():
 
 def test_rows_keep_their_number_when_others_are_filtered():
     found = prepare(LONG, longest=2)
-    assert found.example_numbers == [1, 3] and found.overlong_examples == [0, 2]
+    assert list(found.example_numbers) == [1, 3] and found.overlong_examples == [0, 2]
     assert len(found.overlong_examples) == found.dropped
     for how in ({"overlong": "truncate_left", "longest": 2}, {}):
         found = prepare(LONG, **how)
-        assert found.example_numbers == [0, 1, 2, 3] and found.overlong_examples == []
+        assert list(found.example_numbers) == [0, 1, 2, 3] and found.overlong_examples == []

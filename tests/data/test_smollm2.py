@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from rloo_cli import api
 from rloo_cli.config import synthetic
-from rloo_cli.data.synthetic import cache, gguf, shallow, smollm2
+from rloo_cli.data import cache
+from rloo_cli.data.synthetic import gguf, shallow, smollm2
 from rloo_cli.planning.model_families import SMOLLM2
 from rloo_cli.planning.model_spec import load_model_spec
 from rloo_cli.utils.errors import MachineError

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from assert_refused import assert_refused
+from prompt_cases import config
 
 from rloo_cli.config.check import check_config
 from rloo_cli.config.compose import compose_config
@@ -43,6 +44,10 @@ def checked(*keys: str) -> RunConfig:
     return check_config(compose_config([*CHAT, *keys]))
 
 
+def rows(split: str, keys: TaskConfig, path: str = PATH) -> list[JsonObject]:
+    return tasks.task_rows(config(path=path, task=keys), split)
+
+
 def digits(examples: list[JsonObject]) -> list[int]:
     """Digits of the first number of each sum."""
     return [len(e["prompt"].split(": ")[-1].split()[0].lstrip("-")) for e in examples]
@@ -74,22 +79,20 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MachineError, match=r"rloo-cli\[tasks\]"):
-        tasks.task_examples(PATH, "train", task())
+        rows("train", task())
     with pytest.raises(MachineError, match=r"rloo-cli\[tasks\]"):
         reward.preflight(checked().rewards["reasoning_gym"])  # type: ignore[arg-type]
 
 
 def test_questions_are_the_same_each_time_and_others_with_another_seed(gym: None) -> None:
-    first, again, other = (
-        tasks.task_examples(PATH, "train", config) for config in (task(), task(), task(seed=4000))
-    )
+    first, again, other = (rows("train", keys) for keys in (task(), task(), task(seed=4000)))
     assert first == again and first != other and len(first) <= 40
     assert {"prompt", "answer", "task", "entry"} == set(first[0])
 
 
 def test_held_out_questions_are_never_trained_on(gym: None) -> None:
     easy = task(size=300, eval_size=40, difficulty={"max_terms": 2, "max_digits": 1})
-    train, test = (tasks.task_examples(PATH, split, easy) for split in tasks.TASK_SPLITS)
+    train, test = (rows(split, easy) for split in tasks.TASK_SPLITS)
     questions = {e["prompt"] for e in test}
     assert len(questions) == len(test) > 10
     assert train and not questions & {e["prompt"] for e in train}
@@ -99,10 +102,10 @@ def test_held_out_questions_are_never_trained_on(gym: None) -> None:
 
 def test_a_curriculum_asks_easy_questions_first_and_holds_out_the_hardest(gym: None) -> None:
     stages = [{"min_digits": n, "max_digits": n} for n in (1, 2, 4)]
-    config = task(size=60, difficulty={"max_terms": 2}, curriculum=stages)
-    train = tasks.task_examples(PATH, "train", config)
+    stated = task(size=60, difficulty={"max_terms": 2}, curriculum=stages)
+    train = rows("train", stated)
     assert digits(train) == sorted(digits(train)) and set(digits(train)) == {1, 2, 4}
-    assert set(digits(tasks.task_examples(PATH, "test", config))) == {4}
+    assert set(digits(rows("test", stated))) == {4}
 
 
 def test_a_task_or_difficulty_that_is_not_known_is_refused_with_the_nearest(gym: None) -> None:
@@ -113,18 +116,18 @@ def test_a_task_or_difficulty_that_is_not_known_is_refused_with_the_nearest(gym:
     ]
     for path, difficulty, says in cases:
         with pytest.raises(DataError) as refused:
-            tasks.task_examples(path, "train", task(difficulty=difficulty))
+            rows("train", task(difficulty=difficulty), path)
         assert says in str(refused.value)
     with pytest.raises(DataError, match="no split 'tset'"):
         load_split(checked("data.task.size=40").data, "tset")
 
 
 def test_an_answer_gets_what_the_tasks_own_scorer_gives(gym: None) -> None:
-    examples = tasks.task_examples(PATH, "train", task())[:3]
-    config = checked("reward.reasoning_gym.extract=answer_tag").rewards["reasoning_gym"]
+    examples = rows("train", task())[:3]
+    entry = checked("reward.reasoning_gym.extract=answer_tag").rewards["reasoning_gym"]
     texts = [f"It is <answer> {e['answer']} </answer>." for e in examples] + ["no answer", "-"]
     entries = [*(e["entry"] for e in examples), examples[0]["entry"], None]
-    scores = reward.score([*texts], {"entry": entries}, config)  # type: ignore[arg-type]
+    scores = reward.score([*texts], {"entry": entries}, entry)  # type: ignore[arg-type]
     assert scores[:3] == [1.0, 1.0, 1.0] and scores[3] == 0.0 and scores[4] is None
 
 

@@ -15,7 +15,7 @@ from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.tools import Config as ToolsConfig
 from rloo_cli.config import registry
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.render import render_prompt
 from rloo_cli.generation import ignore_arrival
 
 STOP = "<|im_end|>"

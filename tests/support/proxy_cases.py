@@ -13,7 +13,7 @@ from rloo_cli.agents.foreign.conversation import ForeignRules
 from rloo_cli.agents.foreign.generator import AgentLaunch, ProxyGenerator
 from rloo_cli.agents.proxy import Config
 from rloo_cli.data.batch import Group
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.render import render_prompt
 
 # An agent of up to three turns; one in a few asks once and fails.
 SHORT_TALKS = """

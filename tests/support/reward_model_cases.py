@@ -120,7 +120,11 @@ def prompts(policy, conversational=False, texts=PROMPTS):
     else:
         ids = [policy(p)["input_ids"] for p in told]
     rows = [{"answer": "It is so."} for _ in texts]
-    return Prompts(told, [list(i) for i in ids], rows, conversational, "x")
+    lengths = [len(i) for i in ids]
+    return Prompts(
+        told, [list(i) for i in ids], rows, conversational, "x", unfiltered_lengths=lengths,
+        example_numbers=range(len(ids)),
+    )  # fmt: skip
 
 
 def made_ready(family, own, policy=None, conversational=False, folder=None, splits=None, **changes):

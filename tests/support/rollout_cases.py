@@ -10,7 +10,7 @@ from rloo_cli.agents.rollout_function.generator import FunctionGenerator
 from rloo_cli.agents.rollout_function.turn_sampler import FunctionRules
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.batch import Group
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.render import render_prompt
 
 VOCABULARY = 300
 # As a user writes it: two turns, with a word of the environment's between them, and its own reward.

@@ -33,7 +33,7 @@ from rloo_cli.agents.processes.worker import NO_IMAGES
 from rloo_cli.config.agent import AgentConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.episode_media import extended_media
-from rloo_cli.data.prompts import render_prompt, render_text
+from rloo_cli.data.render import render_prompt, render_text
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, Problem

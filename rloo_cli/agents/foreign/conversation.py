@@ -22,7 +22,7 @@ from rloo_cli.agents.foreign.message_forms import (
     message_for_template,
 )
 from rloo_cli.data.batch import Rollout, Turn
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.render import render_prompt
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 

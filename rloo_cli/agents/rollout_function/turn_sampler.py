@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.batch import Group, Prompt, Rollout, copy_value
-from rloo_cli.data.prompts import render_prompt
+from rloo_cli.data.render import render_prompt
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, Problem

@@ -16,7 +16,7 @@ from rloo_cli.config import check, compose, registry
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.data import dataset, mixture, prompts, splits
+from rloo_cli.data import dataset, mixture, prompts, render, splits
 from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.exact_values import rows_of_dataset
@@ -191,10 +191,10 @@ def _read_rows(
     for name, part in opened.items():
         source = sources[name]
         with splits.errors_naming_split(name, source):
-            rendered, examples, conversational = prompts.render_prompts(part.dataset, source)
+            rendered, examples, conversational = render.render_prompts(part.dataset, source)
         if name is not None:
             label = {mixture.SOURCE_COLUMN: name.removeprefix(splits.MIXTURE_PREFIX)}
-            empty: JsonObject = {c: None for c in names if c not in prompts.NOT_FOR_REWARDS}
+            empty: JsonObject = {c: None for c in names if c not in render.NOT_FOR_REWARDS}
             examples = [empty | example | label for example in examples]
         parts.append([*zip(rendered, examples, rows_of_dataset(part.dataset), strict=True)])
     if not any(parts):

@@ -1,7 +1,6 @@
 """Data and models that the project makes itself, or takes from the package index: make:NAME.
 
 addition    Two-digit addition, one token per character
-cache       Make a folder once, and keep it in the cache
 chat_tasks  Arithmetic asked in words, and instructions that a program can verify
 gguf        GGUF files as ordinary model folders
 pictures    Pictures of coloured squares, and noise

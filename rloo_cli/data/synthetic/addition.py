@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.data.synthetic.cache import cached_folder, report_progress
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo_cli.data.synthetic.cache import cached_folder, report_progress
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.utils.child_process import package_environment, python_command
 from rloo_cli.utils.errors import MachineError, Problem
 

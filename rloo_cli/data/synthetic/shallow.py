@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.data.synthetic.addition import addition_model_folder
-from rloo_cli.data.synthetic.cache import cached_folder, report_progress
 from rloo_cli.data.synthetic.smollm2 import smollm2_model_folder
 
 ADDITION_LAYERS = (0, 2)  # of 3

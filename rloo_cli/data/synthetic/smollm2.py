@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from rloo_cli.data.synthetic.cache import cached_folder, report_progress
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.data.synthetic.gguf import convert_gguf
 from rloo_cli.utils.child_process import python_command
 from rloo_cli.utils.errors import MachineError, Problem

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.data.cache import cached_folder
 from rloo_cli.utils.errors import MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 

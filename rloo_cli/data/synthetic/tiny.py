@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.data.cache import cached_folder
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:

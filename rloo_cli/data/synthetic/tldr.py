@@ -12,8 +12,8 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rloo_cli.data.cache import cached_folder
 from rloo_cli.data.synthetic import tldr_posts as posts
-from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:  # the examples are read without torch

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.data.synthetic import tool_tasks
-from rloo_cli.data.synthetic.cache import cached_folder, report_progress
 
 PAD, EOS = "<pad>", "<eos>"
 ROLES = ("<user>", "<assistant>", "<tool>")

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
+from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.data.synthetic import pictures
-from rloo_cli.data.synthetic.cache import cached_folder, report_progress
 from rloo_cli.data.vision_processor import without_video_part
 
 PAD, EOS = "<pad>", "<eos>"

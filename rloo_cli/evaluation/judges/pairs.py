@@ -87,7 +87,7 @@ def pairs_of_set(
     pairs = []
     for sample in samples:
         index = sample["draw"]
-        number = prompts.example_numbers[index] if prompts.example_numbers else index
+        number = int(prompts.example_numbers[index])
         if other_answers is None:
             text, terminated = reference_text(prompts.examples[index], column), True
         elif number in other_answers:

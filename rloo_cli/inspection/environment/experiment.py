@@ -83,7 +83,7 @@ def check_run_network(lines: CheckLines, run: RunConfig) -> None:
     named = [
         (key, path, "dataset" if names is synthetic.SYNTHETIC_DATA else "model")
         for key, path, names in rules_paths.named_paths(run)
-        if not path.startswith(synthetic.NO_HUB_PREFIXES) and not Path(path).expanduser().exists()
+        if synthetic.is_hub_name(path)
     ]
     offline = hf_cache.is_hub_offline()
     state = "offline by HF_HUB_OFFLINE; " if offline else ""

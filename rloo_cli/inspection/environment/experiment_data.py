@@ -109,7 +109,7 @@ def _data_name(key: str | None) -> str:
 
 def _is_here(source: DataConfig) -> bool:
     path = source.path or ""
-    if path.startswith(synthetic.NO_HUB_PREFIXES) or Path(path).expanduser().exists():
+    if not synthetic.is_hub_name(path):
         return True
     return hf_cache.is_in_hub_cache(path, source.revision, "dataset")
 

@@ -162,7 +162,8 @@ class RewardInputEncoder:
         why = tokenizer_difference(self.policy_tokenizer, self.tokenizer, prompts.conversational)
         if why is not None:
             return why
-        pairs = list(zip(prompts.prompts, prompts.prompt_ids, strict=True))[:NUM_PROBED_PROMPTS]
+        few = slice(NUM_PROBED_PROMPTS)
+        pairs = list(zip(prompts.prompts[few], prompts.prompt_ids[few], strict=True))
         if not prompts.conversational:
             for prompt, ids in pairs:
                 found = list(self.tokenizer(prompt)["input_ids"])

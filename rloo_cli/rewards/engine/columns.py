@@ -38,11 +38,13 @@ def check_reward_splits(
                 check_reward_columns(rewards, [*_check_returned(returned, columns), *returned])
 
 
-def field_names(rewards: Iterable[Reward], rows: Iterable[Mapping[str, object]]) -> list[str]:
+def field_names(rewards: Iterable[Reward], rows: Sequence[Mapping[str, object]]) -> list[str]:
     """Those dotted names which the rewards need that are a nested field in one of these rows."""
     names = dict.fromkeys(c for reward in rewards for c in reward.required_columns if "." in c)
-    rows = list(rows) if names else []
-    return [n for n in names if is_field_of_rows(rows, n) and not any(n in row for row in rows)]
+    if not names or not len(rows):
+        return []
+    columns = rows[0]
+    return [n for n in names if n not in columns and is_field_of_rows(rows, n)]
 
 
 def _split_fields(split: OpenedSplit, rewards: Sequence[Reward]) -> list[str]:

@@ -8,34 +8,50 @@ is refused.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import DEFAULT_MAX_PROMPT_TOKENS
 from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, SftConfig
 from rloo_cli.data import prompts
+from rloo_cli.data.cache import ONE_PROCESS, Ranks
 from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, missing_prompts_error
+from rloo_cli.data.fingerprint import content_fingerprint, fingerprint_of
+from rloo_cli.data.lazy import ReadWhenAsked, column_values, values_at
 from rloo_cli.data.prompts import TOO_LONG_KEY, Prompts
+from rloo_cli.data.render import with_system
+from rloo_cli.data.survey import kept_arrays
 from rloo_cli.data.value_types import nested_columns
 from rloo_cli.train.supervised.reward_model import (
     PreferenceObjective,
     PreferencePair,
     tokenize_pair,
 )
-from rloo_cli.train.supervised.sft import SftExample, tokenize_example, tokenize_with_eos
+from rloo_cli.train.supervised.sft import (
+    SftExample,
+    SftObjective,
+    tokenize_example,
+    tokenize_with_eos,
+)
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Example = TypeVar("Example", SftExample, PreferencePair)
 Completion = str | list[JsonObject]
+# (prompt, its ids, the row's completions, the row's number) -> the example, None if it is empty
+ReadExample = Callable[
+    [Any, list[int], tuple[Completion, ...], int], SftExample | PreferencePair | None
+]
 WHOLE_COLUMNS = ("messages", "text")  # of a prompt together with its completion, as TRL names them
 DATA_KEY_PATTERN = re.compile(r"\bdata\.(path|name|revision|split|eval_split|prompt_column)\b")
+KEY_EXAMPLES = 100  # whose ids are part of the key of what is kept
 
 
 @dataclass(frozen=True)
@@ -43,9 +59,15 @@ class PreparedExamples:
     """The examples that are used, and how many were left out."""
 
     examples: Sequence[SftExample | PreferencePair]
+    lengths: npt.NDArray[np.int64]  # tokens of each
     num_too_long: int
     num_empty: int
-    max_tokens: int
+    notes: Sequence[str] = ()
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest example."""
+        return int(self.lengths.max())
 
     def describe(self, limit: int) -> str:
         """A line that says how many there are. `limit`: the most tokens of an example."""
@@ -62,6 +84,7 @@ def sft_examples(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     limit: int,
+    ranks: Ranks = ONE_PROCESS,
 ) -> PreparedExamples:
     """Read prompts with their completions. `limit`: most tokens of an example. Raises DataError.
 
@@ -70,13 +93,14 @@ def sft_examples(
     """
     key = "sft.completion_column"
     if source.prompts_in not in data.column_names:
-        return _whole_examples(data, source, tokenizer, run, limit)
+        return _whole_examples(data, source, tokenizer, run, limit, ranks)
     values = _require_column(data, settings.completion_column, key)
-    prepared = _tokenize_prompts(data, source, tokenizer, run, limit, "sft")
+    prepared = _tokenize_prompts(data, source, tokenizer, run, limit, ranks, "sft")
 
-    def read(index: int, number: int) -> SftExample | None:
-        prompt, value = prepared.prompts[index], values[number]
-        ids = prepared.prompt_ids[index]
+    def read(
+        prompt: Any, ids: list[int], completions: tuple[Completion, ...], number: int
+    ) -> SftExample | None:
+        (value,) = completions
         if _is_empty_completion(value, prepared.conversational, key, number):
             return None
         if not prepared.conversational:
@@ -91,7 +115,11 @@ def sft_examples(
         completion_ids = tokenize_with_eos(whole[len(start) :], tokenizer, False)
         return SftExample([*ids, *completion_ids], len(ids))
 
-    return _collect_examples(prepared, read, lambda example: len(example.ids), limit, key)
+    length, rendering = (
+        SftObjective().length,
+        _rendering(tokenizer, run, settings.completion_column),
+    )
+    return _collect_examples(prepared, [values], read, length, limit, key, ranks, rendering)
 
 
 def _whole_examples(
@@ -100,30 +128,34 @@ def _whole_examples(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     limit: int,
+    ranks: Ranks = ONE_PROCESS,
 ) -> PreparedExamples:
     """Read texts or conversations that are trained on whole, as TRL does. Raises DataError."""
     column = next((name for name in WHOLE_COLUMNS if name in data.column_names), None)
     if column is None:
         raise missing_prompts_error(data, source, source.split)
-    values = data[column]
-    prepared = _without_prompts(values, source)
+    values = column_values(data, column)
+    prepared = _without_prompts(data, values, source)
 
-    def read(index: int, number: int) -> SftExample | None:
-        value = values[number]
+    def read(
+        prompt: Any, ids: list[int], completions: tuple[Completion, ...], number: int
+    ) -> SftExample | None:
+        (value,) = completions
         if _is_empty_completion(value, prepared.conversational, column, number):
             return None
         if prepared.conversational:
-            messages = prompts.with_system(_as_messages(value), source)
+            messages = with_system(_as_messages(value), source)
             ids = tokenize_with_eos(_render_chat(tokenizer, messages, run), tokenizer, False)
         else:
             ids = tokenize_with_eos(str(value), tokenizer, True)
         return SftExample(ids, 1)  # nothing predicts the first token
 
     key = "sft.completion_column"
-    return _collect_examples(prepared, read, lambda example: len(example.ids), limit, key)
+    length, rendering = SftObjective().length, _rendering(tokenizer, run, column)
+    return _collect_examples(prepared, [values], read, length, limit, key, ranks, rendering)
 
 
-def _without_prompts(values: Sequence[Completion], source: DataConfig) -> Prompts:
+def _without_prompts(data: "Dataset", values: Sequence[Completion], source: DataConfig) -> Prompts:
     """An empty prompt for each value. Raises DataError for keys that are for prompts alone."""
     conversational = is_messages(values[0])
     for key in ("template", "chat", *(() if conversational else ("system",))):
@@ -131,10 +163,15 @@ def _without_prompts(values: Sequence[Completion], source: DataConfig) -> Prompt
             what, why = f"data.{key} is set", "the data has no column of prompts"
             off = f"data.{key}={'false' if key == 'chat' else 'null'}"
             raise DataError(Problem(what, f"data.{key}", why, off))
-    empty: list[Any] = [[] if conversational else "" for _ in values]
-    ids: list[list[int]] = [[] for _ in values]
-    numbers = list(range(len(values)))
-    return Prompts(empty, ids, [], conversational, "", example_numbers=numbers)
+    empty: Any = [] if conversational else ""
+    return Prompts(
+        prompts=ReadWhenAsked(len(values), lambda rows: [empty for _ in rows]),
+        prompt_ids=ReadWhenAsked(len(values), lambda rows: [[] for _ in rows]),
+        examples=(),
+        conversational=conversational,
+        fingerprint=content_fingerprint(data),
+        example_numbers=range(len(values)),
+    )
 
 
 def preference_pairs(
@@ -144,6 +181,7 @@ def preference_pairs(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     limit: int,
+    ranks: Ranks = ONE_PROCESS,
 ) -> PreparedExamples:
     """Read pairs of completions. `limit`: most tokens of either. Raises DataError.
 
@@ -154,12 +192,13 @@ def preference_pairs(
     names = (settings.chosen_column, settings.rejected_column)
     columns = [_require_column(data, name, key) for name, key in zip(names, keys, strict=True)]
     if source.prompts_in in data.column_names:
-        prepared = _tokenize_prompts(data, source, tokenizer, run, limit, "reward_model")
+        prepared = _tokenize_prompts(data, source, tokenizer, run, limit, ranks, "reward_model")
     else:
-        prepared = _without_prompts(columns[0], source)
+        prepared = _without_prompts(data, columns[0], source)
 
-    def read(index: int, number: int) -> PreferencePair | None:
-        prompt, values = prepared.prompts[index], [column[number] for column in columns]
+    def read(
+        prompt: Any, ids: list[int], values: tuple[Completion, ...], number: int
+    ) -> PreferencePair | None:
         conversational = prepared.conversational
         named = zip(values, keys, strict=True)
         # Both are checked: an empty first completion must not hide an error in the second.
@@ -168,12 +207,13 @@ def preference_pairs(
         if not conversational:
             chosen, rejected = map(str, values)
             return tokenize_pair(str(prompt), chosen, rejected, tokenizer)
-        whole = [prompts.with_system([*prompt, *_as_messages(v)], source) for v in values]
+        whole = [with_system([*prompt, *_as_messages(v)], source) for v in values]
         texts = [_render_chat(tokenizer, messages, run) for messages in whole]
-        ids = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-        return PreferencePair(*ids)
+        both = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+        return PreferencePair(*both)
 
-    return _collect_examples(prepared, read, PreferenceObjective().length, limit, keys[0])
+    length, rendering = PreferenceObjective().length, _rendering(tokenizer, run, *names)
+    return _collect_examples(prepared, columns, read, length, limit, keys[0], ranks, rendering)
 
 
 EXAMPLE_READERS: dict[str, Callable[..., PreparedExamples]] = {
@@ -190,7 +230,7 @@ def section_key(section: str, text: str) -> str:
 def _require_column(data: "Dataset", name: str, key: str) -> Sequence[Completion]:
     data = nested_columns(data, [name])
     if name in data.column_names:
-        return data[name]
+        return column_values(data, name)
     fix = f"{key}={next(iter(nearest_names(name, data.column_names)), 'COLUMN')}"
     columns = f"columns: {', '.join(data.column_names)}"
     raise DataError(Problem(f"the data has no column {name!r}", key, columns, fix))
@@ -202,13 +242,16 @@ def _tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     limit: int,
+    ranks: Ranks,
     section: str,
 ) -> Prompts:
     # A completion has at least one token.
     max_tokens = min(limit - 1, source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS)
     kwargs = run.generation.chat_template_kwargs
     try:
-        return prompts.tokenize_prompts(data, source, tokenizer, kwargs, max_tokens, run.seed)
+        return prompts.tokenize_prompts(
+            data, source, tokenizer, kwargs, max_tokens, run.seed, ranks=ranks
+        )
     except DataError as error:
         # A prompt that is cut leaves no room for a completion, which has to fit as well.
         fix = f"shorter prompts, or more room: data.max_prompt_length and {section}.max_length"
@@ -243,21 +286,48 @@ def _render_chat(
     return apply_chat_template(tokenizer, messages, **kwargs)
 
 
+def _rendering(
+    tokenizer: PreTrainedTokenizerBase, run: RunConfig, *columns: str
+) -> tuple[object, ...]:
+    """What examples depend on beside the rows and the tokens of the tokenizer."""
+    return tokenizer.chat_template, run.generation.chat_template_kwargs, columns
+
+
 def _collect_examples(
     tokenized: Prompts,
-    read_example: Callable[[int, int], Example | None],
-    length: Callable[[Example], int],
+    columns: Sequence[Sequence[Completion]],
+    read_example: ReadExample,
+    length: Callable[[Any], int],
     limit: int,
     key: str,
+    ranks: Ranks,
+    rendering: tuple[object, ...],
 ) -> PreparedExamples:
-    examples = [read_example(i, number) for i, number in enumerate(tokenized.example_numbers)]
-    non_empty = [example for example in examples if example is not None]
-    fitting = [example for example in non_empty if length(example) <= limit]
-    total = len(examples) + tokenized.dropped
-    empty = len(examples) - len(non_empty)
-    long = len(non_empty) - len(fitting) + tokenized.dropped
-    if 2 * len(fitting) < total:
+    """Look at all examples once; they are read again when they are trained on.
+
+    `columns`: with the completions of all rows. Raises DataError if most are empty or too long.
+    """
+
+    def read(indices: Sequence[int]) -> list[SftExample | PreferencePair | None]:
+        numbers = [int(tokenized.example_numbers[i]) for i in indices]
+        prompts = (values_at(some, indices) for some in (tokenized.prompts, tokenized.prompt_ids))
+        completions = zip(*(values_at(column, numbers) for column in columns), strict=True)
+        return [read_example(*one) for one in zip(*prompts, completions, numbers, strict=True)]
+
+    def look() -> dict[str, Any]:
+        every = ReadWhenAsked(len(tokenized), read)
+        return {"lengths": np.array([0 if one is None else length(one) for one in every])}
+
+    first = [repr(one) for one in read(range(min(KEY_EXAMPLES, len(tokenized))))]
+    parts = fingerprint_of(tokenized.fingerprint, first, key, rendering)
+    arrays, notes = kept_arrays(parts, len(tokenized), look, ranks)
+    lengths = arrays["lengths"]
+    kept = np.flatnonzero((lengths > 0) & (lengths <= limit))
+    total, empty = len(lengths) + tokenized.dropped, int((lengths == 0).sum())
+    long = int((lengths > limit).sum()) + tokenized.dropped
+    if 2 * len(kept) < total:
         why = f"{empty} are empty, {long} longer than {limit} tokens"
         fix = f"{key}=COLUMN, or {key.partition('.')[0]}.max_length=N if the model allows it"
-        raise DataError(Problem(f"only {len(fitting)} of {total} examples are left", key, why, fix))
-    return PreparedExamples(fitting, long, empty, max(map(length, fitting)))
+        raise DataError(Problem(f"only {len(kept)} of {total} examples are left", key, why, fix))
+    examples: Any = ReadWhenAsked(len(kept), lambda some: read(kept[list(some)].tolist()))
+    return PreparedExamples(examples, lengths[kept], long, empty, notes)

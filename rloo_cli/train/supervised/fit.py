@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo_cli.config.schema import TrainConfig, TrainingConfig
+from rloo_cli.data.order import IndexArray
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer, warmup_note
 from rloo_cli.distributed.world import World
@@ -69,14 +71,18 @@ class SupervisedTrainer(Generic[R]):
     def _count_steps(self, num_examples: int) -> int:
         return math.ceil(self.settings.epochs * num_examples / self.settings.batch_size)
 
-    def train(self, examples: Sequence[R]) -> int:
-        """Train. -> the number of optimizer steps. Raises NumbersError, Stopped."""
+    def train(self, examples: Sequence[R], lengths: IndexArray | None = None) -> int:
+        """Train. -> the number of optimizer steps. Raises NumbersError, Stopped.
+
+        `lengths`: tokens of each example, if they are known.
+        """
         if self.optimizer is None:
             self.distribute(len(examples))
         assert self.optimizer is not None
         optimizer, size = self.optimizer, self.settings.batch_size
         steps = self._count_steps(len(examples))
-        lengths = [self.objective.length(example) for example in examples]
+        if lengths is None:
+            lengths = np.array([self.objective.length(example) for example in examples])
         self.model.train()
         sums: MetricsObject = {"units": 0}
         began = time.monotonic()
@@ -177,7 +183,9 @@ def _add_metrics(
         sums[name] = sums.get(name, 0.0) + value
 
 
-def batch_order(lengths: Sequence[int], batch_size: int, seed: int) -> Iterator[list[int]]:
+def batch_order(
+    lengths: IndexArray | Sequence[int], batch_size: int, seed: int
+) -> Iterator[list[int]]:
     """Iterate over batches of example indices without end; each pass has every example once."""
     epoch, window_size = 0, SORT_WINDOW * batch_size
     while True:

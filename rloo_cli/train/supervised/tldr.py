@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from rloo_cli.config.schema import RewardModelConfig, SftConfig, TrainingConfig
+from rloo_cli.data.cache import cached_folder
 from rloo_cli.data.synthetic import tldr_posts as posts
-from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.data.synthetic.tldr import tldr_base_folder, tldr_examples
 from rloo_cli.train.supervised import reward_model as preferences
 from rloo_cli.train.supervised import sft

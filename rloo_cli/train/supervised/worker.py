@@ -22,6 +22,7 @@ from rloo_cli.config import check, synthetic
 from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from rloo_cli.config.supervised import training_data, training_model
 from rloo_cli.data import dataset
+from rloo_cli.data.cache import shared_folder
 from rloo_cli.distributed import gather, meta_load
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.world import (
@@ -63,25 +64,30 @@ def run_supervised_training(folder: Path, section: str) -> MetricsObject:
     with _errors_name_section(section):
         for path in filter(None, (model_config.path, model_config.tokenizer)):
             world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
-        datasets = _load_examples(source, settings, section)
+        with shared_folder(world) as shared:
+            datasets = world.rank0_first(lambda: _load_examples(source, settings, section, shared))
         tokenizer = load.load_policy_tokenizer(model_config)
         limits = (settings.max_length, load.read_max_positions(model_config), sys.maxsize)
         limit = min(n for n in limits if n is not None)
         read = examples.EXAMPLE_READERS[section]
-        prepared = [read(data, source, settings, tokenizer, run, limit) for data in datasets]
+        prepared = [read(data, source, settings, tokenizer, run, limit, world) for data in datasets]
     for name, part in zip(("trained on", "measured on"), prepared, strict=False):
-        say(f"{name}: {part.describe(limit)}")
+        for line in (f"{name}: {part.describe(limit)}", *part.notes):
+            say(line)
     say("loading the model ...")
     with _errors_name_section(section):
         trainer = _build_trainer(section, model_config, run, world, folder, tokenizer)
     return _train_and_save(trainer, prepared, folder, tokenizer)
 
 
-def _load_examples(source: DataConfig, settings: TrainingConfig, section: str) -> list["Dataset"]:
+def _load_examples(
+    source: DataConfig, settings: TrainingConfig, section: str, shared: Path | None = None
+) -> list["Dataset"]:
     """The examples to train on and, if there are any, those to evaluate on."""
-    data, eval_rows = dataset.load_split(source, source.split, False), settings.eval_rows
+    file, eval_file = (shared and shared / name for name in ("train", "eval"))
+    data, eval_rows = dataset.load_split(source, source.split, False, file), settings.eval_rows
     if source.eval_split is not None and eval_rows != 0:
-        eval_data = dataset.load_split(source, source.eval_split, False)
+        eval_data = dataset.load_split(source, source.eval_split, False, eval_file)
         most = DEFAULT_EVAL_EXAMPLES if eval_rows is None else eval_rows
         return [data, eval_data.select(range(min(most, len(eval_data))))]
     count = min(DEFAULT_EVAL_EXAMPLES, len(data) // 10) if eval_rows is None else eval_rows
@@ -155,7 +161,7 @@ def _train_and_save(
     before = trainer.evaluate_loss(held_out) if held_out else {}
     if before:
         trainer.write_metrics({"step": 0} | before)
-    steps = trainer.train(trained.examples)
+    steps = trainer.train(trained.examples, trained.lengths)
     after = trainer.evaluate_loss(held_out) if held_out else {}
     if after:
         trainer.write_metrics({"step": steps} | after)

@@ -1,17 +1,22 @@
-"""Makes a folder once, and keeps it in the cache."""
+"""Makes a folder once, and keeps it in the cache, for all processes of a machine."""
 
 import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import MachineError
+from rloo_cli.utils.scratch_folder import ScratchFolder
 
+ABANDONED_AFTER_S = 24 * 3600.0  # without a change in a folder that is being made
+T = TypeVar("T")
 ProgressCallback = Callable[[str], None]
 _listeners: list[ProgressCallback] = []
 
@@ -61,7 +66,16 @@ def _cache_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what runs that were killed have left half made, a day later."""
+    for half in folder.parent.glob(f".{folder.name}.*"):
+        with contextlib.suppress(OSError):  # another process was quicker
+            if time.time() - half.stat().st_mtime > ABANDONED_AFTER_S:
+                shutil.rmtree(half)
+
+
 def _make(folder: Path, build: Callable[[Path], None]) -> None:
+    _remove_abandoned(folder)
     if not folder.is_dir():
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -77,3 +91,58 @@ def _make(folder: Path, build: Callable[[Path], None]) -> None:
             shutil.rmtree(temporary)
             if not folder.is_dir():
                 raise
+
+
+class Ranks(Protocol):
+    """The processes of a run (distributed.world)."""
+
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
+        """Rank 0 does `work`, and tells the others its result."""
+
+    def rank0_first(self, work: Callable[[], T]) -> T:
+        """Rank 0 does `work`, and then the others do."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value."""
+
+
+class OneProcess:
+    """A process that is no rank among others."""
+
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
+        """Do it."""
+        return work()
+
+    rank0_first = run_on_rank0
+
+    def gather(self, value: T) -> list[T]:
+        """Its own."""
+        return [value]
+
+
+ONE_PROCESS = OneProcess()
+
+
+@contextmanager
+def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
+    """A folder for what rank 0 makes and the others read while inside. None: it cannot be made.
+
+    What is mapped from files in it can be used for as long as the mapping lives.
+    """
+    made: list[ScratchFolder] = []
+
+    def make() -> Path | None:
+        try:
+            place = paths.cache_folder()
+            place.mkdir(parents=True, exist_ok=True)
+            made.append(ScratchFolder("shared-", str(place)))
+        except OSError:
+            return None
+        return made[0].path
+
+    try:
+        yield ranks.run_on_rank0(make)
+    finally:
+        ranks.gather(None)  # until the others have opened what is in it
+        for folder in made:
+            folder.remove()

@@ -1,0 +1,81 @@
+"""Sequences whose values are read when they are asked for, many together where many are."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from rloo_cli.data.exact_values import rows_of_table
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+READ_AT_ONCE = 500  # values, where all are read
+Value = TypeVar("Value")
+
+
+class ReadWhenAsked(Sequence[Value]):
+    """A sequence whose values are read when they are asked for. `read`: indices -> their values."""
+
+    def __init__(self, size: int, read: Callable[[Sequence[int]], list[Value]]):
+        self.size, self.read = size, read
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Value: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Value]: ...
+
+    def __getitem__(self, index: int | slice) -> Value | list[Value]:
+        if isinstance(index, slice):
+            return self.read(range(self.size)[index])
+        return self.read([range(self.size)[index]])[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __iter__(self) -> Iterator[Value]:
+        for start in range(0, self.size, READ_AT_ONCE):
+            yield from self[start : start + READ_AT_ONCE]
+
+
+def values_at(values: Sequence[Value], indices: Sequence[int]) -> list[Value]:
+    """The values at some indices, read together where they are read now."""
+    if isinstance(values, ReadWhenAsked):
+        return values.read(indices)
+    return [values[i] for i in indices]
+
+
+def join_sequences(parts: Sequence[Sequence[Value]]) -> ReadWhenAsked[Value]:
+    """One sequence after the other."""
+    ends = list(itertools.accumulate(map(len, parts)))
+
+    def read(indices: Sequence[int]) -> list[Value]:
+        found: dict[int, Value] = {}
+        for part, end in zip(parts, ends, strict=True):
+            begin = end - len(part)
+            ours = [i for i in indices if begin <= i < end]
+            found |= zip(ours, values_at(part, [i - begin for i in ours]), strict=True)
+        return [found[i] for i in indices]
+
+    return ReadWhenAsked(ends[-1], read)
+
+
+def arrow_rows(data: "Dataset", rows: Sequence[int]) -> Any:
+    """Some rows as an Arrow table. `data`: with the format "arrow"."""
+    return data[rows.start : rows.stop] if isinstance(rows, range) else data[list(rows)]
+
+
+def column_values(data: "Dataset", column: str) -> ReadWhenAsked[Any]:
+    """The values of a column, as they are stored."""
+    alone = data.select_columns([column]).with_format("arrow")
+
+    def read(rows: Sequence[int]) -> list[Any]:
+        found = rows_of_table(arrow_rows(alone, rows), data.features) if rows else []
+        return [row[column] for row in found]
+
+    return ReadWhenAsked(len(data), read)
