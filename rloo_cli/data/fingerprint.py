@@ -41,9 +41,9 @@ def content_fingerprint(data: "Dataset") -> str:
 
 def kept_fingerprint(data: "Dataset", ranks: Ranks) -> str:
     """`content_fingerprint`; of much data in files it is kept until they change."""
-    if data.data.nbytes < MUCH_DATA_BYTES or not _is_mapped(data):
-        return content_fingerprint(data)
     states = [(file["filename"], os.stat(file["filename"])) for file in data.cache_files]
+    if sum(state.st_size for _, state in states) < MUCH_DATA_BYTES or not _is_mapped(data):
+        return content_fingerprint(data)
     files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
     def write(folder: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rloo_cli.data.exact_values import rows_of_table
+from rloo_cli.data.fingerprint import drop_mapped_pages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,14 +66,24 @@ def join_sequences(parts: Sequence[Sequence[Value]]) -> ReadWhenAsked[Value]:
     return ReadWhenAsked(ends[-1], read)
 
 
+def arrow_view(data: "Dataset", columns: Sequence[str]) -> "Dataset":
+    """The data with some columns, which gives Arrow tables.
+
+    Making it touches a page of every part of the file, and the system maps what lies around.
+    """
+    view = data.select_columns(list(columns)).with_format("arrow")
+    drop_mapped_pages([file["filename"] for file in data.cache_files])
+    return view
+
+
 def arrow_rows(data: "Dataset", rows: Sequence[int]) -> Any:
-    """Some rows as an Arrow table. `data`: with the format "arrow"."""
+    """Some rows of an `arrow_view` as a table."""
     return data[rows.start : rows.stop] if isinstance(rows, range) else data[list(rows)]
 
 
 def column_values(data: "Dataset", column: str) -> ReadWhenAsked[Any]:
     """The values of a column, as they are stored."""
-    alone = data.select_columns([column]).with_format("arrow")
+    alone = arrow_view(data, [column])
 
     def read(rows: Sequence[int]) -> list[Any]:
         found = rows_of_table(arrow_rows(alone, rows), data.features) if rows else []

@@ -19,7 +19,7 @@ from rloo_cli.data.batch import Prompt
 from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.data.exact_values import rows_of_table
-from rloo_cli.data.lazy import ReadWhenAsked, Value, arrow_rows
+from rloo_cli.data.lazy import ReadWhenAsked, Value, arrow_rows, arrow_view
 from rloo_cli.data.order import IndexArray
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -160,8 +160,7 @@ class PromptRows:
 
     def _make_arrow_view(self, others: tuple[str, ...]) -> "Dataset":
         names = {self.config.prompts_in, *others}
-        columns = [name for name in self.data.column_names if name in names]
-        return self.data.select_columns(columns).with_format("arrow")
+        return arrow_view(self.data, [name for name in self.data.column_names if name in names])
 
     @property
     def _where(self) -> str:
