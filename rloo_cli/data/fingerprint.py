@@ -41,8 +41,11 @@ def content_fingerprint(data: "Dataset") -> str:
 
 def kept_fingerprint(data: "Dataset", ranks: Ranks) -> str:
     """`content_fingerprint`; of much data in files it is kept until they change."""
-    states = [(file["filename"], os.stat(file["filename"])) for file in data.cache_files]
-    if sum(state.st_size for _, state in states) < MUCH_DATA_BYTES or not _is_mapped(data):
+    names = [file["filename"] for file in data.cache_files]
+    # What a map has made on rank 0 lies in a file that has no name any more.
+    in_files = _is_mapped(data) and all(map(os.path.exists, names))
+    states = [(name, os.stat(name)) for name in names] if in_files else []
+    if sum(state.st_size for _, state in states) < MUCH_DATA_BYTES:
         return content_fingerprint(data)
     files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
@@ -101,7 +104,7 @@ def drop_mapped_pages(files: Collection[str]) -> None:
     library = ctypes.CDLL(None)
     for line in maps.read_text().splitlines():
         addresses, permissions, *rest = line.split(maxsplit=5)
-        if rest[-1] not in files or "w" in permissions:
+        if rest[-1].removesuffix(" (deleted)") not in files or "w" in permissions:
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
         library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
