@@ -114,7 +114,9 @@ def _model_values(path: str, revision: str | None) -> JsonObject:
 
 def image_examples(prompts: Prompts) -> list[Group]:
     """The shortest prompts with most images, as empty groups: layouts are tried on them."""
+    if not len(prompts.image_counts):
+        return []
     counts = np.asarray(prompts.image_counts, np.int64)
     lengths = np.asarray(prompts.unfiltered_lengths)[np.asarray(prompts.example_numbers, np.int64)]
-    shown = [i for i in np.lexsort((lengths, -counts)).tolist() if counts[i]] if len(counts) else []
+    shown = [i for i in np.lexsort((lengths, -counts)).tolist() if counts[i]]
     return [prompts.group_of(i) for i in shown[:NUM_EXAMPLES]]
