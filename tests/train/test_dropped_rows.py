@@ -262,11 +262,11 @@ def test_a_micro_batch_once_laid_out_never_waits_for_the_device(tmp_path, monkey
 def test_what_is_logged_does_not_depend_on_the_number_of_micro_batches(tmp_path, kl):
     words = [*PLAIN, ENDS, kl, MASKED, f"{A}correction.mode=truncate"]
     rows = []
-    for budget, count in ((100000, 1), (90, 4)):
+    for budget, several in ((100000, False), (60, True)):
         run = make(tmp_path, *words, f"train.micro_batch_tokens={budget}")
         seen = spied(run)
         rows.append(step(run)[1])
-        assert len(seen) == count
+        assert (len(seen) > 2) is several
     assert {"loss", "entropy", "grad_norm", "ratio/max", "sampling/ess"} <= rows[0].keys()
     assert ("kl" in rows[0]) is (kl == KL) and rows[0].keys() == rows[1].keys()
     agree(*rows, rel=1e-5)
