@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rloo_cli.data.cache import Ranks, cached_folder
+from rloo_cli.data.cache import Ranks, cached_folder, report_progress
 from rloo_cli.utils.errors import MachineError
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def kept_fingerprint(data: "Dataset", ranks: Ranks) -> str:
     recipe = repr((data._fingerprint, str(data.features), len(data), files))
     try:
         folder = ranks.rank0_first(lambda: cached_folder("fingerprint", recipe, write))
-    except MachineError:  # it cannot be written; `survey` says so
+    except MachineError as error:
+        report_progress(f"warning: {error.problems[0].what}: the data are hashed at each start")
         return content_fingerprint(data)
     return (folder / "text").read_text()
 
@@ -150,7 +151,7 @@ class _ColumnDigest:
 
     def _update_text(self, array: Any, offset_type: str) -> None:
         self.sizes.update(_bytes_of(pc.binary_length(array)))
-        if array.null_count:  # Arrow does not say what bytes stand where there is no value
+        if array.null_count:  # the bytes of a null value are not defined
             array = array.fill_null(b"" if "binary" in str(array.type) else "")
         _, offsets, data = array.buffers()
         if len(array) and data is not None:
@@ -168,5 +169,5 @@ def _new_hash() -> "hashlib.blake2b":
 
 
 def _bytes_of(numbers: Any) -> Any:
-    """The buffer of an array of numbers, with 0 where there is no value."""
+    """The buffer of an array of numbers, with 0 for null."""
     return np.ascontiguousarray(numbers.fill_null(0).to_numpy(zero_copy_only=False)).view("u1")

@@ -21,7 +21,7 @@ from rloo_cli.data import prompts
 from rloo_cli.data.cache import ONE_PROCESS, Ranks
 from rloo_cli.data.chat_templates import apply_chat_template
 from rloo_cli.data.dataset import is_messages, missing_prompts_error
-from rloo_cli.data.fingerprint import content_fingerprint, fingerprint_of
+from rloo_cli.data.fingerprint import fingerprint_of, kept_fingerprint
 from rloo_cli.data.lazy import ReadWhenAsked, column_values, values_at
 from rloo_cli.data.prompts import TOO_LONG_KEY, Prompts
 from rloo_cli.data.render import with_system
@@ -135,7 +135,7 @@ def _whole_examples(
     if column is None:
         raise missing_prompts_error(data, source, source.split)
     values = column_values(data, column)
-    prepared = _without_prompts(data, values, source)
+    prepared = _without_prompts(data, values, source, ranks)
 
     def read(
         prompt: Any, ids: list[int], completions: tuple[Completion, ...], number: int
@@ -155,7 +155,9 @@ def _whole_examples(
     return _collect_examples(prepared, [values], read, length, limit, key, ranks, rendering)
 
 
-def _without_prompts(data: "Dataset", values: Sequence[Completion], source: DataConfig) -> Prompts:
+def _without_prompts(
+    data: "Dataset", values: Sequence[Completion], source: DataConfig, ranks: Ranks
+) -> Prompts:
     """An empty prompt for each value. Raises DataError for keys that are for prompts alone."""
     conversational = is_messages(values[0])
     for key in ("template", "chat", *(() if conversational else ("system",))):
@@ -169,7 +171,7 @@ def _without_prompts(data: "Dataset", values: Sequence[Completion], source: Data
         prompt_ids=ReadWhenAsked(len(values), lambda rows: [[] for _ in rows]),
         examples=(),
         conversational=conversational,
-        fingerprint=content_fingerprint(data),
+        fingerprint=kept_fingerprint(data, ranks),
         example_numbers=range(len(values)),
     )
 
@@ -194,7 +196,7 @@ def preference_pairs(
     if source.prompts_in in data.column_names:
         prepared = _tokenize_prompts(data, source, tokenizer, run, limit, ranks, "reward_model")
     else:
-        prepared = _without_prompts(data, columns[0], source)
+        prepared = _without_prompts(data, columns[0], source, ranks)
 
     def read(
         prompt: Any, ids: list[int], values: tuple[Completion, ...], number: int
