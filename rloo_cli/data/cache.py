@@ -107,7 +107,7 @@ class Ranks(Protocol):
 
 
 class OneProcess:
-    """A process that is no rank among others."""
+    """The ranks of a run that has one process."""
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Do it."""
