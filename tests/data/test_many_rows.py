@@ -357,12 +357,19 @@ def on_rank_threads(job, size=2):
 
 
 MAPS = """
+import pathlib
 import random
 
+def note():
+    with pathlib.Path(__file__).with_name("calls").open("a") as calls:
+        calls.write(".")
+
 def change(row):
+    note()
     return row | {"prompt": row["prompt"] + str(random.random())}
 
 def some(row):
+    note()
     return random.random() < 0.5
 """
 
@@ -375,6 +382,7 @@ def test_all_ranks_have_the_rows_that_a_map_made_on_rank_0(key, tmp_path):
     words = (f"data.path={path}", f"data.{key}={spec}", "data.eval_split=null")
     run = check.check_config(compose_config(["+recipe=smoke", *words]))
     rows = on_rank_threads(lambda ranks: splits.open_splits(run, ranks=ranks)[None].dataset)
+    assert len((tmp_path / "calls").read_text()) == COUNT  # rank 0 alone calls it
     rows = [data.to_list() for data in rows]
     assert rows[0] == rows[1] and rows[0] != splits.open_splits(run)[None].dataset.to_list()
     assert not list((tmp_path / "cache").glob("shared-*"))
