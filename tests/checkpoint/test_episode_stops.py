@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from assert_refused import assert_refused
 from cli_cases import Ended
-from episode_runs import left_but_times, world_words
+from episode_runs import ALONE, left_but_times, world_words
 from fork_cases import Forked
 from resume_cases import differing
 
@@ -15,7 +15,7 @@ TURN = "turn@4"  # a step has two or three waves of turns after the first
 
 def words(folder: Path, *more: str) -> tuple[str, ...]:
     common = ("train", "+recipe=smoke", "max_steps=3", "checkpoint.every=1")
-    return (*common, "train.lr_scheduler=constant", *world_words(folder), *more)
+    return (*common, "train.lr_scheduler=constant", *world_words(folder), ALONE, *more)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ class World:
     def get_reward(self) -> float:
         return self.seen + random.random()
 '''
+# A turn is sampled with those that wait at the same time, and the sampler's log-probabilities
+# differ by rounding with the company. With this each is sampled alone, and bits can be compared.
+ALONE = "generation.transformers.batch_tokens=1"
 WORDS = (
     "data.path=make:tiny_chat", "agent=class", "agent.max_turns=3", "agent.parser=mistral",
     "agent.max_observation_tokens=12", "reward=environment", "generation.max_completion_length=6",

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import vision_cases as v
 from cli_cases import strict
-from episode_runs import image_world_words, left_but_times
+from episode_runs import ALONE, image_world_words, left_but_times
 from replay_cases import RECORD
 from resume_cases import attempt, differing
 from test_vision_runs import words_of
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.wide
 
 
 def run_words(folder: Path, rows: Path, *more: str) -> list[str]:
-    return [*words_of(rows), *image_world_words(folder), "max_steps=2", *more]
+    return [*words_of(rows), *image_world_words(folder), ALONE, "max_steps=2", *more]
 
 
 @pytest.fixture(scope="module", autouse=True)
