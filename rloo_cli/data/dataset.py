@@ -42,6 +42,7 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 ROW_READERS = dict.fromkeys(JSON_ENDINGS, json_rows) | {".csv": csv_rows}
 READERS = (*ROW_READERS, ".parquet")
 LARGE_FILE_BYTES = 8e6  # of JSON and CSV files, whose rows are kept in the cache
+ROWS_IN_A_BATCH = 50_000  # at most; each batch of a mapped file takes 3 kB of every rank's memory
 ROWS_FILE, ROWS_FORMAT = "rows.arrow", 1
 
 
@@ -248,9 +249,10 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterat
     if (made_by := synthetic.row_source(config.path)) is not None:
         return _open_made(made_by, config, split)
     path = Path(config.path).expanduser()
-    streaming: JsonObject = {"streaming": True} if config.streaming else {}
+    rows = {"writer_batch_size": ROWS_IN_A_BATCH}
+    options: JsonObject = {"streaming": True} if config.streaming else rows
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
-        if streaming:
+        if config.streaming:
             why = "of a data set saved to disk only what is used is read anyway"
             off = "data.streaming=false"
             raise DataError(Problem("data.streaming is set", "data.streaming", why, off))
@@ -263,12 +265,12 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterat
         if path.suffix in ROW_READERS:
             return _open_row_files({"train": [str(path)]}, split, config.streaming)
         files = {"train": str(path)}
-        return datasets.load_dataset("parquet", data_files=files, split=split, **streaming)
+        return datasets.load_dataset("parquet", data_files=files, split=split, **options)
     if path.is_dir() and (files_of := _row_files(path, config.name)):
         return _open_row_files(files_of, split, config.streaming)
     source = str(path) if path.is_dir() else config.path
     revision = config.revision
-    return datasets.load_dataset(source, config.name, split=split, revision=revision, **streaming)
+    return datasets.load_dataset(source, config.name, split=split, revision=revision, **options)
 
 
 def _row_files(folder: Path, name: str | None) -> dict[str, list[str]]:

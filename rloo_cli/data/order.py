@@ -17,7 +17,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-IndexArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.int64]
+
+# Every rank draws from the same order, and keeps this many places of it: an epoch of millions of
+# prompts is permuted again (some 30 ms) when they are used up.
+ORDER_BLOCK = 65_536
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,23 @@ def prompt_index_at(
     if mixture:
         return int(mixture_permutation(seed, epoch, fingerprint, mixture, shuffle)[within])
     if shuffle:
-        return int(epoch_permutation(seed, epoch, fingerprint, num_prompts)[within])
+        block, place = divmod(within, ORDER_BLOCK)
+        return int(_permutation_block(seed, epoch, fingerprint, num_prompts, block)[place])
     return within
 
 
 @lru_cache(maxsize=2)
+def _permutation_block(
+    seed: int, epoch: int, fingerprint: str, num_prompts: int, block: int
+) -> IndexArray:
+    """Places `block` * ORDER_BLOCK and on of an epoch's permutation. -> (ORDER_BLOCK,) or fewer"""
+    order = epoch_permutation(seed, epoch, fingerprint, num_prompts)
+    return order[block * ORDER_BLOCK : (block + 1) * ORDER_BLOCK].copy()
+
+
 def epoch_permutation(seed: int, epoch: int, fingerprint: str, num_prompts: int) -> IndexArray:
     """The permutation of an epoch, which depends on its arguments only. -> (n,)"""
-    order = _seeded_generator(seed, epoch, fingerprint).permutation(num_prompts)
-    # Every rank has it: half the memory where that is enough.
-    return order.astype(np.int32) if num_prompts <= np.iinfo(np.int32).max else order
+    return _seeded_generator(seed, epoch, fingerprint).permutation(num_prompts)
 
 
 def _seeded_generator(*parts: int | str) -> np.random.Generator:
