@@ -21,7 +21,7 @@ IndexArray = npt.NDArray[np.int64]
 
 # Every rank draws from the same order, and keeps this many places of it: an epoch of millions of
 # prompts is permuted again (some 30 ms) when they are used up.
-ORDER_BLOCK = 65_536
+ORDER_BLOCK = 8_192
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,13 @@ def test_a_wrong_row_at_the_very_end_is_refused_at_the_start(rows, changes, endi
     assert not list((tmp_path / "cache").glob("lengths-*"))
 
 
+def test_a_file_of_rows_is_mapped_in_few_batches_as_each_takes_memory_of_every_rank(tmp_path):
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict({"prompt": texts(3_000)}).to_parquet(path)
+    split, _ = opened(path)
+    assert split.dataset.data.column(0).num_chunks == 1
+
+
 def test_only_texts_that_may_be_too_long_or_wrong_are_tokenised_at_the_start(tmp_path, monkeypatch):
     rows = texts()
     rows[30], rows[40], rows[50] = "a" * 60, "\u4e16" * 4, "longest but for two" * 2

@@ -35,6 +35,13 @@ def test_the_order_in_this_version_is_the_order_in_every_version():
     ]
 
 
+def test_an_order_that_is_read_in_blocks_is_the_whole_permutation(monkeypatch):
+    monkeypatch.setattr(order, "ORDER_BLOCK", 3)
+    drawn = [order.prompt_index_at(place, 8, 5, "blocks", True) for place in range(16)]
+    whole = [order.epoch_permutation(5, epoch, "blocks", 8).tolist() for epoch in (0, 1)]
+    assert drawn == [*whole[0], *whole[1]]
+
+
 @pytest.mark.process
 def test_the_order_needs_no_torch():
     code = (
