@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-IndexArray = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 # Every rank draws from the same order, and keeps this many places of it: an epoch of millions of
 # prompts is permuted again (some 30 ms) when they are used up.
