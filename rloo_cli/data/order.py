@@ -51,12 +51,12 @@ def prompt_index_at(
         return int(mixture_permutation(seed, epoch, fingerprint, mixture, shuffle)[within])
     if shuffle:
         block, place = divmod(within, ORDER_BLOCK)
-        return int(_permutation_block(seed, epoch, fingerprint, num_prompts, block)[place])
+        return int(permutation_block(seed, epoch, fingerprint, num_prompts, block)[place])
     return within
 
 
 @lru_cache(maxsize=2)
-def _permutation_block(
+def permutation_block(
     seed: int, epoch: int, fingerprint: str, num_prompts: int, block: int
 ) -> IndexArray:
     """Places `block` * ORDER_BLOCK and on of an epoch's permutation. -> (ORDER_BLOCK,) or fewer"""

@@ -179,10 +179,10 @@ def test_an_empty_ledger_is_refused(run):
 def test_an_order_that_is_no_permutation_is_found_out(tmp_path, monkeypatch):
     """As if an epoch's order had a prompt twice: writer and reader would agree on it."""
 
-    def careless(seed, epoch, fingerprint, n):
+    def careless(seed, epoch, fingerprint, n, block):
         return np.random.Generator(np.random.PCG64(5)).integers(0, n, n)
 
-    monkeypatch.setattr(order, "epoch_permutation", careless)
+    monkeypatch.setattr(order, "permutation_block", careless)
     write(tmp_path, STEPS)
     assert_refused(refused(tmp_path), 4, "epoch 0 had", where=f"{LEDGER_FILE}:3")
 
