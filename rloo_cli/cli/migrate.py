@@ -1,35 +1,36 @@
-"""`rloo migrate`: turn an old RLOO, GRPO or PPO command into a recipe that means the same.
+"""`rloo migrate`: turn a TRL or ms-swift command into a recipe that means the same.
 
     rloo migrate accelerate launch ... rloo_tldr.py --rloo_k 2 ...     the old command itself
-    rloo migrate run.sh | config.yaml | config.json | train.py         or the file it is in
+    rloo migrate config.yaml | config.json                             or a file of its settings
     --world-size N     processes the old run had, if its command does not say
-    --from TRAINER     rloo or grpo (TRL's), swift, openrlhf, verl; or a version of TRL:
+    --from TRAINER     rloo or grpo (TRL's), swift; or a version of TRL:
                        trl_0_9 (<=0.10), trl_0_21 (0.11-0.21), trl_0_28 (0.22-0.28),
                        grpo_0_16 (0.14-0.16), grpo_0_28 (0.22-0.28);
                        trl: RLOO or GRPO as its settings say
     --json             the recipe's text as JSON, or the command's
 
-The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. Of
+The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. For
 `trl vllm-serve`, `swift rollout` and TRL's generate_tldr.py it is a command of ours. The old tool's
 defaults are written out where they differ from ours, with what was corrected. If nothing says
-whether the old run was RLOO or GRPO, --from has to. OpenRLHF's train_ppo_ray and verl's main_ppo
-need no --from; ms-swift's Megatron is recognised and refused.
+whether the old run was RLOO or GRPO, --from has to.
+
+A Python script runs here with one changed import, `from rloo_cli.compat.trl import ...`
+(docs/migrate.md). Runs of other trainers are refused, with the command to begin with.
 """
 
 import json
+from pathlib import Path
 
-from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.commands import convert_other_command
-from rloo_cli.compat.migrate.convert import DIALECTS, choose_dialect, convert_to_recipe
-from rloo_cli.compat.migrate.foreign_run import read_foreign_run
+from rloo_cli.compat.migrate.convert import choose_dialect, convert_to_recipe
+from rloo_cli.compat.migrate.foreign import refuse_trainer_name
 from rloo_cli.compat.migrate.old_run import OldRun
-from rloo_cli.compat.migrate.openrlhf import convert_openrlhf
-from rloo_cli.compat.migrate.parse import USAGE, read_old_run
-from rloo_cli.compat.migrate.verl import convert_verl
+from rloo_cli.compat.migrate.parse import USAGE, read_command, read_settings, split_command
+from rloo_cli.compat.migrate.tables import DIALECTS
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils.errors import ConfigError, Problem
 
-FROM_CHOICES = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
+FROM_CHOICES = [*DIALECTS, "swift", "rloo"]
 
 
 def run(args: list[str]) -> int:
@@ -42,6 +43,7 @@ def run(args: list[str]) -> int:
         what, why = "rloo migrate needs an old run", "neither a file nor a command was given"
         raise ConfigError(Problem(what, "command line", why, USAGE))
     if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
+        refuse_trainer_name(chosen)
         why = f"one of {', '.join(FROM_CHOICES)}"
         fix = f"--from {guess_name(chosen, FROM_CHOICES)}"
         what = f"--from {chosen}: no such trainer"
@@ -55,21 +57,10 @@ def run(args: list[str]) -> int:
 
 def _convert(old_args: list[str], chosen: str, options: dict[str, str]) -> int:
     """Print what these arguments become."""
-    if foreign := read_foreign_run(old_args, chosen):
-        convert = convert_openrlhf if foreign.tool == "openrlhf" else convert_verl
-        return _print_answer("recipe", convert(foreign), options)
-    if chosen in tables.FOREIGN_TITLES:
-        what = f"this is not a run of {tables.FOREIGN_TITLES[chosen]}"
-        fix = f"leave --from {chosen} out"
-        raise ConfigError(Problem(what, "the old run", "no setting of it is there", fix))
-    try:
-        if len(old_args) > 1 and (command := convert_other_command(old_args)):
-            return _print_answer("command", command, options)
-        old_run = read_old_run(old_args)
-    except ConfigError:
-        if len(old_args) == 1 and (command := convert_other_command(old_args)):
-            return _print_answer("command", command, options)
-        raise
+    words = split_command(old_args)
+    if words and (command := convert_other_command(words)):
+        return _print_answer("command", command, options)
+    old_run = read_command(words) if words else read_settings(Path(old_args[0]))
     world = _world_size(options, old_run)
     recipe = convert_to_recipe(old_run, choose_dialect(old_run, chosen), world)
     return _print_answer("recipe", recipe, options)

@@ -357,13 +357,16 @@ VERBS: dict[str, VerbHelp] = {
     ),
     "migrate": VerbHelp(
         "turn a TRL or ms-swift command line or config into a recipe",
-        ("rloo migrate COMMAND ...", "rloo migrate FILE [flags]"),
+        ("rloo migrate COMMAND ...", "rloo migrate FILE.yaml [flags]"),
         {
             "--world-size N": "processes that the old run had, where its command does not say",
             "--from DIALECT": "which tool and version it was written for",
             "--json": "the recipe's text as JSON",
         },
-        ("rloo migrate run.sh > my.yaml", "rloo migrate --world-size 8 train.py > my.yaml"),
+        (
+            "rloo migrate trl rloo --model_name_or_path M --dataset_name D > my.yaml",
+            "rloo migrate --world-size 8 config.yaml > my.yaml",
+        ),
     ),
     "reward": VerbHelp(
         "try a reward on data and tricks: list, test, bench [REWARD] +recipe=NAME",

@@ -1,6 +1,6 @@
 """The faces of other trainers: what was written for them trains here.
 
-migrate/      reads their commands, configs and scripts, and writes recipes
+migrate/      reads their commands and configs, and writes recipes
 trl           RLOOTrainer and GRPOTrainer with TRL's arguments, from Python
 trl_callbacks transformers' callbacks, told of a run as plugin.Events are
 trl_objects   what a TRL script passes as an object, as files and keys of a recipe

@@ -7,7 +7,7 @@ import pytest
 
 from rloo_cli.cli.migrate import run
 from rloo_cli.compat.migrate.old_run import MAX_FILE_BYTES
-from rloo_cli.compat.migrate.shell import simple_commands
+from rloo_cli.compat.migrate.parse import MAX_COMMAND_CHARS
 from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.wide
@@ -17,7 +17,6 @@ LONG = MAX_FILE_BYTES // 8
 SMALL = {  # each of them is a run that is migrated
     "old.yaml": "rloo_k: 2\nlearning_rate: 1.0e-6",
     "old.json": '{"rloo_k": 2, "learning_rate": 1e-6}',
-    "old.py": "from trl import RLOOConfig\nRLOOConfig(rloo_k=2)",
 }
 
 
@@ -28,13 +27,9 @@ def doubled_yaml(levels: int) -> str:
 
 
 ENDLESS = {
-    "brackets.sh": "(" * LONG,
-    "arrays.sh": "a=(" * (LONG // 3),
-    "defaults.sh": "${a:-" * (LONG // 5),
-    "word.sh": COMMAND + ' "' + "a" * LONG,
-    "quotes.sh": "'\n" * (LONG // 2),
-    "nested.py": "f" + "()" * (LONG // 2),
-    "sum.py": "x = " + "1 + " * (LONG // 4) + "1",
+    "nested.yaml": "[" * LONG,
+    "lines.sh": "a b=c --d\n" * (LONG // 10),
+    "imports.py": "import a\n" * (LONG // 9),
     "doubled.yaml": doubled_yaml(40),
     "doubled_less.yaml": doubled_yaml(22),  # which fits in memory: seconds, and not an end by force
     "itself.yaml": "a: &a {b: *a}\n",
@@ -51,7 +46,7 @@ def test_a_huge_file_is_refused_by_its_size(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         run(["--world-size", "1", *words])
     (problem,) = refused.value.problems
-    assert problem.where == str(path) and problem.fix
+    assert problem.where == str(path) and "kB" in problem.why and problem.fix
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -64,19 +59,16 @@ def test_what_grows_without_end_is_refused_in_seconds(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "grown",
-    ["A=x\n" + "A=$A$A\n" * 40, "A=(x y)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40],
-    ids=["text", "array"],
+    "text",
+    [
+        pytest.param(COMMAND + " --columns " + "[" * 30_000, id="nested"),
+        pytest.param("'\n" * 15_000 + '"', id="quotes"),
+        pytest.param("# " * 15_000 + "'", id="hashes"),
+        pytest.param(COMMAND + ' "' + "a" * MAX_COMMAND_CHARS + '"', id="word"),
+    ],
 )
-def test_a_variable_that_doubles_is_left_as_it_is_written(
-    grown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "old.sh"
-    path.write_text(f"{grown}{COMMAND}\n")
-    assert run(["--world-size", "1", str(path)]) == 0
-    assert "num_generations: 2" in capsys.readouterr().out
-
-
-def test_a_variable_longer_than_a_command_is_left_as_it_is_written() -> None:
-    text = f"A={'x' * 5_000}\nA=$A$A\necho $A\n"
-    assert [arguments for arguments, _ in simple_commands(text)] == [["echo", "$A"]]
+def test_a_command_that_grows_without_end_is_refused_in_seconds(text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError):
+        run(["--world-size", "1", text])
+    assert time.process_time() - began < 5

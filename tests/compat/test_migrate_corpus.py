@@ -1,4 +1,4 @@
-"""`rloo migrate` on commands and scripts of TRL, ms-swift, OpenRLHF and verl, by facts."""
+"""`rloo migrate` on commands and configs of TRL and ms-swift, by facts."""
 
 import re
 import shlex
@@ -131,7 +131,7 @@ def test_every_command_of_the_corpus_means_what_it_meant_or_is_refused(
     monkeypatch.chdir(tmp_path)
     compose_config()  # the shipped recipes are registered once, and not for each case
     monkeypatch.setattr("rloo_cli.config.compose.register_config_dirs", lambda folders: None)
-    assert len(CORPUS["cases"]) >= 120
+    assert len(CORPUS["cases"]) >= 110
     found = {case["is"]: wrong(case, capsys, tmp_path) for case in CORPUS["cases"]}
     assert len(found) == len(CORPUS["cases"])  # every name is another
     problems = [f"{name}: {problem}" for name, problem in found.items() if problem]

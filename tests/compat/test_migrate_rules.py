@@ -150,10 +150,12 @@ def test_the_dialect_may_be_said(migrate):
         (["nowhere.yaml"], "nowhere.yaml"),
         (["list.yaml"], "list.yaml"),
         (["broken.yaml"], "broken.yaml"),
-        (["plain.py"], "RLOOConfig"),
-        (["broken.py"], "broken.py"),
+        (["plain.py"], "plain.py"),
         (["notes.sh"], "notes.sh"),
+        (["notes.ipynb"], "notes.ipynb"),
         (["accelerate", "launch"], "flags"),
+        (["trl rloo --model 'm"], "quote"),
+        (["trl rloo --model " + "m" * 32_000], "too long"),
         (["--from", "vrel", "x.py", "--rloo_k", "2"], "vrel"),
         (["--from", "verl", "x.py", "--rloo_k", "2"], "verl"),
         (["--world-size", "none", "x.py", "--rloo_k", "2"], "none"),
@@ -163,18 +165,27 @@ def test_the_dialect_may_be_said(migrate):
         (["x.py", "--rloo_k", "0"], "0"),
         (["rloo.py", "--reward_funcs", "a", "b", "--reward_weights", "1"], "reward_weights"),
     ],
-    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+    ids=lambda given: " ".join(given)[:60] if isinstance(given, list) else "",
 )
 def test_bad_input_is_a_config_error(migrate, words, key, sentence):
     Path("list.yaml").write_text("- 1\n")
     Path("broken.yaml").write_text("a: [1\n")
     Path("plain.py").write_text("x = 1\n")
-    Path("broken.py").write_text("def\n")
     Path("notes.sh").write_text("ls --all\npython train.py\n")
+    Path("notes.ipynb").write_text("{}")
     with pytest.raises(ConfigError) as error:
         migrate(*words)
     assert_refused(error, 2, key)
     if not key.startswith("broken"):  # whose reason is the parser's
+        sentence(error)
+
+
+@pytest.mark.parametrize("between", ["\n", " && ", "; ", " || "])
+def test_several_commands_are_refused(between, sentence):
+    with pytest.raises(ConfigError) as error:
+        run([f"trl rloo --beta 0.1{between}trl rloo --beta 0.2"])
+    assert_refused(error, 2, "several commands", fix="rloo migrate -- COMMAND")
+    if between == "\n":
         sentence(error)
 
 
@@ -232,41 +243,6 @@ def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about(sentence):
 def test_a_server_and_an_evaluation_become_commands_of_ours(capsys, command, said):
     assert run(flags(command)) == 0
     assert capsys.readouterr().out.splitlines()[0] == said
-
-
-BATCH_SCRIPT = """
-srun -N4 accelerate launch --num_processes 32 --num_machines 4 train_rloo.py --ip $NODE &
-srun --nodes=1 --ntasks=1 trl vllm-serve --model a/b --tensor_parallel_size 8 &
-wait
-"""
-TRAINING = """
-from trl import RLOOConfig, RLOOTrainer
-args = RLOOConfig(output_dir="out", use_vllm=True, vllm_server_host=host)
-data = load_dataset("e/f")
-trainer = RLOOTrainer(model="a/b", args=args, reward_funcs="c/d", train_dataset=data, callbacks=[x])
-trainer.train(resume_from_checkpoint=True, trial=t)
-trainer.save_model("elsewhere")
-trainer.push_to_hub("e/f")
-"""
-
-
-def test_a_batch_script_with_a_server_beside_the_training_keeps_both(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("run.sh").write_text(BATCH_SCRIPT)
-    assert run(["run.sh"]) == 0
-    text = capsys.readouterr().out
-    assert "rloo vllm-serve model.path=a/b generation.server.tensor_parallel_size=8" in text
-    assert "rloo migrate train_rloo.py" in text
-    Path("train_rloo.py").write_text(TRAINING)
-    assert run(["run.sh"]) == 0
-    text = " ".join(capsys.readouterr().out.replace("#", "").split())
-    assert "override /generation: vllm_server" in text
-    assert "num_processes: 8" in text
-    assert "num_nodes: 4" in text
-    assert "its server: rloo vllm-serve" in text
-    assert "resume: auto" in text
-    assert "callbacks=[x]" in text and "trial=t)" in text
-    assert "rloo push RUN --repo ORG/NAME" in text and "final/" in text
 
 
 def test_overrides_of_commands_that_do_not_train_name_keys_that_exist():

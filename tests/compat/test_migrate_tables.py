@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rloo_cli.compat import migrate
-from rloo_cli.compat.migrate import openrlhf, tables, verl
-from rloo_cli.compat.migrate.foreign_table import foreign_rows
+from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.recipe import (
     TABLE_SCHEMAS,
     Recipe,
@@ -34,8 +33,6 @@ def keys_in_the_code() -> set[str]:
     """Every text in the files of migrate that looks like a key of ours."""
     found = set()
     for path in TOOLS.glob("*.py"):
-        if path.name in ("foreign.py",):
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and KEY.fullmatch(str(node.value)):
                 found.add(node.value)
@@ -44,12 +41,8 @@ def keys_in_the_code() -> set[str]:
 
 def test_every_key_that_migrate_may_write_is_in_the_schema():
     found = keys_in_the_code()
-    theirs = {name for tool in ("openrlhf", "verl") for r in foreign_rows(tool) for name in r.names}
-    theirs |= {f"{name}_threshold" for name in theirs}
     assert len(found) > 60
-    assert [
-        key for key in sorted(found - theirs) if not exists(key) and key not in TABLE_SCHEMAS
-    ] == []
+    assert [key for key in sorted(found) if not exists(key) and key not in TABLE_SCHEMAS] == []
 
 
 def test_keys_that_are_put_together_are_in_the_schema():
@@ -57,27 +50,14 @@ def test_keys_that_are_put_together_are_in_the_schema():
     for defaults in (tables.LORA_TRL, tables.LORA_SWIFT, tables.LORA_PEFT):
         parts |= {f"model.lora.{key}" for key in defaults}
     parts |= {f"generation.colocate.{key}" for key in tables.COLOCATED_KEYS.values()}
-    parts |= {ours_ for table in tables.FOREIGN_EQUIVALENTS.values() for ours_ in table.values()}
-    for _, _, _, defaults, _, _ in tables.TRL_VERSIONS.values():
-        parts |= defaults.keys()
-    parts |= tables.SWIFT.keys()
-    parts |= openrlhf.DEFAULTS.keys() | openrlhf.WHITENED.keys()
-    parts |= verl.DEFAULTS.keys() | verl.PPO_DEFAULTS.keys()
+    for dialect in tables.DIALECTS.values():
+        parts |= dialect.defaults.keys()
     parts |= {k for _, more in tables.SWIFT_ESTIMATORS.values() for k in more}
     assert [key for key in sorted(parts) if not exists(key)] == []
 
 
 def test_choices_of_the_tables_are_shipped():
     groups = paths.group_choices([])
-    for table in tables.FOREIGN_ESTIMATORS.values():
-        for text in table.values():
-            for word in text.split():
-                group, _, choice = word.replace("algorithm.dialect", "algorithm/dialect").partition(
-                    "="
-                )
-                assert choice in groups[group], word
-    for tool in (openrlhf, verl):
-        assert {*tool.ESTIMATORS.values()} <= groups["algorithm"].keys()
     assert {"default", "dora"} <= groups["lora"].keys()
     assert {"4bit", "8bit"} <= groups["quantization"].keys()
     wanted = {*tables.SWIFT_REWARDS.values(), *tables.TRL_REWARDS.values()}
@@ -132,14 +112,15 @@ NAMES = {
 @pytest.mark.parametrize(("kind", "version"), [("rloo", "trl"), ("grpo", "grpo")])
 def test_the_newest_defaults_are_those_of_the_trl_that_is_pinned(kind, version):
     theirs = of_the_installed_trl(kind)
-    _, _, _, defaults, mode, correction = tables.TRL_VERSIONS[version]
+    dialect = tables.DIALECTS[version]
     for name, key in NAMES.items():
         if name in theirs:
-            assert defaults[key] == ast.literal_eval(theirs[name]), name
-    assert mode == ast.literal_eval(theirs["vllm_mode"])
+            assert dialect.defaults[key] == ast.literal_eval(theirs[name]), name
+    assert dialect.vllm_mode == ast.literal_eval(theirs["vllm_mode"])
     if kind == "grpo":
         assert ast.literal_eval(theirs["vllm_importance_sampling_mode"]) == "sequence_mask"
-        assert (correction["level"], correction["mode"]) == ("sequence", "mask")
+        assert dialect.correction["level"] == "sequence"
+        assert dialect.correction["mode"] == "mask"
 
 
 def test_settings_that_tell_rloo_from_grpo_are_those_of_one_of_them():

@@ -1,4 +1,5 @@
-"""The commands of TRL's page on GRPO, of an agent and of images, become recipes that train."""
+"""The commands of TRL's page on GRPO: that of images becomes a recipe that trains, that of an agent
+is answered."""
 
 from pathlib import Path
 
@@ -8,9 +9,7 @@ import yaml
 from cli_cases import strict
 from fork_cases import Forked
 
-from rloo_cli.cli import plan
 from rloo_cli.cli.migrate import run
-from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
 PAGES = yaml.safe_load((Path(__file__).parent / "published_pages.yaml").read_text())
@@ -33,49 +32,10 @@ def migrate(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-def stand_in() -> None:
-    """A script with a tool and two rewards, which asks for no other package."""
-    text = AGENT["files"][SCRIPT]
-    head, _, rest = text.partition("\n")
-    assert "import" in head  # of TRL
-    Path(SCRIPT).parent.mkdir(parents=True)
-    Path(SCRIPT).write_text(rest)
-
-
 def test_a_script_whose_tools_are_not_known_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError) as error:
         run(AGENT["run"].split())
     assert error.value.code == 2 and SCRIPT in error.value.problems[0].what
-
-
-def test_the_recipe_of_an_agents_script_wants_that_script(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in()
-    found = yaml.safe_load(migrate(AGENT["run"], capsys))
-    named = [*found["agent"]["tools"], *(r["path"] for r in found["reward"].values())]
-    assert named == [f"{SCRIPT}:{name}" for name in ("look_up", "right", "called")]
-    words = ["+recipe=my.yaml", "data.path=make:products"]
-    assert plan.dry_run(compose_config(words)) == 0
-    Path(SCRIPT).unlink()
-    with pytest.raises(ConfigError) as error:
-        plan.dry_run(compose_config(words))
-    assert error.value.code == 2
-    assert {p.why for p in error.value.problems} == {f"looked at {folder / SCRIPT}"}
-
-
-def test_a_reward_that_cannot_be_imported_is_trls_of_that_name(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [
-        "from trl import GRPOConfig, GRPOTrainer",
-        "if __name__ == '__main__':",
-        "    def accuracy_reward(completions, solution): ...",
-        "    GRPOTrainer(model='m/m', args=GRPOConfig(), reward_funcs=[accuracy_reward])",
-    ]
-    Path("t.py").write_text("\n".join(lines))
-    found = yaml.safe_load(migrate("--world-size 1 python t.py --beta 0", capsys))
-    assert {"override /reward": ["accuracy"]} in found["defaults"]
 
 
 @pytest.mark.slow

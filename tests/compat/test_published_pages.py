@@ -10,6 +10,7 @@ import yaml
 from migrate_cases import checked
 
 from rloo_cli.cli.migrate import run
+from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.wide
 
@@ -20,12 +21,16 @@ CONVERTED = [row for _, row in ROWS if "run" in row]
 
 
 @pytest.mark.parametrize("row", CONVERTED, ids=lambda row: row["is"])
-def test_a_printed_command_is_converted(row, capsys, tmp_path, monkeypatch):
+def test_a_printed_command_is_converted_or_answered(row, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in row.get("files", {}).items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     words = [row["run"]] if row["run"] in row.get("files", {}) else shlex.split(row["run"])
+    if "refused" in row:
+        with pytest.raises(ConfigError, match=row["refused"]):
+            run(words)
+        return
     assert run(words) == 0
     said = capsys.readouterr().out
     if "command" in row:

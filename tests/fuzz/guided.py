@@ -2,8 +2,8 @@
 
     python tests/fuzz/guided.py TARGET [FLAGS of libFuzzer, such as -max_total_time=20]
 
-TARGET: calls (of tools, in a completion), shell (an old run's script, for `rloo migrate`), python
-(a script with TRL's trainer), settings (an old run's file), yaml (a recipe), json (a file of data).
+TARGET: calls (of tools, in a completion), command (an old run's, for `rloo migrate`), settings (an
+old run's file), yaml (a recipe), json (a file of data).
 A text is read, or refused by one of our own errors; anything else ends the search with the text.
 `hunt.py` runs all of them where atheris is installed: `pip install atheris`, on Linux.
 """
@@ -18,7 +18,7 @@ import atheris
 
 with atheris.instrument_imports(include=["rloo_cli"]):
     from rloo_cli.agents.common import call_parsers
-    from rloo_cli.compat.migrate import parse, python
+    from rloo_cli.compat.migrate import parse
     from rloo_cli.config import provenance
     from rloo_cli.data import json_files
     from rloo_cli.utils.errors import RunError
@@ -30,11 +30,7 @@ SEEDS = {
         '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '[f(a=1, b="x"), g()]',
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g"}', '[TOOL_CALLS]f{"a": 1}',
     ],
-    "shell": ["export A=1\npython t.py --model_name m \\\n --beta 0.1 # x\naccelerate launch t.py"],
-    "python": [
-        "from trl import RLOOTrainer, RLOOConfig\nc = RLOOConfig(beta=0.1)\n"
-        "t = RLOOTrainer('m', reward_funcs=f, args=c, train_dataset=load_dataset('d')['train'])"
-    ],
+    "command": ["python rloo.py --model_name_or_path m \\\n --beta 0.1 # x\n"],
     "settings": ["beta: 0.1\nreward_funcs: [a, b]\n"],
     "yaml": ["defaults:\n  - smoke\nreward: {a: &x {weight: 1}, b: *x}\n"],
     "json": ['{"prompt": "a"}\n[1]\n', '[{"prompt": "a"}]'],
@@ -67,8 +63,7 @@ def of_file(suffix: str, read: Callable[[Path], object]) -> Callable[[bytes], ob
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
     "calls": of_text(read_calls),
-    "shell": of_text(lambda text: parse.read_shell_script(text, "x.sh")),
-    "python": of_text(lambda text: python.read_python(text, "x.py")),
+    "command": of_text(lambda text: parse.read_command(parse.split_command([text]))),
     "settings": of_file(".yaml", parse.read_settings_file),
     "yaml": of_file(".yaml", provenance.read_user_yaml),
     "json": of_file(".jsonl", lambda path: list(json_files.json_rows(path))),

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "bench/fuzz.jsonl"
 PAGE, BEGIN, END = ROOT / "docs/endurance.md", "<!-- made: fuzz -->", "<!-- end: fuzz -->"
-GUIDED, GUIDED_S = ("calls", "shell", "python", "settings", "yaml", "json"), 20
+GUIDED, GUIDED_S = ("calls", "command", "settings", "yaml", "json"), 20
 
 
 def targets(words: list[str]) -> list[str]:

@@ -8,7 +8,6 @@ import pytest
 
 import rloo_cli
 from rloo_cli.cli.config import every_key, schema_fields
-from rloo_cli.compat.migrate.foreign_table import foreign_rows
 from rloo_cli.compat.migrate.recipe import our_defaults
 from rloo_cli.compat.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.config import check, messages, old_names, registry
@@ -69,14 +68,6 @@ def test_every_row_of_the_table_leads_to_a_key_of_today_or_says_that_there_is_no
             assert _is_named(key, known), f"{row.names}: {key} is not a key"
 
 
-@pytest.mark.parametrize("tool", ["openrlhf", "verl"])
-def test_every_row_of_a_foreign_tool_leads_to_keys_of_today(known, tool):
-    for row in foreign_rows(tool):
-        assert row.key in (*known, "*", "-"), f"{row.names}: {row.key} is not a key"
-        for key in _keys_in(row.note, known):
-            assert _is_named(key.replace(".NAME", ".<name>"), known), f"{row.names}: {key}"
-
-
 def test_no_answer_to_an_old_name_is_that_name_or_a_key_that_the_run_has_not(known):
     plain = messages.schema_keys(check.run_config_class(every_key([])[0].values))
     for row in old_names.OLD_NAME_TABLE:
@@ -99,13 +90,7 @@ def _is_module(name):
 
 def test_every_key_that_the_package_names_in_a_message_is_a_key(known):
     unknown = []
-    others = (
-        "foreign.py",
-        "foreign_run.py",
-        "openrlhf.py",
-        "tables.py",
-        "verl.py",
-    )  # keys of other trainers
+    others = ("foreign.py", "tables.py")  # keys of other trainers
     for path in sorted(p for p in PACKAGE.rglob("*.py") if p.name not in others):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

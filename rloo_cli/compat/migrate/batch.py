@@ -7,14 +7,13 @@ B = b*W*steps_per_generation, and P = B/K prompts (docs/OBJECTIVES.md, Dialects)
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
 from rloo_cli.compat.migrate.recipe import Recipe, our_defaults
-from rloo_cli.compat.migrate.tables import SWIFT_BATCH_COMPLETIONS
+from rloo_cli.compat.migrate.tables import SWIFT_BATCH_COMPLETIONS, Dialect
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import JsonObject
 
 OLD_NAMES = ("rloo_k", "num_ppo_epochs", "num_mini_batches")  # K, passes, mini-batches
 NEW_NAMES = ("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size")
@@ -23,20 +22,6 @@ INTERVAL_KEYS = {"logging_steps": "logging.every", "save_steps": "checkpoint.eve
 INTERVAL_KEYS |= {"eval_steps": "eval.every"}
 Number = TypeVar("Number", float, None)
 WholeNumber = TypeVar("WholeNumber", int, None)
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """One tool at one time: the defaults its users rely on without writing them."""
-
-    title: str
-    is_old_trl: bool  # the trainer of TRL <=0.21
-    defaults: JsonObject
-    device_batch: int = 8
-    rewards: dict[str, str] = field(default_factory=dict)  # its reward names -> ours
-    is_swift: bool = False
-    vllm_mode: str = "server"
-    correction: JsonObject = field(default_factory=dict)  # where vLLM samples
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,14 @@ from dataclasses import replace
 from rloo_cli.compat.migrate import model, objective, tables
 from rloo_cli.compat.migrate import sections as rules
 from rloo_cli.compat.migrate.agent import write_agent
-from rloo_cli.compat.migrate.batch import Dialect, write_batch_sizes, write_duration, write_schedule
+from rloo_cli.compat.migrate.batch import write_batch_sizes, write_duration, write_schedule
 from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.recipe import Recipe
-from rloo_cli.compat.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
+from rloo_cli.compat.migrate.tables import DIALECTS, Dialect
 from rloo_cli.generation.transformers import SAMPLING_KWARGS
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-DIALECTS = {
-    name: Dialect(
-        title, old, defaults, vllm_mode=mode, correction=correction,
-        rewards={} if old else TRL_REWARDS,
-    )
-    for name, (title, old, _, defaults, mode, correction) in tables.TRL_VERSIONS.items()
-}  # fmt: skip
-DIALECTS["ms_swift"] = Dialect(
-    "ms-swift", False, tables.SWIFT, 1, SWIFT_REWARDS, True,
-    correction=tables.NO_CORRECTION,
-)  # fmt: skip
 FROM_HINT = (
     "rloo migrate --from rloo ... or --from grpo ..., as it was (also: --from swift; a version of"
     " TRL: rloo migrate --help)"
@@ -45,7 +34,7 @@ def build_recipe(old_run: OldRun, dialect_name: str, world: int) -> Recipe:
     dialect = DIALECTS[dialect_name]
     recipe = Recipe(old_run.flags, old_run.setting_format, notes=old_run.notes)
     recipe.launcher_file, recipe.nodes = old_run.launcher_file, old_run.nodes
-    dialect = _choose_algorithm(recipe, old_run, dialect, dialect_name)
+    dialect = _choose_algorithm(recipe, old_run, dialect)
     _spread_kwargs(recipe)
     size = write_batch_sizes(recipe, dialect, world)
     steps = write_duration(recipe, dialect, size)
@@ -150,7 +139,7 @@ def _other_method_error(method: str, old_run: OldRun) -> ConfigError:
     return ConfigError(Problem(what, "the old run", why, fix))
 
 
-def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: str) -> Dialect:
+def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect) -> Dialect:
     """Choose the old run's algorithm. Returns the dialect with the defaults of that algorithm."""
     recipe.take("rlhf_type")
     ppo_flags = {"vf_coef", "cliprange_value"} & set(recipe.original_flags)
@@ -166,7 +155,7 @@ def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: s
             raise ConfigError(Problem(what, "the old run", why, fix))
         recipe.algorithm, more = tables.SWIFT_ESTIMATORS[estimator]
         dialect = replace(dialect, defaults=dialect.defaults | more)
-    elif tables.TRL_VERSIONS[name][2] == "grpo":
+    elif dialect.kind == "grpo":
         recipe.algorithm = estimator = "grpo"
     if recipe.algorithm != "rloo":
         what = "GRPO" if estimator == "grpo" else estimator

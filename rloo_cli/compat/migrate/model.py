@@ -7,8 +7,9 @@ that are refused together here.
 from collections.abc import Mapping
 
 from rloo_cli.compat.migrate import tables
-from rloo_cli.compat.migrate.batch import Dialect, take_number
+from rloo_cli.compat.migrate.batch import take_number
 from rloo_cli.compat.migrate.recipe import Recipe
+from rloo_cli.compat.migrate.tables import Dialect
 from rloo_cli.config.rules_model import LOADING_ARGUMENTS
 from rloo_cli.utils.files import JsonObject
 

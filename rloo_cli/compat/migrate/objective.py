@@ -6,8 +6,9 @@ There is a rule for each value that changes its meaning (docs/OBJECTIVES.md, Dia
 import re
 
 from rloo_cli.compat.migrate import tables
-from rloo_cli.compat.migrate.batch import Dialect, take_number
+from rloo_cli.compat.migrate.batch import take_number
 from rloo_cli.compat.migrate.recipe import Recipe, our_defaults
+from rloo_cli.compat.migrate.tables import Dialect
 from rloo_cli.utils.files import JsonObject
 
 
@@ -120,10 +121,10 @@ def _write_correction(recipe: Recipe, dialect: Dialect) -> None:
         new = {"mode": how, "level": level, "cap": float(cap or (2.0 if is_swift else 3.0))}
         new["floor"] = float(floor or 0.0)
         recipe.put(key, defaults | new, ", ".join(texts))
-    elif uses_vllm and dialect.correction and not texts:
+    elif uses_vllm and not texts:
         why = f"{dialect.title}'s default, where vLLM samples"
         recipe.put(key, defaults | dialect.correction, why)
-    elif uses_vllm and on is True and dialect.correction:
+    elif uses_vllm and on is True:
         chosen = dialect.correction
         if chosen["mode"] == "none":
             chosen = chosen | {"mode": "truncate"}

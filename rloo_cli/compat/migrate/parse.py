@@ -1,55 +1,88 @@
-"""Reads the old settings from what `rloo migrate` is given.
+"""Reads the old settings: of one command, or of one YAML or JSON file.
 
-It is a command line (typed, or in a shell script), a YAML or JSON config, or a Python script whose
-`RLOOConfig(...)` holds literals (`python.py`). Nothing is ever executed or imported.
+Nothing is ever executed or imported, and no variable of a shell is filled in.
 """
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 from rloo_cli.compat.migrate import tables
-from rloo_cli.compat.migrate.commands import server_command
-from rloo_cli.compat.migrate.foreign import refuse_foreign_trainer
+from rloo_cli.compat.migrate.foreign import (
+    PASTE,
+    python_script_error,
+    refuse_foreign_command,
+    refuse_foreign_settings,
+    refuse_other_file,
+)
 from rloo_cli.compat.migrate.old_run import OldRun, read_old_file
-from rloo_cli.compat.migrate.python import read_python
-from rloo_cli.compat.migrate.shell import parse_argument, simple_commands
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.provenance import YAML_ERRORS, load_foreign_yaml
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-COMMAND_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # tokens that end a command
-STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
+COMMAND_ENDS = {"&", "|", ">", ">>", "2>&1", "2>"}  # words that end the arguments of a command
+# A line of a shell, whose quotes may go on over several lines; or a comment.
+COMMAND_LINE = re.compile(
+    r"""(?:[^'"\\\n#]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|(?<=\S)\#)+|\#[^\n]*""", re.DOTALL
+)
 TOOLS = ("swift", "trl", "rloo", "grpo")
-USAGE = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
+MAX_COMMAND_CHARS = 32_000  # shlex takes time with the square of a word's length
+USAGE = "rloo migrate FILE.yaml, or rloo migrate -- OLD COMMAND"
 
 
-def read_old_run(args: list[str]) -> OldRun:
-    """Read the arguments of `rloo migrate`: one file, or an old command.
+def split_command(args: list[str]) -> list[str]:
+    """The words of the old command; [] if the arguments name a file instead.
 
-    Raises ConfigError for a file that is missing or holds nothing to migrate, and for a trainer
-    that is not migrated.
+    Raises ConfigError for a text that holds several commands, and for one that is too long.
     """
-    if len(args) == 1 and re.search(r"\s", args[0].strip()):
-        return read_shell_script(args[0], "the command")
     if len(args) > 1:
-        return read_command_line(args)
-    path = Path(args[0])
+        return _words_of_one(args)
+    if not re.search(r"\s", args[0].strip()):
+        return []
+    if len(args[0]) > MAX_COMMAND_CHARS:
+        what, why = "the command is too long", f"over {MAX_COMMAND_CHARS} characters"
+        fix = "write its settings into a file: rloo migrate FILE.yaml"
+        raise ConfigError(Problem(what, "the command", why, fix))
+    text = re.sub(r"\\\r?\n", " ", args[0]).rstrip().rstrip("\\")
+    commands = [shlex.split(line) for line in COMMAND_LINE.findall(text) if line[0] != "#"]
+    if set(COMMAND_LINE.sub("", text)) & set("'\""):
+        what, fix = "a quote in the command is not closed", "close it, or paste the whole command"
+        raise ConfigError(Problem(what, "the command", text.strip()[-80:], fix))
+    commands = [words for words in commands if words]
+    if len(commands) != 1:
+        raise _not_one_command_error(len(commands))
+    return _words_of_one(commands[0])
+
+
+def _words_of_one(words: list[str]) -> list[str]:
+    """The words of a command without redirections. Raises ConfigError where another follows."""
+    if any(word in ("&&", "||") or re.fullmatch(r"\S*;", word) for word in words):
+        raise _not_one_command_error(2)
+    stop = next((i for i, word in enumerate(words) if word in COMMAND_ENDS), len(words))
+    return words[:stop]
+
+
+def _not_one_command_error(count: int) -> ConfigError:
+    what = "several commands were given" if count else "no command was given"
+    why = "rloo migrate converts one command at a time"
+    fix = f"paste the training command alone: {PASTE}"
+    return ConfigError(Problem(what, "the command", why, fix))
+
+
+def read_settings(path: Path) -> OldRun:
+    """Read a YAML or JSON file of settings; the launcher's may be among them.
+
+    Raises ConfigError for a file that is missing, of another kind, or without known settings.
+    """
     if not path.is_file():
         raise _missing_file_error(path)
-    text = read_old_file(path)
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return _read_config(path)
-    if path.suffix == ".py":
-        return read_python(text, str(path))
-    return read_shell_script(text, str(path))
-
-
-def _read_config(path: Path) -> OldRun:
-    """Read a YAML or JSON file of settings; the launcher's may be among them."""
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        refuse_other_file(path, read_old_file(path))
     old_run = OldRun(read_settings_file(path), setting_format="{}: {}", file=path.name)
     old_run.flags.pop("config", None)
-    refuse_foreign_trainer([], old_run.flags)
+    refuse_foreign_settings(old_run.flags, str(path))
     _read_process_count(old_run)
     if not any(find_old_name(name) for name in old_run.flags):
         names = ", ".join(list(old_run.flags)[:5]) or "there are none"
@@ -59,97 +92,51 @@ def _read_config(path: Path) -> OldRun:
     return old_run
 
 
-def read_shell_script(text: str, where: str) -> OldRun:
-    """Read the first training command of a shell script, its variables filled in."""
-    commands, foreign, servers = [], [], []
-    for args, variables in simple_commands(text):
-        flags = [w[2:].partition("=")[0].replace("-", "_") for w in args if w.startswith("--")]
-        has_settings = any(
-            f == "config" or (find_old_name(f) and f not in tables.LAUNCHER_FLAGS) for f in flags
-        )
-        scripts = [w for w in args if w.endswith(".py") and Path(w).is_file()]
-        if tables.NON_TRAINING_COMMANDS & set(args):
-            servers += [command] if (command := server_command(args)) else []
-            continue
-        try:
-            refuse_foreign_trainer(args, dict.fromkeys(flags))
-        except ConfigError as error:
-            foreign.append(error)
-            continue
-        trains = scripts or any(w in TOOLS or w.endswith(".py") for w in args)
-        trains = trains or args[0].startswith("--") or any("trl.scripts." in w for w in args)
-        if (has_settings and trains) or (scripts and {*STARTERS} & {*args}):
-            for name in ("NNODES", "NPROC_PER_NODE"):
-                if name in variables:
-                    args = [f"{name}={' '.join(variables[name])}", *args]
-            commands.append(args)
-    if not commands and foreign:
-        raise foreign[0]
-    if not commands:
-        refuse_foreign_trainer([text], {})
-        what, why = f"no training command in {where}", "none has known flags"
-        raise ConfigError(Problem(what, where, why, USAGE))
-    commands.sort(key=_is_other_method)  # of SFT and then RLOO, the second is the one to migrate
-    old_run = read_command_line(commands[0])
-    if len(commands) > 1:
-        note = f"{len(commands)} training commands in {where}: this is the first of them"
-        old_run.notes.append(note)
-    old_run.notes += [f"its server: {c} (or with +recipe=my.yaml alone)" for c in servers]
-    if servers:  # it is asked by the training beside it
-        old_run.flags.setdefault("vllm_mode", "server")
-    return old_run
+def read_command(words: list[str]) -> OldRun:
+    """Read an old command, from its launcher (or its first flag) on.
 
-
-def _is_other_method(args: list[str]) -> bool:
-    """Whether a command is of another method, like `trl sft`, `swift pt` and dpo.py."""
-    scripts = {Path(w).stem for w in args if w.endswith(".py")}
-    tools = [w for w in TOOLS if w in args]
-    methods = {args[args.index(t) + 1] for t in tools if args.index(t) + 1 < len(args)}
-    return bool((scripts | methods) & tables.OTHER_METHODS)
-
-
-def read_command_line(args: list[str]) -> OldRun:
-    """Read an old command line, from its launcher (or its first flag) on."""
-    stop = next((i for i, w in enumerate(args) if w in COMMAND_ENDS), len(args))
-    args = args[:stop]
+    Raises ConfigError for another trainer's command, and for one whose settings are in a script.
+    """
+    refuse_foreign_command(words)
     old_run = OldRun({})
-    script = _sort_arguments(old_run, args)
-    refuse_foreign_trainer(args, old_run.flags)
+    script = _sort_arguments(old_run, words)
     old_run.flags = {k: _flag_value(v) for k, v in old_run.flags.items()}
     _read_process_count(old_run)
-    if script.is_file() and old_run.tool != "swift":
-        old_run = _with_script(old_run, script)
-    elif not old_run.flags:
-        what = f"{script} is not a file here" if old_run.script else "no flags in this command"
-        why = " ".join(args)[:200]
-        fix = "rloo migrate FILE, where the file is"
-        raise ConfigError(Problem(what, "the old run", why, fix))
-    elif old_run.script in tables.AGENT_SCRIPTS:
-        what, why = f"{script} is not a file here", "its tools and rewards are in it alone"
-        raise ConfigError(Problem(what, "the old run", why, f"put it at {script}"))
-    elif old_run.script and old_run.script not in ("-", *tables.VISION_SCRIPTS):
+    if old_run.script in tables.AGENT_SCRIPTS:
+        raise python_script_error(script, "its tools and rewards are in it alone")
+    known = [name for name in old_run.flags if find_old_name(name)]
+    if old_run.script and set(known) <= {"bf16", "fp16"}:  # which the launcher says
+        raise python_script_error(script, "its settings are in it, and not in the command")
+    if not old_run.flags:
+        what, why = "no flags in this command", " ".join(words)[:200]
+        raise ConfigError(Problem(what, "the command", why, USAGE))
+    if old_run.script and old_run.script not in tables.VISION_SCRIPTS:
         old_run.notes.append(
-            f"{script} is not a file here: what it sets by itself (data, rewards, its own defaults)"
-            " is not in this recipe"
+            f"{script} is not read: what it sets by itself (data, rewards, its own defaults) is not"
+            " in this recipe"
         )
     if config := old_run.flags.pop("config", None):
-        path = Path(str(config))
-        if not path.is_file():
-            raise _missing_file_error(path, "named by --config")
-        file_run = OldRun(read_settings_file(path), setting_format="{}: {}")
-        _read_process_count(file_run)
-        old_run.flags = file_run.flags | old_run.flags
-        old_run.file = path.name
-        if old_run.processes is None:
-            old_run.processes, old_run.processes_from = file_run.processes, file_run.processes_from
-            old_run.nodes = file_run.nodes
-            old_run.launcher_file = old_run.launcher_file or file_run.launcher_file
+        _read_named_config(old_run, Path(str(config)))
     return old_run
 
 
-def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
+def _read_named_config(old_run: OldRun, path: Path) -> None:
+    """Read the file that --config names; the command's own flags come first."""
+    if not path.is_file():
+        raise _missing_file_error(path, "named by --config")
+    file_run = OldRun(read_settings_file(path), setting_format="{}: {}")
+    _read_process_count(file_run)
+    old_run.flags = file_run.flags | old_run.flags
+    old_run.file = path.name
+    if old_run.processes is None:
+        old_run.processes, old_run.processes_from = file_run.processes, file_run.processes_from
+        old_run.nodes = file_run.nodes
+        old_run.launcher_file = old_run.launcher_file or file_run.launcher_file
+
+
+def _sort_arguments(old_run: OldRun, args: list[str]) -> str:
     """Sort arguments into flags, the tool, its method and the script. Returns the script's path."""
-    name, script, extras = "", Path("-"), []
+    name, script, extras = "", "", []
     for word in args:
         if word == "...":
             old_run.notes.append("what the dots stand for is not in the command")
@@ -158,11 +145,10 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
             name = name.replace("-", "_")
             old_run.flags[name] = [value] if equals else []
         elif word.endswith(".py") and not old_run.script and old_run.tool != "swift":
-            script = Path(word)
-            old_run.script, name = script.name, ""
+            script, old_run.script, name = word, Path(word).name, ""
             _drop_launcher_flags(old_run)
         elif word.startswith("trl.scripts.") and not old_run.script:
-            old_run.script, name = f"{word.rpartition('.')[2]}.py", ""
+            script, old_run.script, name = word, f"{word.rpartition('.')[2]}.py", ""
             _drop_launcher_flags(old_run)
         elif name:
             old_run.flags[name].append(word.rstrip(",") if word.endswith('",') else word)
@@ -185,15 +171,6 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
             note = f"{' '.join(unset)} after --{name} is not filled in: it is not read"
             old_run.notes.append(note)
     return script
-
-
-def _with_script(old_run: OldRun, script: Path) -> OldRun:
-    """The settings of a command's script, with the command's flags over them."""
-    script_run = read_python(read_old_file(script), str(script), old_run.flags)
-    script_run.processes, script_run.processes_from = old_run.processes, old_run.processes_from
-    script_run.launcher_file, script_run.nodes = old_run.launcher_file, old_run.nodes
-    script_run.notes = old_run.notes + script_run.notes
-    return script_run
 
 
 def _drop_launcher_flags(old_run: OldRun) -> None:
@@ -243,6 +220,19 @@ def read_settings_file(path: Path) -> JsonObject:
         what, fix = f"{path} holds no settings", "give a file with a name: value on each line"
         raise ConfigError(Problem(what, str(path), "expected name: value", fix))
     return {str(k): parse_argument(v) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def parse_argument(text: str) -> object:
+    """An argument as bool, null, number, JSON or text; `3e-6` is a number (YAML says text)."""
+    constants = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    for convert in (int, float, json.loads if text[:1] in "[{" else str):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _flag_value(args: list[str]) -> object:

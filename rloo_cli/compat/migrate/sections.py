@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 from rloo_cli.compat.migrate import tables
-from rloo_cli.compat.migrate.batch import Dialect, take_number
+from rloo_cli.compat.migrate.batch import take_number
 from rloo_cli.compat.migrate.old_run import read_old_file
 from rloo_cli.compat.migrate.recipe import Recipe, schema_refusal
+from rloo_cli.compat.migrate.tables import Dialect
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -24,7 +25,7 @@ def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
     entries = entries if isinstance(entries, list) else [entries]
     sources = [_dataset_source(entry) for entry in entries if entry]
     if len(sources) > 1:
-        write_mixture(recipe, sources, text)
+        _write_mixture(recipe, sources, text)
     elif sources:
         for key, value in sources[0].items():
             note = "; its n rows were drawn at random" * (key == "max_samples")
@@ -84,11 +85,11 @@ def _dataset_source(entry: object) -> JsonObject:
     return {k: v for k, v in source.items() if v is not None}
 
 
-def write_mixture(recipe: Recipe, sources: list[JsonObject], original_text: str) -> None:
+def _write_mixture(recipe: Recipe, sources: list[JsonObject], original_text: str) -> None:
     """Write several data sets, which the old tool concatenated: each has its size as weight."""
     table: dict[str, JsonObject] = {}
     for source in sources:
-        base = slug_name(Path(str(source["path"])).stem).replace(".", "_").replace("-", "_")
+        base = _slug_name(Path(str(source["path"])).stem).replace(".", "_").replace("-", "_")
         name = base if base not in table else f"{base}_{len(table) + 1}"
         table[name] = {"weight": float(source.get("max_samples") or 1)} | source
     recipe.put("data.mixture", table, original_text)
@@ -270,11 +271,11 @@ def write_run_settings(recipe: Recipe) -> None:
     if folder:
         path = Path(str(folder))
         recipe.put("root", str(path.parent), recipe.original_text("output_dir"))
-        recipe.put("name", slug_name(path.name), recipe.original_text("output_dir"))
+        recipe.put("name", _slug_name(path.name), recipe.original_text("output_dir"))
     elif run:
         flag = "run_name" if "run_name" in recipe.original_flags else "exp_name"
         recipe.put(
-            "name", slug_name(str(run)), f"{recipe.original_text(flag)}; no time stamp is added"
+            "name", _slug_name(str(run)), f"{recipe.original_text(flag)}; no time stamp is added"
         )
     if folder and run:
         flag = "run_name" if "run_name" in recipe.original_flags else "exp_name"
@@ -349,6 +350,6 @@ def _write_trackers(recipe: Recipe) -> None:
         recipe.dropped.append(f"{what}: {why}; metrics.jsonl has every step")
 
 
-def slug_name(name: str) -> str:
+def _slug_name(name: str) -> str:
     """A name for a folder or an entry: what is no letter, digit or one of ._+- becomes a dash."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-._+") or "run"

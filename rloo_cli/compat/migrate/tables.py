@@ -1,11 +1,28 @@
-"""Lists what other trainers call their settings, and their defaults by version.
+"""Lists what TRL and ms-swift call their settings, and their defaults by version.
 
 TRL's defaults are those of `RLOOConfig` and `GRPOConfig` in 0.9.6, 0.14, 0.16, 0.21, 0.24, 0.26,
 1.0, 1.8 and 1.16, ms-swift's those of 4.6, peft's those of 0.17. A key that is not listed has the
 same default as here.
 """
 
+from dataclasses import dataclass, field
+
 from rloo_cli.utils.files import JsonObject
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One tool at one time: the defaults its users rely on without writing them."""
+
+    title: str
+    kind: str  # rloo or grpo
+    defaults: JsonObject
+    rewards: dict[str, str]  # its reward names -> ours
+    vllm_mode: str = "server"
+    correction: JsonObject = field(default_factory=lambda: NO_CORRECTION)  # where vLLM samples
+    is_old_trl: bool = False  # the trainer of TRL <=0.21
+    is_swift: bool = False
+    device_batch: int = 8
 
 
 def _name_set(text: str) -> set[str]:
@@ -75,21 +92,11 @@ SWIFT_ESTIMATORS: dict[str, tuple[str, JsonObject]] = {
     "reinforce_plus_plus": ("reinforce_pp", {"algorithm.loss_agg": "sequence_mean"}),
 }
 # The correction for vLLM as the sampler if the old command does not set it.
-NO_CORRECTION = {
+NO_CORRECTION: JsonObject = {
     "mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0, "geometric_range": None,
 }  # fmt: skip
 GRPO_CORRECTION = NO_CORRECTION | {"mode": "mask"}
 
-# name -> title, old trainer?, kind, defaults, vllm_mode, correction
-TRL_VERSIONS: dict[str, tuple[str, bool, str, JsonObject, str, JsonObject]] = {
-    "trl_0_9": ("TRL <=0.10", True, "rloo", RLOO_OLD, "server", NO_CORRECTION),
-    "trl_0_21": ("TRL 0.11-0.21", True, "rloo", RLOO_OLD, "server", NO_CORRECTION),
-    "trl_0_28": ("TRL 0.22-0.28", False, "rloo", RLOO_0_28, "server", NO_CORRECTION),
-    "trl": ("TRL 1.16", False, "rloo", RLOO, "colocate", NO_CORRECTION),
-    "grpo_0_16": ("TRL 0.14-0.16, GRPO", False, "grpo", GRPO_0_16, "colocate", NO_CORRECTION),
-    "grpo_0_28": ("TRL 0.22-0.28, GRPO", False, "grpo", GRPO_0_28, "server", GRPO_CORRECTION),
-    "grpo": ("TRL 1.16, GRPO", False, "grpo", GRPO, "colocate", GRPO_CORRECTION),
-}
 # Defaults that changed between versions: noted if the default was used and no version is known.
 CHANGED_DEFAULTS = {
     "max_completion_length": "256 up to TRL 1.8, 512 in 1.16",
@@ -144,10 +151,6 @@ OTHER_METHODS = _name_set(
 )
 DISTILLATIONS = ("gkd", "gold", "distillation")  # of these, which our algorithms do otherwise
 TEACHER_SERVERS = ("teacher_model_server_url", "teacher_model_server")  # the address of one
-# Arguments that make a command one that does not train.
-NON_TRAINING_COMMANDS = _name_set(
-    "vllm-serve rollout eval infer export deploy merge-lora app web-ui sample chat env skills"
-)
 # Commands that do not train -> our words, and the override for each of their flags.
 _SERVER_KEYS = {
     name: f"generation.server.{name}={{}}"
@@ -189,42 +192,6 @@ OTHER_COMMAND_NOTES = {
     "vllm_enable_lora": "an adapter is handed to vLLM anyway",
     "vllm_max_lora_rank": "the recipe's adapter says it",
 }
-FOREIGN_PATTERNS = {
-    "openrlhf": r"\bopenrlhf\.(cli|trainer)|\btrain_ppo_ray\b|\btrain_ppo_llama",
-    "verl": r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\.|\brecipe\.\w+\.main_",
-    "megatron": r"(^|\s)megatron\s+(rlhf|sft|pt)\b",
-}
-FOREIGN_FLAGS = {  # two of these flags are enough
-    "openrlhf": _name_set(
-        """pretrain prompt_data init_kl_coef n_samples_per_prompt rollout_batch_size
-        micro_rollout_batch_size micro_train_batch_size actor_learning_rate prompt_max_len
-        generate_max_len reward_pretrain remote_rm_url critic_learning_rate
-        actor_num_gpus_per_node colocate_all_models actor.model_name_or_path
-        data.prompt_dataset rollout.batch_size rollout.n_samples_per_prompt algo.kl.init_coef
-        actor.adam.lr algo.advantage.estimator reward.remote_url ckpt.output_dir"""
-    ),
-    "verl": set(),
-    "megatron": {"micro_batch_size", "global_batch_size", "tensor_model_parallel_size"},
-}
-FOREIGN_TITLES = {"openrlhf": "OpenRLHF", "verl": "verl", "megatron": "ms-swift's Megatron"}
-# Of those that are refused: settings whose value means the same under one of our names.
-FOREIGN_EQUIVALENTS = {
-    "megatron": {
-        "model": "model.path",
-        "num_generations": "algorithm.num_generations",
-        "beta": "algorithm.beta",
-        "lr": "train.learning_rate",
-        "max_completion_length": "generation.max_completion_length",
-    },
-}
-# Their estimators -> the overrides that compute the same here.
-FOREIGN_ESTIMATORS = {
-    "megatron": {
-        "rloo": "algorithm=rloo algorithm.dialect=ms_swift",
-        "grpo": "algorithm=grpo",
-        "reinforce_plus_plus": "algorithm=reinforce_pp",
-    },
-}
 
 # Launchers ---------------------------------------------------------------------------------------
 PROCESS_COUNT_FLAGS = ("num_processes", "nproc_per_node", "num_gpus")
@@ -256,6 +223,20 @@ SWIFT_REWARDS = {
     "cosine": "cosine_length",
     "repetition": "repetition",
     "soft_overlong": "overlong",
+}
+
+# The tools and their versions -------------------------------------------------------------------
+DIALECTS = {
+    "trl_0_9": Dialect("TRL <=0.10", "rloo", RLOO_OLD, {}, is_old_trl=True),
+    "trl_0_21": Dialect("TRL 0.11-0.21", "rloo", RLOO_OLD, {}, is_old_trl=True),
+    "trl_0_28": Dialect("TRL 0.22-0.28", "rloo", RLOO_0_28, TRL_REWARDS),
+    "trl": Dialect("TRL 1.16", "rloo", RLOO, TRL_REWARDS, "colocate"),
+    "grpo_0_16": Dialect("TRL 0.14-0.16, GRPO", "grpo", GRPO_0_16, TRL_REWARDS, "colocate"),
+    "grpo_0_28": Dialect(
+        "TRL 0.22-0.28, GRPO", "grpo", GRPO_0_28, TRL_REWARDS, "server", GRPO_CORRECTION
+    ),
+    "grpo": Dialect("TRL 1.16, GRPO", "grpo", GRPO, TRL_REWARDS, "colocate", GRPO_CORRECTION),
+    "ms_swift": Dialect("ms-swift", "grpo", SWIFT, SWIFT_REWARDS, is_swift=True, device_batch=1),
 }
 
 # Adapters: old name -> key of model.lora ---------------------------------------------------------
@@ -330,32 +311,3 @@ IGNORED_FLAGS = {  # flags that need no key here, and why
     "log_unique_prompts": "the prompt ledger lists every prompt",
     "move_model_batches": "weights are moved as they fit",
 }
-
-# In a Python script ------------------------------------------------------------------------------
-CONFIG_CLASSES = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}
-TRAINER_CLASSES = {"RLOOTrainer": "rloo", "GRPOTrainer": "grpo"}
-PARSER_CLASSES = {"HfArgumentParser", "TrlParser"}
-# The order of a trainer's arguments: TRL >=0.22, and <=0.21's RLOOTrainer.
-TRAINER_ARGUMENTS = (
-    "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"
-)  # fmt: skip
-OLD_TRAINER_ARGUMENTS = (
-    "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset",
-    "data_collator", "eval_dataset",
-)  # fmt: skip
-# What a script asks of its trainer beside the training, and what does it here.
-TRAINER_METHODS = {
-    "save_model": "final/ in the run's folder has the model, for transformers and vLLM",
-    "push_to_hub": "rloo push RUN --repo ORG/NAME, once the run is done",
-    "add_callback": "nothing is called back; each step is a line of metrics.jsonl",
-    "remove_callback": "nothing is called back; each step is a line of metrics.jsonl",
-    "log_metrics": "metrics.jsonl has every step",
-    "save_metrics": "metrics.jsonl has every step",
-    "create_model_card": "rloo push writes the card",
-}
-# Methods of a data set that change its rows; all others leave the rows as they are.
-DATASET_METHODS = _name_set(
-    """map filter select take skip shuffle train_test_split rename_column rename_columns
-    remove_columns select_columns add_column cast cast_column sort flatten batch
-    with_transform set_transform"""
-)
