@@ -3,7 +3,6 @@
 compare/        rloo compare
 completion      rloo completion
 config          rloo config
-curves          rloo curves
 doctor          rloo doctor
 eval            rloo eval
 eval_target     what rloo eval evaluates: a recipe, run or checkpoint

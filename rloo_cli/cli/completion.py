@@ -66,7 +66,6 @@ VERBS_WITH_RUN = (
     "samples",
     "ledger",
     "compare",
-    "curves",
     "eval",
 )
 FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argument may be

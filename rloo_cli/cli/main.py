@@ -257,7 +257,6 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "push": _lazy_verb("push"),
     "samples": _lazy_verb("samples"),
     "ledger": _lazy_verb("ledger"),
-    "curves": _lazy_verb("curves"),
     "compare": _lazy_verb("compare"),
     "verify-resume": _lazy_verb("verify_resume"),
     "slurm": _lazy_verb("slurm"),

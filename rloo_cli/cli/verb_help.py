@@ -294,15 +294,6 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo ledger quickstart", "rloo ledger runs/quickstart --json"),
         RUN_NOTE,
     ),
-    "curves": VerbHelp(
-        "draw the curves of a run, whatever its state: RUN [OUT.png]",
-        ("rloo curves RUN [OUT.png|OUT.svg] [--json]",),
-        {"--json": "where the picture is"},
-        ("rloo curves quickstart", "rloo curves runs/quickstart curves.svg"),
-        f"{RUN_NOTE} It may be running,\nstopped or failed. Without OUT the picture is the run's "
-        "own curves.png, which a run draws itself\nwith its checkpoints (if this costs less than "
-        "2 % of its time) and at every end.",
-    ),
     "compare": VerbHelp(
         "compare runs: curves, tables, which is better and how sure that is",
         ("rloo compare RUN... [flags]",),

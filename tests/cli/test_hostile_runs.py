@@ -15,7 +15,6 @@ from compare_cases import write
 
 from rloo_cli.cli import compare, main
 from rloo_cli.cli.run_arguments import answer_console
-from rloo_cli.reporting import curves
 from rloo_cli.utils import console, redact
 
 # A title, the clipboard, a cleared screen, an 8-bit sequence, markup of rich, a turned-round text.
@@ -29,7 +28,6 @@ VERBS = {
     "samples": ("samples", "RUN", "--worst"),
     "held-out samples": ("samples", "RUN", "--eval", "--best"),
     "ledger": ("ledger", "RUN"),
-    "curves": ("curves", "RUN"),
     "compare": ("compare", "runs"),
     "first difference": ("compare", "runs/[12]*", "--first-difference"),
     "push": ("push", "RUN", "--dry-run"),
@@ -42,7 +40,6 @@ CODES = {"doctor": 20, "ledger": 4, "first difference": 20, "a run that is not t
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The first of three runs whose files are hostile, below the current folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(curves, "draw_run_curves", lambda _, out, *__: out)
     monkeypatch.setattr(compare.charts, "draw_comparison", lambda _, out, *__: out)
     for seed in (1, 2, 3):
         folder = write(Path("runs"), f"{seed}{FILE_NAME}", seed=seed, state="finished")

@@ -16,7 +16,6 @@ from fork_cases import Forked
 from seen_runs import DAMAGES, damaged_copy, make_real_runs, write_long_run
 
 from rloo_cli.cli import compare, main, verb_help
-from rloo_cli.reporting import curves
 
 pytestmark = pytest.mark.wide
 
@@ -28,7 +27,6 @@ VERBS = {
     "samples": ("samples", "RUN"),
     "held-out samples": ("samples", "RUN", "--eval", "--best"),
     "ledger": ("ledger", "RUN"),
-    "curves": ("curves", "RUN", "out/curves.svg"),
     "compare": ("compare", "RUN", "../again", "--out", "out/comparison"),
     "first difference": ("compare", "RUN", "../again", "--first-difference"),
     "sync": ("sync", "RUN", "tensorboard"),
@@ -64,7 +62,6 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
         return Path(out)
 
     monkeypatch.setattr(compare.charts, "draw_comparison", draw)
-    monkeypatch.setattr(curves, "draw_run_curves", draw)
 
 
 Say = Callable[..., tuple[int, str, str]]

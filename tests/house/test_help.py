@@ -45,7 +45,6 @@ NOTHING_HERE = {
     "push": "there is no run",
     "samples": "there is no run",
     "ledger": "there is no run",
-    "curves": "there is no run",
     "compare": "no run",
 }
 

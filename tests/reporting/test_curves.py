@@ -6,9 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from assert_refused import assert_refused
 
-from rloo_cli.cli import main
 from rloo_cli.reporting import curves
 from rloo_cli.reporting.curves import (
     draw_run_curves,
@@ -152,27 +150,6 @@ def test_a_run_that_goes_on_is_drawn_now_and_then_and_a_failure_is_one_warning(
     drawer.draw_curves(7, notes.append)
     (note,) = notes
     assert "curves.png" in note and note.endswith("RuntimeError: no fonts")
-
-
-def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "runs" / "mine"
-    run.mkdir(parents=True)
-    (run / "run.json").write_text('{"state": "training"}')
-    for words, key in ([], "rloo curves"), (["mne"], "rloo curves mine"), (["mine"], "draw"):
-        with pytest.raises(ConfigError) as caught:
-            main.find_verb(["curves", *words])()
-        assert_refused(caught, 2, key)
-    text = write(run / "metrics.jsonl", run_rows(4)).read_text()
-    (run / "metrics.jsonl").write_text(text + '{"step": 5, "rew')  # a line that is being written
-    assert main.find_verb(["curves", "mine"])() == 0
-    assert main.find_verb(["curves", "runs/mine", "a/c.svg"])() == 0
-    assert capsys.readouterr().out.split() == ["runs/mine/curves.png", "a/c.svg"]
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "a" / "c.svg").read_text()
-    with pytest.raises(ConfigError) as caught:
-        main.find_verb(["curves", "mine", "c.jpeg"])()
-    assert_refused(caught, 2, "c.jpeg")
 
 
 @pytest.mark.parametrize("error", [None, Stopped, RewardError, ZeroDivisionError])
