@@ -19,15 +19,6 @@ from shapes import SHAPES, Shape
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "speed.md"
 LOSES = "**`rloo` loses**"
-HEADS = {
-    "full": "log_softmax over all logits",
-    "checkpointed": "checkpointed chunks",
-    "trl": "TRL, chunked, with entropy",
-    "trl_logp": "TRL, chunked",
-    "rloo": "`rloo`",
-    "rloo_entropy": "`rloo`, with entropy",
-    "rloo_kept": "`rloo`, logits kept",
-}
 NAMES = {"default": "TRL default", "best": "TRL best found", "untouched": "TRL untouched"}
 HEAD = """\
 # Speed
@@ -72,7 +63,6 @@ def page(rows: Sequence[Row]) -> str:
         elif not found:
             parts.append("Not yet run.\n")
         parts += [section(run) for run in found]
-    parts.append(heads([row for row in rows if row["workload"] == "W3-head"]))
     parts.append(sampling([row for row in rows if row["workload"] == "rollout"]))
     return "\n".join(parts)
 
@@ -142,39 +132,6 @@ def facts(run: list[Row], ours: Row) -> list[str]:
             f" {row['mfu']:.0%} of the core's {row['roofline']:.0f} GFLOP/s."
         )
     return lines
-
-
-def heads(rows: Sequence[Row]) -> str:
-    """The rows of `bench/head.py`: the latest of each head, size and device."""
-    title = (
-        "## W3: the head alone\n\n`python bench/head.py`: log-probabilities of targets from hidden"
-        " states, forward and backward, each in a process of its own; memory is what came on top.\n"
-    )
-    if not rows:
-        return f"{title}\nNot yet run.\n"
-    last = {(r["device"], r["V"], r["h"], r["rows"], r["variant"]): r for r in rows}
-    lines = [
-        title,
-        "| device, V x h, rows | head | s | processor's s | MB | error of dW | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (*size, _), row in last.items():
-        best = min(r["s"] for (*s, _), r in last.items() if s == size and r["tool"] != "rloo")
-        cells = [
-            f"{row['device']}, {row['V']} x {row['h']}, {row['rows']}",
-            HEADS[row["variant"]],
-            f"{row['s']:.2f} ({row['s_least']:.2f} - {row['s_most']:.2f})",
-            f"{row['s_cpu']:.2f}",
-            f"{row['peak_mb']:.0f}",
-            f"{row['dw_rel_error']:.0e}",
-            LOSES if row["tool"] == "rloo" and row["s"] > best else "",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    some = next(iter(last.values()))
-    lines.append(
-        f"\n{some['dtype']}, {some['threads']} thread, torch {some['torch']}, {some['date']}."
-    )
-    return "\n".join(lines) + "\n"
 
 
 def sampling(rows: Sequence[Row]) -> str:

@@ -5,11 +5,10 @@ belong to the root, which is the `Scorer`: whatever asks for logits asks through
 precision are shards of float32 (they are the masters) that are gathered in half precision, and
 gradients are summed in float32.
 
-accelerate's `fsdp2_prepare_model` gives the same numbers (`python bench/accelerate_parts.py`) by
-the same torch function, and is not used: it wants the whole model on each rank or a whole state
-dict on rank 0 (accelerate 1.15, utils/fsdp_utils.py:828), where weights come unit by unit here; it
-has one mesh (:773), where a frozen model has a group of its own; and it has no way on a CPU
-(state.py:1010).
+accelerate's `fsdp2_prepare_model` calls the same torch function, and is not used: it wants the
+whole model on each rank or a whole state dict on rank 0 (accelerate 1.15, utils/fsdp_utils.py:828),
+where weights come unit by unit here; it has one mesh (:773), where a frozen model has a group of
+its own; and it has no way on a CPU (state.py:1010).
 """
 
 from collections.abc import Iterator, Sequence

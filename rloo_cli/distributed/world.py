@@ -8,7 +8,7 @@ group that is made here, because a store that it makes listens on every interfac
 Its object collectives are not used: they are those of the default group and have its deadline
 (utils/operations.py:500 and :695), and a wait for what rank 0 does alone has a longer one. Its
 state of a single process is not used either: a GPU has no number there (state.py:747). Line
-numbers are those of accelerate 1.15; `python bench/accelerate_parts.py` compares the numbers.
+numbers are those of accelerate 1.15.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """`zero1`, `zero2`, `zero3`: DeepSpeed's engine, driven directly.
 
-accelerate's wrapper gives the same sums (`python bench/accelerate_parts.py`), but it makes the
-optimizer's step inside the last `backward` (accelerate 1.15, utils/deepspeed.py:281). Here the norm
-is asked for before the step, which is only made when it is finite, and a factor on all gradients
-(an advantage's normalisation, known late) goes through the loss scale. So the engine is driven
-directly: the boundary is set before each backward pass.
+accelerate's wrapper gives the same sums, but it makes the optimizer's step inside the last
+`backward` (accelerate 1.15, utils/deepspeed.py:281). Here the norm is asked for before the step,
+which is only made when it is finite, and a factor on all gradients (an advantage's normalisation,
+known late) goes through the loss scale. So the engine is driven directly: the boundary is set
+before each backward pass.
 
 This file knows all engines: `build_engine` has the one of each name.
 """

@@ -89,7 +89,7 @@ def measure_forward_limits(
     policy.logprob_module.keep_logits_bytes = int(room.most_kept_logits)
     size = train.micro_batch_size
     no_grad_size = train.no_grad_batch_size or (None if size is None else 2 * size)
-    # More than `most` is no faster, and slower on a CPU, whose caches hold less (bench/no_grad.py).
+    # More than `most` is no faster, and slower on a CPU, whose caches hold less.
     no_grad_tokens = max(tokens, min(NO_GRAD_TOKEN_FACTOR * tokens, most))
     return ForwardLimits(shape, tokens, no_grad_tokens, size, no_grad_size)
 

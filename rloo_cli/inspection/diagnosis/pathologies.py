@@ -1,8 +1,7 @@
 """Eighteen things that go wrong in RL of language models, each seen in a run's own files.
 
 A rule reads `RunEvidence` and returns the figures that make it speak, or None. Thresholds were set
-on the first seed of `bench/pathologies.py`, whose runs have the fault really in them, and are shown
-on others (docs/doctor.md). A rule whose figures the run does not have is silent.
+on short runs that really have the fault. A rule whose figures the run does not have is silent.
 """
 
 import math
