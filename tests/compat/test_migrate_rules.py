@@ -162,6 +162,8 @@ def test_the_dialect_may_be_said(migrate):
         (["--world-size"], "--world-size"),
         (["trl", "rloo", "--config", "gone.yaml"], "gone.yaml"),
         (["x.py", "--rloo_k", "two"], "two"),
+        (["trl", "rloo", "--top_k", "few"], "few"),
+        (["trl", "grpo", "--use_vllm", "--vllm_importance_sampling_cap", "low"], "low"),
         (["x.py", "--rloo_k", "0"], "0"),
         (["rloo.py", "--reward_funcs", "a", "b", "--reward_weights", "1"], "reward_weights"),
     ],

@@ -102,9 +102,11 @@ def _write_correction(recipe: Recipe, dialect: Dialect) -> None:
     for name in list(recipe.flags):
         if name.startswith(("vllm_importance_sampling_", "rollout_importance_sampling_")):
             texts.append(recipe.original_text(name))
-            value = recipe.take(name)
             kind = name.partition("importance_sampling_")[2]
-            mode = value if kind == "mode" else mode
+            if kind == "mode":
+                mode = recipe.take(name)
+                continue
+            value = take_number(recipe, name, None)
             cap = value if kind in ("cap", "clip_max", "threshold") else cap
             floor = value if kind == "clip_min" else floor
     key, uses_vllm = "algorithm.correction", "generation" in recipe.groups

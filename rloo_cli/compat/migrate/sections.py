@@ -144,7 +144,7 @@ def write_generation(recipe: Recipe, dialect: Dialect) -> None:
         stop = recipe.take("stop_words")
         stop = [stop] if isinstance(stop, str) else stop
         recipe.put("generation.stop", stop, recipe.original_text("stop_words"))
-    if (top_k := recipe.take("top_k")) is not None:
+    if (top_k := take_number(recipe, "top_k", None)) is not None:
         recipe.put("generation.top_k", max(0, top_k), recipe.original_text("top_k"))
     if dialect.is_swift and not {"top_p", "top_k"} & set(recipe.original_flags):
         recipe.notes.append("top_p, top_k: ms-swift may have read them from generation_config.json")
