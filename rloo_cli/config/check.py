@@ -351,7 +351,7 @@ def config_text(run: RunConfig) -> str:
 
 def config_hash(run: RunConfig) -> str:
     """6 hex digits of all that the experiment depends on; KEYS_NOT_HASHED are left out."""
-    values = first_version_values(dump_config(run))
+    values = dump_config(run)
     for key in KEYS_NOT_HASHED:
         section, _, leaf = key.partition(".")
         (values[section] if leaf else values).pop(leaf or section, None)
