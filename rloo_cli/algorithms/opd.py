@@ -62,9 +62,7 @@ class Config(Switches):
         ge=0,
         le=1,
     )
-    teacher: TeacherConfig = key(
-        "A teacher that a vLLM server has, in place of model.ref_path", since="0.2", before={}
-    )
+    teacher: TeacherConfig = key("A teacher that a vLLM server has, in place of model.ref_path")
 
     @property
     def teacher_server(self) -> TeacherConfig | None:

@@ -159,11 +159,10 @@ def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) ->
 def config_differences(saved_config: JsonObject, run: RunConfig) -> ConfigChanges:
     """Keys whose values differ between a saved config and the run's: key -> [before, now].
 
-    Keys of the run's folder are left out, and keys that `saved_config` did not have yet whose
-    value in `run` means "as before".
+    Keys of the run's folder are left out.
     """
-    old = dict(messages.walk_values(check.first_version_values(saved_config)))
-    new = dict(messages.walk_values(check.first_version_values(check.dump_config(run))))
+    old = dict(messages.walk_values(saved_config))
+    new = dict(messages.walk_values(check.dump_config(run)))
     leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
     of_folder = ("root", "name", "resume", "resume_allow_changes")
     differing = [k for k in leaves if old.get(k) != new.get(k) and k not in of_folder]

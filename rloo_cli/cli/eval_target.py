@@ -4,7 +4,6 @@ RUN/config.yaml is read as data: safe YAML, nothing in it is resolved, the same 
 label of the results names the model and, if there are overrides, their hash.
 """
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Sequence
@@ -78,8 +77,6 @@ def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
     checkpoint = _find_model_folder(run_path)
     folder = checkpoint.parent
     values = _read_run_config(folder / "config.yaml")
-    with contextlib.suppress(KeyError, TypeError):  # sections are missing: the check below says so
-        values = check.fill_newer_keys(values)
     if isinstance(values.get("model"), dict):
         values["model"] = _model_section(values["model"], checkpoint)
     values |= {"resume": "never"} if "resume" in values else {}

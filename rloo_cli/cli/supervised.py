@@ -91,9 +91,7 @@ def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
         before = yaml.safe_load(written.read_text()) if written.is_file() else None
     except YAML_ERRORS:
         before = None  # a damaged one is not this training's
-    if isinstance(before, dict):
-        before = check.first_version_values(before)
-    now = check.first_version_values(check.dump_config(settings))
+    now = check.dump_config(settings)
     parts = ("seed", "model", "data", section)
     if isinstance(before, dict) and all(before.get(p) == now[p] for p in parts):
         return True

@@ -14,9 +14,7 @@ class LoraConfig(Frozen):
     """peft's LoRA (arXiv 2106.09685), DoRA (2402.09353), and its other kinds of adapters."""
 
     peft_type: Literal["LORA", "LOHA", "LOKR", "IA3", "OFT", "HRA", "MISS", "ROAD"] = key(
-        "Kind of peft's adapters; what is not LORA takes its arguments from kwargs",
-        since="0.2",
-        before="LORA",
+        "Kind of peft's adapters; what is not LORA takes its arguments from kwargs"
     )
     r: Positive = key("Rank of the adapters")
     alpha: float = key("Scale: adapters are multiplied by alpha / r", gt=0)
@@ -31,9 +29,7 @@ class LoraConfig(Frozen):
     use_dora: bool = key("Train magnitudes too: DoRA")
     path: PathText | None = key("Adapter to go on from; null = a new one")
     kwargs: JsonObject = key(
-        "More arguments of peft's config of that kind, e.g. {r: 8, alpha: 16} of LOHA",
-        since="0.2",
-        before={},
+        "More arguments of peft's config of that kind, e.g. {r: 8, alpha: 16} of LOHA"
     )
 
 

@@ -4,13 +4,12 @@
 the key, the file and line or the command line, what was found, and what would be right.
 """
 
-import copy
 import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
@@ -232,67 +231,9 @@ def dump_config(run: RunConfig) -> JsonObject:
     return run.model_dump(mode="json")
 
 
-def fill_newer_keys(values: JsonObject) -> JsonObject:
-    """The config of an earlier version's run, with the newer keys set to what was done before them.
-
-    Raises KeyError where a section is missing that every version has written.
-    """
-    return _filled(run_config_class(values), values)
-
-
-def _filled(model: type[BaseModel], values: JsonObject) -> JsonObject:
-    values = dict(values)
-    for name, info in model.model_fields.items():
-        extra = info.json_schema_extra
-        if name not in values and isinstance(extra, dict) and "since" in extra:
-            values[name] = copy.deepcopy(extra["before"])
-        inside = values.get(name)
-        section = _section_model(info.annotation)
-        if section is not None and isinstance(inside, dict):
-            values[name] = _filled(section, inside)
-    return values
-
-
-def _section_model(annotation: object) -> type[BaseModel] | None:
-    """The section that a field holds, also one that may be null."""
-    parts = [annotation, *get_args(annotation)]
-    return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
-
-
-def first_version_values(values: JsonObject) -> JsonObject:
-    """A run's plain values as the first version would have written them, for hash and comparison.
-
-    Keys that came later and say "as before" are left out, and changed defaults are as they were.
-    Values that lack a section that every version has written are returned unchanged.
-    """
-    try:
-        values = fill_newer_keys(values)
-    except (KeyError, TypeError):
-        return values
-    return _first_version_values(run_config_class(values), values)
-
-
-def _first_version_values(model: type[BaseModel], values: JsonObject) -> JsonObject:
-    first = {}
-    for name, value in values.items():
-        info = model.model_fields.get(name)
-        extra = info.json_schema_extra if info is not None else None
-        extra = extra if isinstance(extra, dict) else {}
-        section = _section_model(info.annotation) if info is not None else None
-        if section is not None and isinstance(value, dict):
-            value = _first_version_values(section, value)
-        if "since" in extra and value == extra["before"]:  # of a newer section: {}
-            continue
-        if "default_was" in extra:
-            now, earlier = cast(list[object], extra["default_was"])
-            value = earlier if value == now else value
-        first[name] = value
-    return first
-
-
 def read_config(path: Path) -> RunConfig:
-    """Read and check a config.yaml that a run wrote, also one of an earlier version."""
-    return _read(path, fill_newer_keys)
+    """Read and check a config.yaml that a run wrote."""
+    return _read(path, lambda values: values)
 
 
 # What a damaged file, or one of another version, makes PyYAML, pydantic and `prepare` raise.
@@ -310,7 +251,7 @@ def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
 
 def read_resolved_config(path: Path) -> RunConfig:
     """`read_config` for a run that trains: keys that stand for others are written out."""
-    return _read(path, lambda values: _with_resolved_algorithm(fill_newer_keys(values)))
+    return _read(path, _with_resolved_algorithm)
 
 
 def resolve_config(run: RunConfig) -> RunConfig:

@@ -5,8 +5,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from rloo_cli.utils.files import JsonObject
-
 
 class Frozen(BaseModel):
     """A section of the config."""
@@ -14,30 +12,9 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def key(
-    meaning: str,
-    *,
-    since: str | None = None,
-    before: object = None,
-    default_was: tuple[object, object] | None = None,
-    **limits: Any,
-) -> Any:
-    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`).
-
-    A key that was added later names the version that added it (`since="0.2"`) and the value that
-    means "as before" (`before=VALUE`). A config.yaml that an earlier version wrote is read with
-    that value, and a run's hash omits the key while it has it: an experiment keeps its name.
-
-    `default_was=(NOW, EARLIER)`: the default in conf/ was EARLIER and is NOW. The two count as one
-    value in a run's hash and where a resumed run's config is compared; only for a key whose effect
-    on the run is checked otherwise (what it does to the data is in the data's fingerprint).
-    """
-    extra: JsonObject = {}
-    if since is not None:
-        extra |= {"since": since, "before": before}
-    if default_was is not None:
-        extra |= {"default_was": list(default_was)}
-    return Field(description=meaning, json_schema_extra=extra or None, **limits)
+def key(meaning: str, **limits: Any) -> Any:
+    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`)."""
+    return Field(description=meaning, **limits)
 
 
 MAX_GENERATIONS = 65_536  # completions of one prompt: more are a mistake, and would take hours

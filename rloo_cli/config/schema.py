@@ -7,7 +7,7 @@ unknown key, a string for a number or a NaN is an error.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -61,7 +61,6 @@ class TrainingConfig(Frozen):
     eval_rows: int | None = key(
         "Examples to evaluate on: the first of data.eval_split, or the last of the training split;"
         " null = at most 200, and at most a tenth of the training split",
-        default_was=(None, 200),  # so that a finished training still counts as finished
         ge=0,
     )
     log_every: Positive = key("Optimizer steps per line of metrics")
@@ -125,9 +124,7 @@ class ModelConfig(Frozen):
     ref_sync: RefSyncConfig
     value: ValueConfig
     freeze: list[Literal["vision", "projector"]] = key(
-        "Parts of a vision-language model that keep their weights: its tower, what joins it on",
-        since="0.2",
-        before=[],
+        "Parts of a vision-language model that keep their weights: its tower, what joins it on"
     )
     lora: LoraConfig | None = key("Train adapters only; null = all weights")
     quantization: QuantizationConfig | None = key(
@@ -135,9 +132,7 @@ class ModelConfig(Frozen):
     )
     init_kwargs: JsonObject = key(
         "Further arguments of transformers' from_pretrained, or values of its config.json, for"
-        " policy, reference and value model",
-        since="0.2",
-        before={},
+        " policy, reference and value model"
     )
 
 
@@ -173,18 +168,12 @@ class DatasetConfig(Frozen):
     columns: dict[str, str] = key("Renames columns, or nested fields: {old: new, a.b: new}")
     types: dict[str, Literal["str", "int", "float", "bool"]] = key(
         "Converts columns, after their renaming: {column: int}; {} = as in the file, where every"
-        " cell of a CSV file is text",
-        since="0.2",
-        before={},
+        " cell of a CSV file is text"
     )
     system: str | None = key("System message put before every conversational prompt")
-    chat: bool = key(
-        "A prompt that is a string becomes a user's message", since="0.2", before=False
-    )
+    chat: bool = key("A prompt that is a string becomes a user's message")
     map: PathText | None = key(
-        "file.py:name, example (a dict) -> example, run before columns are read; null = none",
-        since="0.2",
-        before=None,
+        "file.py:name, example (a dict) -> example, run before columns are read; null = none"
     )
     filter: JsonObject | PathText | None = key(
         "Examples to use: {column: value or [values]}, or file.py:name, example -> bool; null = all"
@@ -192,31 +181,22 @@ class DatasetConfig(Frozen):
     max_samples: Positive | None = key("Use only the first n examples that pass; null = all")
     streaming: bool = key("Read example by example, no further than max_samples, storing no more")
     task: TaskConfig | None = key(
-        "Questions of a task: data=reasoning_gym sets it; null = path is not reasoning_gym:NAME",
-        since="0.2",
-        before=None,
+        "Questions of a task: data=reasoning_gym sets it; null = path is not reasoning_gym:NAME"
     )
     max_prompt_length: Positive | None = key(
         "Most tokens of a prompt; null = what max_completion_length leaves of the context and of"
-        " the engine's max_model_len, at most 4096",
-        default_was=(None, 512),  # the data's fingerprint holds which prompts there are
+        " the engine's max_model_len, at most 4096"
     )
     overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
-    allow_remote_images: bool = key("Fetch images from URLs", since="0.2", before=False)
+    allow_remote_images: bool = key("Fetch images from URLs")
     allow_private_addresses: bool = key(
-        "Such URLs may lead to this machine and its network, as an image server of yours does",
-        since="0.2",
-        before=False,
+        "Such URLs may lead to this machine and its network, as an image server of yours does"
     )
     on_bad_image: Literal["error", "filter"] = key(
-        "An image that cannot be read: error = no run, filter = its example is left out, counted",
-        since="0.2",
-        before="error",
+        "An image that cannot be read: error = no run, filter = its example is left out, counted"
     )
     max_pixels: Positive | None = key(
-        "Scale larger images down to so many pixels; null = only as the model's processor does",
-        since="0.2",
-        before=None,
+        "Scale larger images down to so many pixels; null = only as the model's processor does"
     )
 
 
@@ -284,25 +264,15 @@ class GenerationConfig(Frozen):
         " while others of the step are being sampled, with the same result; ahead = the next step's"
         " completions are sampled with the weights that this step's update starts from; carry ="
         " unfinished completions go on under the next weights. It pays where the sampler has"
-        " hardware of its own and neither half is short: rloo plan predicts by how much",
-        since="0.2",
-        before="none",
+        " hardware of its own and neither half is short: rloo plan predicts by how much"
     )
     allow_uncorrected: bool = key(
-        "Let overlap=ahead or carry train without algorithm.correction, for a comparison",
-        since="0.2",
-        before=False,
+        "Let overlap=ahead or carry train without algorithm.correction, for a comparison"
     )
-    allow_moe: bool = key(
-        "Let a mixture of experts be trained, without replay of its router",
-        since="0.2",
-        before=False,
-    )
+    allow_moe: bool = key("Let a mixture of experts be trained, without replay of its router")
     max_lag: Positive = key(
         "overlap=carry: most updates that a token may be older than the weights that train on it;"
-        " the training waits rather than pass it",
-        since="0.2",
-        before=2,
+        " the training waits rather than pass it"
     )
     max_completion_length: Positive = key("Most tokens in a completion")
     min_tokens: int = key("Tokens before which no stop id is sampled", ge=0)
@@ -312,13 +282,11 @@ class GenerationConfig(Frozen):
     min_p: float | None = key("Drop tokens less likely than min_p times the likeliest", ge=0, le=1)
     return_sampling_mask: bool = key(
         "Keep the ids that top_p, top_k and min_p let through, token by token, and compute the"
-        " trainer's log-probabilities over them: exact, with a correction too",
-        since="0.2", before=False,
-    )  # fmt: skip
+        " trainer's log-probabilities over them: exact, with a correction too"
+    )
     max_sampling_mask_ids: Positive = key(
-        "Most ids that a token's mask may have (4 bytes each); more stops the run",
-        since="0.2", before=1024,
-    )  # fmt: skip
+        "Most ids that a token's mask may have (4 bytes each); more stops the run"
+    )
     repetition_penalty: float = key("Divides the logits of tokens that occurred; 1 = off", gt=0)
     stop: list[NotEmpty] = key("Strings that end a completion (they stay in its ids, not its text)")
     stop_token_ids: list[TokenId] = key("More ids that end a completion, beside every EOS id")
@@ -326,15 +294,11 @@ class GenerationConfig(Frozen):
     chat_template_kwargs: JsonObject = key("Passed to the chat template")
     kwargs: JsonObject = key(
         "Further sampling arguments by the backend's own names (docs/vllm.md): vLLM's"
-        " SamplingParams, such as presence_penalty and structured_outputs; some of transformers'",
-        since="0.2",
-        before={},
+        " SamplingParams, such as presence_penalty and structured_outputs; some of transformers'"
     )
     logp_tolerance: float | None = key(
         "RMS of the nats per token by which sampler and trainer may differ; more stops the run;"
         " null = 0.02 for float32, 0.1 for half precision, 0.4 for fp8 or a mixture of experts",
-        since="0.2",
-        before=None,
         gt=0,
         le=100,
     )
@@ -406,9 +370,7 @@ class DistributedConfig(Frozen):
     )
     accelerate_config: Text | None = key(
         "A file that `accelerate config` wrote: engine, offload, processes and machines are as it"
-        " says",
-        since="0.2",
-        before=None,
+        " says"
     )
     num_processes: Positive | None = key(
         "Processes on each machine, one per device; null = one per GPU, 1 without"
@@ -419,9 +381,7 @@ class DistributedConfig(Frozen):
     )
     reduce: Literal["each", "last"] = key(
         "fsdp2: reduce gradients after each micro-batch, or once, after an update's last one; last"
-        " keeps whole gradients in between, 4 bytes for each parameter on each GPU",
-        since="0.2",
-        before="each",
+        " keeps whole gradients in between, 4 bytes for each parameter on each GPU"
     )
     offload: Literal["none", "optimizer", "parameters"] = key(
         "What is kept in CPU memory: optimizer state (zero), or weights too (zero3, fsdp2)"
@@ -458,9 +418,7 @@ class TrainConfig(Frozen):
     micro_batch_order: Literal["balanced", "virtual_time"] = key(
         "Which groups share a forward pass: balanced = equal work in as few as possible;"
         " virtual_time = in the order of their longest completions, as generation.overlap=stream"
-        " needs it",
-        since="0.2",
-        before="balanced",
+        " needs it"
     )
     layout: Literal["auto", "shared", "packed", "padded"] = key(
         "How completions lie in a forward pass: shared = each prompt once for its group, packed ="
@@ -473,14 +431,11 @@ class TrainConfig(Frozen):
     keep_logits_gb: float | None = key(
         "Keep logits up to this size for the backward pass, which otherwise recomputes them; null ="
         " 2, on a GPU a tenth of its memory",
-        default_was=(None, 2.0),
         ge=0,
     )
     compile: bool = key(
         "Compile each decoder layer (torch.compile): fewer, larger kernels on a GPU, for a longer"
-        " start (about a minute)",
-        since="0.2",
-        before=False,
+        " start (about a minute)"
     )
     on_nonfinite: Literal["stop", "skip"] = key("A non-finite loss or gradient: stop, or skip it")
 
@@ -520,30 +475,26 @@ GuardLevel = Annotated[
 ]
 
 
-def _guard(meaning: str) -> Any:
-    return key(meaning, since="0.2", before="warn")
-
-
 class GuardsConfig(Frozen):
     """What each health rule of a run does where it speaks (docs/doctor.md)."""
 
-    reward_falling: GuardLevel = _guard("reward falls within 50 or 100 steps by more than noise")
-    reward_swinging: GuardLevel = _guard("reward swings over 50 steps and gets no better")
-    reward_flat: GuardLevel = _guard("reward neither rises, falls nor swings over 50 steps")
-    high_variance: GuardLevel = _guard("reward is level over 50 steps, and mostly noise")
-    held_out_falling: GuardLevel = _guard(
+    reward_falling: GuardLevel = key("reward falls within 50 or 100 steps by more than noise")
+    reward_swinging: GuardLevel = key("reward swings over 50 steps and gets no better")
+    reward_flat: GuardLevel = key("reward neither rises, falls nor swings over 50 steps")
+    high_variance: GuardLevel = key("reward is level over 50 steps, and mostly noise")
+    held_out_falling: GuardLevel = key(
         "eval_reward under its best by more than noise at two evaluations in a row"
     )
-    policy_clipping: GuardLevel = _guard("clip_ratio/region_mean over 0.2, mean of 5 lines")
-    kl_rising: GuardLevel = _guard("kl over 0.1 and 3 times what it was 20 steps before")
-    entropy_collapse: GuardLevel = _guard("entropy under a tenth of what it began with")
-    one_completion: GuardLevel = _guard("completions/most_common_frac over 0.95, mean of 5 lines")
-    zero_spread: GuardLevel = _guard("frac_reward_zero_std over 0.8, mean of 5 lines")
-    no_signal: GuardLevel = _guard("frac_reward_zero_std is 1 for 20 steps")
-    many_truncated: GuardLevel = _guard("completions/clipped_ratio over 0.5, mean of 5 lines")
-    low_ess: GuardLevel = _guard("sampling/ess under 0.5, mean of 5 lines")
-    logp_drift: GuardLevel = _guard("sampling/logp_diff_rms over 0.04 and 3 times its start")
-    every_update_clipped: GuardLevel = _guard("grad_clip_fraction is 1 for 20 steps")
+    policy_clipping: GuardLevel = key("clip_ratio/region_mean over 0.2, mean of 5 lines")
+    kl_rising: GuardLevel = key("kl over 0.1 and 3 times what it was 20 steps before")
+    entropy_collapse: GuardLevel = key("entropy under a tenth of what it began with")
+    one_completion: GuardLevel = key("completions/most_common_frac over 0.95, mean of 5 lines")
+    zero_spread: GuardLevel = key("frac_reward_zero_std over 0.8, mean of 5 lines")
+    no_signal: GuardLevel = key("frac_reward_zero_std is 1 for 20 steps")
+    many_truncated: GuardLevel = key("completions/clipped_ratio over 0.5, mean of 5 lines")
+    low_ess: GuardLevel = key("sampling/ess under 0.5, mean of 5 lines")
+    logp_drift: GuardLevel = key("sampling/logp_diff_rms over 0.04 and 3 times its start")
+    every_update_clipped: GuardLevel = key("grad_clip_fraction is 1 for 20 steps")
 
 
 class LoggingConfig(Frozen):
@@ -553,38 +504,26 @@ class LoggingConfig(Frozen):
     rollouts_every: int = key(
         "Steps per record of rollouts, from which `rloo replay` computes a step again and"
         " generation=replay trains; 0 = none",
-        since="0.2",
-        before=0,
         ge=0,
     )
     rollouts_keep_last: Positive | None = key(
-        "Records of rollouts that are kept, the newest; null = all", since="0.2", before=None
+        "Records of rollouts that are kept, the newest; null = all"
     )
     token_samples: int = key(
-        "Samples of each file that are written token by token, for `rloo report`",
-        ge=0,
-        since="0.2",
-        before=2,  # what it writes changes no number: an older run that goes on writes it too
+        "Samples of each file that are written token by token, for `rloo report`", ge=0
     )
     trl_aliases: bool = key("Also write TRL's spelling of a metric, where it differs")
     console: Literal["auto", "panel", "plain"] = key("auto = a live panel on a terminal")
     objective: str | None = key(
-        "Metric that a job returns to Hydra's sweeper; null = the held-out score, else the reward",
-        since="0.2",
+        "Metric that a job returns to Hydra's sweeper; null = the held-out score, else the reward"
     )
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = key(
-        "Trackers that are sent every line of metrics.jsonl", since="0.2", before=[]
+        "Trackers that are sent every line of metrics.jsonl"
     )
-    trackers_required: bool = key(
-        "End the run (10) where a tracker does not take it at the start", since="0.2", before=False
-    )
-    tracker_project: str | None = key(
-        "Project at the trackers; null = rloo", since="0.2", before=None
-    )
+    trackers_required: bool = key("End the run (10) where a tracker does not take it at the start")
+    tracker_project: str | None = key("Project at the trackers; null = rloo")
     events: list[PathText] = key(
-        "Classes that are told of steps, evaluations, checkpoints and the end: [file.py:Class]",
-        since="0.2",
-        before=[],
+        "Classes that are told of steps, evaluations, checkpoints and the end: [file.py:Class]"
     )
 
 
@@ -616,7 +555,7 @@ class RunConfig(Frozen):
     reward: SerializeAsAny[Frozen]  # one field per entry, each a RewardConfig
     generation: SerializeAsAny[GenerationConfig]
     agent: SerializeAsAny[Frozen] | None = key(
-        "Tools and environments; null = one answer to each prompt", since="0.2", before=None
+        "Tools and environments; null = one answer to each prompt"
     )
     algorithm: SerializeAsAny[AlgorithmConfig]
     distributed: DistributedConfig
@@ -624,9 +563,7 @@ class RunConfig(Frozen):
     eval: EvalConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    guards: GuardsConfig = key(
-        "Health rules: fail = stop after that step, warn = say it once, off", since="0.2", before={}
-    )
+    guards: GuardsConfig = key("Health rules: fail = stop after that step, warn = say it once, off")
     debug: DebugConfig
     sft: SftConfig
     reward_model: RewardModelConfig

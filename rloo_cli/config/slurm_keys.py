@@ -19,29 +19,19 @@ class SlurmConfig(Frozen):
     time: Annotated[str, Field(pattern=TIME)] | None = key(
         "Time limit: 'HH:MM:SS' or 'D-HH:MM:SS', quoted in a file; null = the partition's"
     )
-    exclusive: bool = key(
-        "Ask for whole nodes, with all their CPUs and memory", default_was=(False, True)
-    )
+    exclusive: bool = key("Ask for whole nodes, with all their CPUs and memory")
     gpus_per_node: int | None = key(
         "GPUs on each node; null = one for each process and for each GPU of its server; 0 = none",
         ge=0,
     )
-    cpus_per_gpu: Positive = key(
-        "CPUs for each GPU that is asked for, if cpus_per_task is null", since="0.2", before=8
-    )
-    mem_per_gpu_gb: Positive = key(
-        "GB of memory for each GPU that is asked for, if mem is null", since="0.2", before=64
-    )
+    cpus_per_gpu: Positive = key("CPUs for each GPU that is asked for, if cpus_per_task is null")
+    mem_per_gpu_gb: Positive = key("GB of memory for each GPU that is asked for, if mem is null")
     cpus_per_task: Positive | None = key("CPUs on each node; null = cpus_per_gpu for each GPU")
     mem: Text | None = key(
         "Memory on each node, e.g. 200G; 0 = all; null = mem_per_gpu_gb for each GPU"
     )
-    setup: list[Text] = key(
-        "Lines of shell before the run, such as 'module load cuda'", since="0.2", before=[]
-    )
-    max_requeues: int = key(
-        "How often a job that was stopped and saved is requeued", since="0.2", before=100, ge=0
-    )
+    setup: list[Text] = key("Lines of shell before the run, such as 'module load cuda'")
+    max_requeues: int = key("How often a job that was stopped and saved is requeued", ge=0)
     lead_s: Positive | None = key(
         "Seconds before the time limit at which a run is told to save; null = as measured: a step,"
         " a save and 60 more, or 300 where nothing was measured yet"

@@ -13,37 +13,19 @@ class TeacherConfig(Frozen):
 
     base_url: Text | None = key(
         "Address of a vLLM server that has the teacher, e.g. http://node7:8000, for kl_in=reward;"
-        " null = the teacher is model.ref_path, loaded here",
-        since="0.2",
-        before=None,
+        " null = the teacher is model.ref_path, loaded here"
     )
-    model: Text | None = key(
-        "The model's name on that server; null = the only one that it has",
-        since="0.2",
-        before=None,
-    )
+    model: Text | None = key("The model's name on that server; null = the only one that it has")
     api_key_env: Text = key(
-        "Environment variable that holds the server's token; without it none is sent",
-        since="0.2",
-        before="RLOO_TEACHER_TOKEN",
+        "Environment variable that holds the server's token; without it none is sent"
     )
     max_in_flight: Positive | None = key(
-        "Most requests under way at once, each with one completion; null = 1024",
-        since="0.2",
-        before=None,
+        "Most requests under way at once, each with one completion; null = 1024"
     )
-    ready_timeout_s: float = key(
-        "Seconds until the server answers at the start", since="0.2", before=600.0, gt=0, le=1e6
-    )
-    request_timeout_s: float = key(
-        "Seconds for one completion", since="0.2", before=900.0, gt=0, le=1e6
-    )
-    reconnect_timeout_s: float = key(
-        "Seconds until a lost server answers again", since="0.2", before=120.0, gt=0, le=1e6
-    )
+    ready_timeout_s: float = key("Seconds until the server answers at the start", gt=0, le=1e6)
+    request_timeout_s: float = key("Seconds for one completion", gt=0, le=1e6)
+    reconnect_timeout_s: float = key("Seconds until a lost server answers again", gt=0, le=1e6)
     retries: int = key(
         "Times that a batch's missing completions are asked for again after the server was lost",
-        since="0.2",
-        before=2,
         ge=0,
     )

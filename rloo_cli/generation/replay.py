@@ -211,22 +211,18 @@ def sampled_by(values: JsonObject) -> str:
     """
     try:
         folder = Path(values["generation"]["replay"]["path"]).expanduser()
-        recorded = check.fill_newer_keys(yaml.safe_load((folder / "config.yaml").read_text()))
+        recorded = yaml.safe_load((folder / "config.yaml").read_text())
+        if changed_keys(values, recorded):
+            return "replay"
+        return registry.sampler_backend(recorded)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return "replay"  # `rules` says what is wrong
-    if changed_keys(values, recorded):
-        return "replay"
-    return registry.sampler_backend(recorded)
 
 
 def changed_keys(values: JsonObject, recorded: JsonObject) -> list[str]:
     """Keys on which the trained weights depend and that differ. Plain values of two runs."""
     ours, theirs = (
-        {
-            name: value
-            for name, value in messages.walk_values(check.first_version_values(v))
-            if not isinstance(value, dict)
-        }
+        {name: value for name, value in messages.walk_values(v) if not isinstance(value, dict)}
         for v in (values, recorded)
     )
     schedule = values["train"]["lr_scheduler"]

@@ -23,9 +23,7 @@ class ColocateSection(EngineKeys):
     )
     core_process: bool | None = key(
         "Run vLLM's scheduler and model in a process of their own; null = on GPUs, where"
-        " they would wait for Python",
-        since="0.2",
-        before=None,
+        " they would wait for Python"
     )
     ready_timeout_s: float = key("Seconds until the engine is loaded", gt=0, le=1e6)
     sync_timeout_s: float = key("Seconds for one weight update", gt=0, le=1e6)

@@ -35,13 +35,10 @@ class ServerSection(EngineKeys):
     allow_remote: bool = key("Listen on an address that other machines reach")
     data_parallel_size: Positive = key("Copies of the model in one server")
     api_processes: Positive | None = key(
-        "Processes that take one server's requests; null = one for each copy of the model",
-        since="0.2",
-        before=None,
+        "Processes that take one server's requests; null = one for each copy of the model"
     )
     max_in_flight: Positive | None = key(
-        "Most requests under way at once on each server; null = 1024 for each copy of the model",
-        default_was=(None, 512),  # changes no completion
+        "Most requests under way at once on each server; null = 1024 for each copy of the model"
     )
     ready_timeout_s: float = key("Seconds until a server answers", gt=0, le=1e6)
     init_timeout_s: float = key("Seconds until trainer and server connect", gt=0, le=1e6)

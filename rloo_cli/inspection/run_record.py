@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from rloo_cli.checkpoint import resume
-from rloo_cli.config import check
 from rloo_cli.config.judge import AGAINST_REFERENCE
 from rloo_cli.reporting import eval_lines
 from rloo_cli.reporting.metrics_lines import MetricsMapping, MetricsReader, read_metrics_lines
@@ -195,7 +194,7 @@ def _read_whole_record(folder: Path) -> RunRecord:
     return RunRecord(
         folder,
         _whole_metadata(folder),
-        _comparable_config(values),
+        values,
         [line for line in metrics if "step_time" in line],
         [line for line in metrics if eval_lines.is_evaluation(line)],
         _read_judge_tallies(folder),
@@ -224,17 +223,6 @@ def _usable_metadata(metadata: JsonObject, folder: Path, problems: list[str]) ->
         problems.append(f"{folder / 'run.json'}: its plan.max_steps is not a number")
         usable["plan"] = usable["plan"] | {"max_steps": None}
     return usable
-
-
-def _comparable_config(values: JsonObject) -> JsonObject:
-    """A config in the names of the first version, so that runs of two versions compare.
-
-    It is returned as it is if the schema does not know a choice (an algorithm's file is gone).
-    """
-    try:
-        return check.first_version_values(values)
-    except ConfigError:
-        return values
 
 
 def _read_judge_tallies(folder: Path) -> list[JudgeTally]:

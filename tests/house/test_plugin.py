@@ -45,7 +45,7 @@ FACE: dict[str, str | None] = {
     ),
     "ValueLoss": "total value clipped counted",
     "in_reward": "config",
-    "key": "meaning since before default_was limits",
+    "key": "meaning limits",
     "texts": "completions",
     "usable_rows": "scorable config",
 }

@@ -190,16 +190,9 @@ def test_off_without_quotes_in_a_file_is_off(tmp_path):
     assert check.read_config(text).guards == run.guards
 
 
-def test_guards_are_no_part_of_the_experiment_and_older_configs_have_them_all_warn():
+def test_guards_are_no_part_of_the_experiment():
     plain, teeth = checked((), ()), checked((), (TEETH,))
     assert check.config_hash(plain) == check.config_hash(teeth)
-    written = check.dump_config(plain)
-    assert "guards" not in check.first_version_values(written)
-    older = {key: value for key, value in written.items() if key != "guards"}
-    filled = check.build_run_config(check.fill_newer_keys(older))
-    assert check.dump_config(filled) == written
-    changed = check.first_version_values(check.dump_config(teeth))
-    assert changed["guards"] == {"many_truncated": "fail"}
 
 
 def test_a_guard_that_could_never_speak_is_an_idle_key():

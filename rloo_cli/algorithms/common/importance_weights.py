@@ -48,9 +48,7 @@ class CorrectionConfig(Frozen):
     )
     geometric_range: GeometricRange | None = key(
         "Leave completions out of the policy term whose weight by their tokens' mean is outside,"
-        " as [0.99, 1.01]; null = none",
-        since="0.2",
-        before=None,
+        " as [0.99, 1.01]; null = none"
     )
 
 

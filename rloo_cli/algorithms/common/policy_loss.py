@@ -39,18 +39,12 @@ class Config(Frozen):
     epsilon_tokens: int | None = key(
         "Widen the clip range of a completion of T tokens, more than these, to the power"
         " sqrt(T / epsilon_tokens): (1 - epsilon)^s to (1 + epsilon_high)^s; null = one range",
-        since="0.2",
-        before=None,
         ge=1,
     )
     delta: float | None = key("Bounds the ratio for A<0, above 1 + epsilon_high; null = off", gt=1)
     log_ratio_clamp: float = key("Log-ratios are clamped to +- this, so exp is finite", gt=0)
-    sapo_temperature_pos: float = key(
-        "policy_loss=sapo: steepness of the gate where A > 0", since="0.2", before=1.0, gt=0
-    )
-    sapo_temperature_neg: float = key(
-        "policy_loss=sapo: steepness of the gate where A <= 0", since="0.2", before=1.05, gt=0
-    )
+    sapo_temperature_pos: float = key("policy_loss=sapo: steepness of the gate where A > 0", gt=0)
+    sapo_temperature_neg: float = key("policy_loss=sapo: steepness of the gate where A <= 0", gt=0)
     allow_stale: bool = key("Let policy_loss=reinforce make several updates per step")
     off_policy_threshold: float | None = key(
         "Leave completions with A<0 out of the policy term whose tokens' log-probabilities fell by"

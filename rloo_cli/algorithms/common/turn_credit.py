@@ -43,9 +43,7 @@ TOKEN_LOSSES = ("reinforce", "cispo", "vespo")
 class Config(dialect.Config):
     turn_rewards: Literal["sum", "last", "credit"] = key(
         "Rewards of an episode's turns: their sum, or the last one, is part of its score; credit ="
-        " a turn's tokens get what is earned from that turn on",
-        since="0.2",
-        before="sum",
+        " a turn's tokens get what is earned from that turn on"
     )
 
     @property
