@@ -15,7 +15,6 @@ judge         keys and checks of eval.judge
 key_types     how a key is declared, and types that several share
 messages      what is wrong with a config, key by key
 mistakes      answers to typical first mistakes on the command line
-old_algorithm_file  an algorithm file written for an older version, in the new form
 old_names     names of TRL's and ms-swift's settings, and the nearest key
 prompt_limit  how long a prompt may be
 pasted        settings that can be pasted, and good guesses, for the fix of an error

@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 from rloo_cli.config.hooks import guard_hooks
-from rloo_cli.config.old_algorithm_file import check_algorithm_file
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -77,7 +76,6 @@ def is_user_file(registry: str, name: str) -> bool:
 
 
 def _algorithm_file(name: str) -> ModuleType:
-    check_algorithm_file(Path(name))
     try:
         loaded = _import_file(Path(name))
     except (ConfigError, KeyboardInterrupt):

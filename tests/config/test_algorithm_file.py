@@ -123,44 +123,6 @@ def _load(folder: Path, more: str, name: str, head: str = HEAD) -> None:
     registry.algorithm_class(str(folder / name))
 
 
-OLD = """from rloo_cli.plugin import Advantages, Known, Switches, key, shared_problems
-
-
-class Config(Switches):
-    limit: float = key("Largest advantage", gt=0)
-
-
-def advantages(score, kl, scorable, config, known=None):
-    '''Scores, cut.'''
-    a = score.clamp(-config.limit, config.limit)
-    return Advantages(score, a, scorable, False, 1.0)
-
-
-def problems(run):
-    yield from shared_problems(run)
-
-
-def early(config):
-    return True
-"""
-
-
-def test_a_file_of_the_old_face_is_refused_and_shown_in_the_new_form(tmp_path: Path) -> None:
-    (tmp_path / "cut_off.py").write_text(OLD)
-    with pytest.raises(ConfigError) as refused:
-        registry.algorithm_class(str(tmp_path / "cut_off.py"))
-    problem = assert_refused(refused, key="cut_off.py", where="algorithm.name")
-    new = problem.fix.partition("\n\n")[2]
-    assert "class CutOff(Algorithm[Config]):" in new and "yield from super().rules(run)" in new
-    assert "# early: override forward_plan" in new
-    (tmp_path / "new.py").write_text(f"from __future__ import annotations\n{new}")
-    found = registry.algorithm_class(str(tmp_path / "new.py"))
-    values = compose_config().values["algorithm"] | {"limit": 0.5, "name": "new.py"}
-    own = found(registry.config_class("algorithms", str(tmp_path / "new.py"))(**values))
-    a = own.advantages(AdvantageInputs(SCORE, None, SCORE == SCORE)).advantage
-    assert a.tolist() == SCORE.clamp(-0.5, 0.5).tolist()
-
-
 def test_a_run_whose_algorithm_fails_ends_with_2_and_the_files_line(forked: Forked) -> None:
     body = "    def shape_scores(self, score, *rest):\n        return score.float()\n"
     (forked.folder / "mine.py").write_text(HEAD + body)

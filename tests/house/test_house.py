@@ -31,7 +31,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
 ROOT_FILES = {"__init__.py", "__main__.py", "api.py", "run.py", "plugin.py"}
 # May name modules above them as strings: plug-ins, what is made, what a file of yours imports.
-TABLES = {"config/registry.py", "config/synthetic.py", "config/old_algorithm_file.py"}
+TABLES = {"config/registry.py", "config/synthetic.py"}
 LINES = {
     "train/loop.py": 120,
     "algorithms/rloo.py": 150,
