@@ -24,8 +24,6 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-# Configs that were written before a module moved name it as it was.
-MOVED_MODULES = {"rloo_cli.made.tldr": "rloo_cli.data.synthetic.tldr"}
 REGISTRIES = {
     "rewards": "reward", "algorithms": "algorithm", "generation": "generation", "agents": "agent",
 }  # fmt: skip
@@ -146,7 +144,6 @@ def load_code(spec: str) -> Any:
     raises is shown by the caller, with the user's own frames.
     """
     where, name = split_code_spec(spec)
-    where = MOVED_MODULES.get(where, where)
     with contextlib.chdir(os.getcwd()):  # an import may change the current folder
         loaded = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     if not hasattr(loaded, name):
@@ -177,13 +174,12 @@ def code_file(spec: str) -> Path | None:
     where = split_code_spec(spec)[0]
     if where.endswith(".py"):
         return Path(where) if Path(where).is_file() else None
-    name = MOVED_MODULES.get(where, where)
-    if name.partition(".")[0] == __name__.partition(".")[0]:
+    if where.partition(".")[0] == __name__.partition(".")[0]:
         return None
     folders: list[str] | None = [*sys.path, str(Path.cwd())]
     found = None
-    for depth, _ in enumerate(name.split("."), 1):
-        found = PathFinder.find_spec(".".join(name.split(".")[:depth]), folders)
+    for depth, _ in enumerate(where.split("."), 1):
+        found = PathFinder.find_spec(".".join(where.split(".")[:depth]), folders)
         if found is None:
             return None
         folders = list(found.submodule_search_locations or [])

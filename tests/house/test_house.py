@@ -115,7 +115,7 @@ def test_imports_only_go_down() -> None:
     assert not upward
 
 
-def test_no_string_names_a_module_above_but_in_three_tables() -> None:
+def test_no_string_names_a_module_above_but_in_two_tables() -> None:
     naming = {
         (name, other)
         for name, tree in TREES.items()
