@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rloo_cli.checkpoint import manifest, resume, rollback, save, step_state
 from rloo_cli.checkpoint.resume import ResumePlan
-from rloo_cli.checkpoint.run_folder import read_run_metadata
 from rloo_cli.checkpoint.save import (
     AHEAD_FILE,
     CARRY_FILE,
@@ -43,7 +42,6 @@ def restore_run(run: Run, checkpoint: Path) -> None:
     values, trainer = manifest.read_trainer_state(checkpoint), checkpoint / "trainer"
     try:
         run.state = RunState(**values["state"])
-        run.state.sampled = run.state.sampled or run.state.episodes  # a checkpoint of before 0.2
         run.episodes_before = run.state.episodes
         run.optimizer.restore(OptimizerTensors(trainer), values["optimizer"])
         for part in run.optimizer.parts:
@@ -206,17 +204,11 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
 
 
 def template_clock_of(resume_plan: ResumePlan) -> str:
-    """The time that chat templates see in this attempt: that of the run's beginning.
-
-    For checkpoints of older versions, which do not know it, it is when the run's folder was made.
-    """
+    """The time that chat templates see in this attempt: that of the run's beginning."""
     checkpoint = resume_plan.checkpoint
     if checkpoint is None:
         return chat_templates.local_time()
-    if known := manifest.read_trainer_state(checkpoint).get("template_clock"):
-        return str(known)
-    started = read_run_metadata(checkpoint.parent).get("started")
-    return chat_templates.local_time(started)
+    return str(manifest.read_trainer_state(checkpoint)["template_clock"])
 
 
 def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig) -> None:
@@ -243,14 +235,14 @@ def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
     """Lines about files of the user's that are not as they were at the checkpoint.
 
     They are rewards, algorithms, maps, filters, tools, optimizers, schedulers, callbacks and chat
-    templates. Checkpoints of older versions know the tools' alone.
+    templates.
 
     Raises ConfigError with them, unless `resume_allow_changes`.
     """
     if resume_plan.checkpoint is None:
         return []
     state = manifest.read_trainer_state(resume_plan.checkpoint)
-    before: dict[str, str] = state.get("code_files") or state.get("tool_files") or {}
+    before: dict[str, str] = state["code_files"]
     files, problems = code_files(config), []
     for key, digest in code_fingerprints(config).items():
         if before.get(key, digest) == digest:

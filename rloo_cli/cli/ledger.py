@@ -24,7 +24,7 @@ def run(args: list[str]) -> int:
     options = parser.parse_args(args)
     folder = find_run_folder(options.run, "ledger")
     if not (folder / LEDGER_FILE).is_file():
-        why = "it has not begun its first step, or an older rloo made it"
+        why = "it has not begun its first step"
         fix = f"wait for it; rloo doctor {folder} says what keeps it"
         raise ConfigError(Problem(f"{folder} has no {LEDGER_FILE}", "command line", why, fix))
     audit, notes = audit_ledger(folder)

@@ -266,7 +266,7 @@ def resolved_algorithm_keys(values: JsonObject) -> JsonObject:
     config = values["algorithm"]
     algorithm = registry.algorithm_class(config["name"])
     resolved: JsonObject = algorithm.resolved_values(
-        config, registry.sampler_backend(values), registry.sampler_overlap(values)
+        config, registry.sampler_backend(values), values["generation"]["overlap"]
     )
     return resolved
 

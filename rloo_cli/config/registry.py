@@ -60,14 +60,6 @@ def sampler_backend(values: JsonObject) -> str:
     return str(module.sampled_by(values)) if hasattr(module, "sampled_by") else backend
 
 
-def sampler_overlap(values: JsonObject) -> str:
-    """`generation.overlap` of the run that sampled, by the plain values of a run.
-
-    A run that an earlier version wrote had none; nor has one that samples nothing itself.
-    """
-    return str(values["generation"].get("overlap", "none"))
-
-
 def is_user_file(registry: str, name: str) -> bool:
     """Whether this names a Python file instead of one of ours."""
     return registry == "algorithms" and name.endswith(".py")

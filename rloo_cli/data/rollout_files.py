@@ -16,7 +16,7 @@ from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 RECORD_FOLDER = "rollouts"
-# One answer a prompt; episodes, sampling masks (of either), which an older rloo cannot read.
+# One answer a prompt; episodes; sampling masks (of either).
 ROW_FORMAT, EPISODE_FORMAT, MASK_FORMAT = 1, 2, 3
 RECORD_FORMAT = MASK_FORMAT  # a newer one is refused
 RECORD_FILE = re.compile(r"step_(\d+)\.safetensors")

@@ -51,9 +51,9 @@ def load_rollout(
     """The rollout of these values, with its T ids and, where they are known, T log-probabilities
     and the mask of its S sampled tokens.
 
-    Values of older versions are read as well. Raises KeyError and TypeError for others.
+    Raises KeyError and TypeError for values of another kind.
     """
-    fields = [n for n in (*ROLLOUT_FIELDS, *EPISODE_FIELDS, "mask") if n in saved]
+    fields = (*ROLLOUT_FIELDS, "mask", *(EPISODE_FIELDS if "turns" in saved else ()))
     values = {n: saved[n] for n in fields}
     rollout = Rollout(ids, behaviour_logp=logp, sampling_mask=sampling_mask, **values)
     if (spans := saved.get("version_spans")) is not None:
@@ -63,10 +63,10 @@ def load_rollout(
     rollout.turns, start, sampled = [], 0, 0
     for turn in saved["turns"]:
         begin, end = start + turn["prompt"], start + turn["prompt"] + turn["sampled"]
-        has_logp = logp is not None and turn.get("logp", True)
+        has_logp = logp is not None and turn["logp"]
         values = {n: turn[n] for n in TURN_FIELDS}
         its_logp = logp[begin:end] if logp is not None and has_logp else None
-        values["begins_row"] = bool(turn.get("begins_row", False))
+        values["begins_row"] = bool(turn["begins_row"])
         values["images"] = list(turn.get("images", ()))
         if sampling_mask is not None:
             values["sampling_mask"] = sampling_mask.slice_tokens(sampled, sampled + end - begin)

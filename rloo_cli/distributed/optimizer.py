@@ -327,7 +327,7 @@ def build_optimizer(
     torch's fused AdamW is one pass over the memory: five times as fast as torch's default on a CPU,
     and as fast as DeepSpeed's CPU Adam (20 million float32 weights on two cores: 0.21, 0.04 and
     0.04 s), which needs a compiler and two minutes at the start, and takes no sharded tensors. A
-    model that computes on the CPU keeps torch's default, so that older runs resume exactly.
+    model that computes on the CPU keeps torch's default.
     """
     arguments: JsonObject = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     parameters = list(parameters)

@@ -131,7 +131,7 @@ def _head_problems(run: RunConfig, folder: Path, head: JsonObject) -> Iterator[P
 
 def _length_problems(run: RunConfig, where: str, head: JsonObject) -> Iterator[Problem]:
     """Whether a step's completions, or the turns of its episodes, are longer than the run's are."""
-    agent, turns = agent_config(run), head.get("most_turns", 0)
+    agent, turns = agent_config(run), head["most_turns"]
     if (agent is not None) != rollout_files.holds_episodes(head):
         what = "agent is null, and the record holds episodes of several turns"
         fix = "agent as in the recorded run's config.yaml"
@@ -158,7 +158,7 @@ def _turn_reward_problems(run: RunConfig, folder: Path) -> Iterator[Problem]:
     try:
         theirs = yaml.safe_load(config.read_text())["algorithm"].get("turn_rewards", "sum")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
-        return  # a run of an older version, or a damaged one, which others name
+        return  # a damaged one, which others name
     if run.agent is not None and (ours == "last") != (theirs == "last"):
         why = f"{config} has {theirs}, and a record keeps what came of it, not what made it up"
         yield Problem(f"{name} = {ours} is not the record's", name, why, f"{name}={theirs}")

@@ -65,8 +65,6 @@ def test_every_file_that_a_run_trains_with_is_in_its_fingerprints(
     allowed = run.model_copy(update={"resume_allow_changes": True})
     (note,) = restore.check_same_code(plan, allowed)
     assert found in note
-    state["code_files"] = {}  # a checkpoint of an older version does not say
-    assert restore.check_same_code(plan, run) == []
 
 
 def test_an_algorithm_of_ones_own_is_in_the_fingerprints(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from resume_cases import attempt
 from transformers.utils import chat_template_utils
 
-from rloo_cli.checkpoint import manifest, restore
-from rloo_cli.checkpoint.resume import ResumePlan
+from rloo_cli.checkpoint import manifest
 from rloo_cli.data import chat_templates
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.utils.errors import DataError
@@ -82,16 +81,6 @@ def test_a_template_is_given_the_clock_where_it_asks_for_one(
         chat_templates.apply_chat_template(tokenizer, [], add_generation_prompt=True)  # type: ignore[arg-type]
     assert dated.options["strftime_now"]("%d %b %Y") == "26 Jul 2024"
     assert plain.options == {"add_generation_prompt": True, "tokenize": False}
-
-
-def test_an_older_checkpoint_has_the_clock_of_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began = datetime(2024, 7, 26, 12)
-    facts = {"started": began.timestamp()}
-    monkeypatch.setattr(restore.manifest, "read_trainer_state", lambda _: {})
-    monkeypatch.setattr(restore, "read_run_metadata", lambda _: facts)
-    assert restore.template_clock_of(ResumePlan(tmp_path, 2, tmp_path)) == began.isoformat()
 
 
 def test_a_map_with_a_clock_is_named_and_the_way_on_works(tmp_path: Path) -> None:

@@ -69,11 +69,6 @@ def test_a_key_of_a_task_is_checked_before_anything_is_made(sentence) -> None:
         sentence(caught)
 
 
-def test_an_older_run_without_the_key_keeps_its_name() -> None:
-    keys = ["+recipe=smoke", "model=tiny"]
-    assert check_config(compose_config(keys)).data.task is None
-
-
 def test_without_the_package_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,6 @@ from rloo_cli.agents.common import call_parsers
 from rloo_cli.data import rollout_files
 from rloo_cli.data.batch import Turn
 from rloo_cli.data.rollout_record import read_rollout_record
-from rloo_cli.data.rollout_values import load_rollout
 from rloo_cli.generation import replay
 from rloo_cli.inspection.reward_what_if import judge_reward
 from rloo_cli.inspection.step_replay import replay_step
@@ -110,11 +109,3 @@ def test_a_run_without_the_agent_does_not_train_on_episodes(recorded: Path) -> N
     run = checked((), ("data.eval_split=null", "generation.max_completion_length=256"))
     (problem,) = replay._length_problems(run, "step 1", head)
     assert "agent is null" in problem.what
-    old = {n: v for n, v in head.items() if n not in ("most_turns", "longest_turn", "tools")}
-    assert not [*replay._length_problems(run, "step 1", old | {"format": 1})]
-
-
-def test_a_rollout_of_an_older_record_is_read() -> None:
-    saved = {"text": "a", "finish_reason": "stop", "terminated": True, "seed": 3}
-    row = load_rollout([1, 2], [-0.5, -1.0], saved | {"weight_version": 2, "mask": None})
-    assert row.turns is None and row.length == 2 and row.weight_version == 2
