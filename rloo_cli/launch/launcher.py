@@ -372,18 +372,13 @@ def _folder_busy_problem(folder: Path, pid: object) -> Problem:
 def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:
     """Name a sweep's job by the keys that the sweep goes over, such as `x-beta-0.01`.
 
-    A hash follows where other overrides, too, make it another experiment. A job whose folder has
-    the name that an earlier version gave it (the hash alone for what the command line sweeps over)
-    keeps that name.
+    A hash follows where other overrides, too, make it another experiment.
     """
     name = composed.values.get("name")
     if name is None:
         return composed
-    root = Path(str(composed.values.get("root")))
-    job_name = "-".join([str(name), *_name_suffixes(composed, composed.recipe_swept_keys)])
-    if not (root / job_name).is_dir():
-        keys = (*composed.recipe_swept_keys, *composed.command_line_swept_keys)
-        job_name = "-".join([str(name), *_name_suffixes(composed, keys)])
+    keys = (*composed.recipe_swept_keys, *composed.command_line_swept_keys)
+    job_name = "-".join([str(name), *_name_suffixes(composed, keys)])
     return replace(composed, values=composed.values | {"name": job_name})
 
 

@@ -88,15 +88,6 @@ def test_every_job_is_checked_before_the_first_one_runs(jobs, tmp_path: Path, ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_job_that_an_earlier_version_began_keeps_its_folder(jobs, tmp_path: Path) -> None:
-    words = ("+recipe=smoke", "algorithm.beta=0.01")
-    earlier = str(launcher.name_sweep_job(compose_config([*words])).values["name"])
-    assert re.fullmatch(r"smoke-[0-9a-f]{6}", earlier)
-    (tmp_path / "runs" / earlier).mkdir(parents=True)
-    _, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
-    assert names == [earlier, "smoke-beta-0.05"]
-
-
 def test_a_job_returns_its_held_out_score_or_the_metric_that_is_asked_for(jobs, capsys) -> None:
     words = ("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
     assert jobs(*words)[2] == [0.01, 0.05]
