@@ -83,6 +83,7 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
         if same:
             raise ConfigError(_unfinished_problem(folder, metadata))
         raise ConfigError(_folder_taken_problem(folder, before, run))
+    check.check_other_version(folder / "config.yaml", before)
     checkpoint, notes = manifest.newest_checkpoint(folder)
     if checkpoint is None and metadata.get("came_from"):  # it went on from another run's checkpoint
         checkpoint = Path(metadata["came_from"])
@@ -143,6 +144,7 @@ def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) ->
         what = f"resume={source} cannot be used"
         raise ConfigError(Problem(what, "resume", problem, "resume=auto"))
     before = manifest.read_trainer_state(source)["config"]
+    check.check_other_version(source.parent / "config.yaml", before)
     _check_model_size(source, run)
     changes = config_differences(before, run)
     _refuse_changes(changes, run)

@@ -77,6 +77,7 @@ def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
     checkpoint = _find_model_folder(run_path)
     folder = checkpoint.parent
     values = _read_run_config(folder / "config.yaml")
+    check.check_other_version(folder / "config.yaml", values)
     if isinstance(values.get("model"), dict):
         values["model"] = _model_section(values["model"], checkpoint)
     values |= {"resume": "never"} if "resume" in values else {}

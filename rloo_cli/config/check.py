@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
+from rloo_cli import __version__
 from rloo_cli.config import agent as config_agent
 from rloo_cli.config import debug as config_debug
 from rloo_cli.config import judge as config_judge
@@ -238,6 +239,43 @@ def read_config(path: Path) -> RunConfig:
 
 # What a damaged file, or one of another version, makes PyYAML, pydantic and `prepare` raise.
 UNREADABLE_CONFIG = (*YAML_ERRORS, KeyError, TypeError, AttributeError)
+WRITTEN_BY = re.compile(r"# Written by rloo (\S+)\n")  # the first line of a run's config.yaml
+
+
+def written_version(path: Path) -> str | None:
+    """The version of rloo that wrote this config.yaml; None where it does not say so."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = WRITTEN_BY.match(file.readline())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return found[1] if found else None
+
+
+def check_other_version(path: Path, values: JsonObject) -> None:
+    """Raises ConfigError where another minor version wrote a config that is not valid in this one.
+
+    `path`: of the run's config.yaml, which says the version. `values`: its values, or those that a
+    checkpoint of the run has. A config of this minor version is compared key by key elsewhere.
+    """
+    version = written_version(path)
+    if version is None or version.split(".")[:2] == __version__.split(".")[:2]:
+        return
+    try:
+        build_run_config(values)
+    except UNREADABLE_CONFIG as error:
+        what = f"{path} was written by rloo {version}, and is not valid in this version"
+        fix = f"go on with rloo {version}, or begin anew with this one: name=OTHER"
+        raise ConfigError(Problem(what, str(path), _invalid_keys(error), fix)) from None
+
+
+def _invalid_keys(error: Exception) -> str:
+    """The keys that are missing, unknown or have another type, a line each."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+    more = [f"... and {len(lines) - 10} more"] if len(lines) > 10 else []
+    return "\n".join([*lines[:10], *more])
 
 
 def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
@@ -276,9 +314,10 @@ def _with_resolved_algorithm(values: JsonObject) -> JsonObject:
 
 
 def config_text(run: RunConfig) -> str:
-    """The text of a run's config.yaml: its values, and in a comment the keys written out."""
+    """The text of a run's config.yaml: its values, and in comments the version of rloo that wrote
+    it and the keys written out."""
     values = dump_config(run)
-    text = yaml.safe_dump(values, sort_keys=False)
+    text = f"# Written by rloo {__version__}\n{yaml.safe_dump(values, sort_keys=False)}"
     lines = []
     for key, value in resolved_algorithm_keys(values).items():
         leaves = value if isinstance(value, dict) else {"": value}

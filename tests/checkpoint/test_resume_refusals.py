@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,11 @@ from resume_cases import STOP, WORDS, state
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli.checkpoint import manifest
+from rloo_cli import __version__
+from rloo_cli.checkpoint import manifest, resume
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose_config
+from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
 
 # A checkpoint is a model.
@@ -176,6 +181,29 @@ def test_a_change_that_makes_it_another_experiment_is_refused(
     for part in said:
         assert part in ended.err
     assert state(rloo_without_torch.folder) == before
+
+
+@pytest.mark.parametrize("way", ["auto", "runs/smoke/checkpoint-2"])
+def test_a_run_of_another_minor_version_resumes_where_its_keys_are_valid(
+    way: str, copy: Path, monkeypatch: pytest.MonkeyPatch, sentence: Callable[..., None]
+) -> None:
+    monkeypatch.chdir(copy.parents[1])
+    words = [w for w in WORDS if w != "train"]
+    run = check.check_config(compose_config([*words, f"resume={way}"]))
+    path, saved = Path("runs/smoke/config.yaml"), copy / "checkpoint-2" / "trainer" / "state.json"
+    text = path.read_text()
+    assert text.startswith(f"# Written by rloo {__version__}\n")
+    path.write_text(text.replace(__version__, "0.9.1", 1))
+    assert resume.plan_resume(path.parent, run).checkpoint is not None
+    for file in (path, saved):
+        file.write_text(re.sub(r'max_grad_norm("?:)', r"top_grad_norm\1", file.read_text()))
+    sealed(copy / "checkpoint-2")
+    with pytest.raises(ConfigError) as refused:
+        resume.plan_resume(path.parent, run)
+    problem = assert_refused(refused, 2, key="0.9.1", where=str(path), fix="rloo 0.9.1")
+    assert "train.max_grad_norm: Field required" in problem.why
+    if way == "auto":
+        sentence(refused)
 
 
 def test_what_does_not_change_the_run_may_change_and_is_printed(copy: Path, forked: Forked) -> None:
