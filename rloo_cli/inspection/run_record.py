@@ -155,9 +155,8 @@ class RunRecord:
     @cached_property
     def _counted_steps(self) -> tuple[list[int], list[float]]:
         """The steps that say how many completions were sampled before their end, and how many."""
-        counted = [m for m in self.step_metrics if "episode" in m]
-        counts = [m.get("sampled_completions", m["episode"]) for m in counted]
-        return [m["step"] for m in counted], counts
+        counted = [m for m in self.step_metrics if "sampled_completions" in m]
+        return [m["step"] for m in counted], [m["sampled_completions"] for m in counted]
 
 
 def run_state(run_metadata: JsonObject) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from rloo_cli.reporting.statistics import share_limits
+
 KEYS: dict[str, Any] = {
     "max_steps": 4,
     "model": {"path": "make:tiny", "lora": None},
@@ -34,7 +36,7 @@ def write(
 ) -> Path:
     """A run's folder. `keys`: dotted key (with __ for the dot) -> value.
 
-    `samples`: held-out prompts, as an evaluation counts them.
+    `samples`: held-out prompts, over which a score has its interval; None: it has none.
     """
     config = json.loads(json.dumps(KEYS)) | {"name": name, "root": str(root), "seed": seed}
     for key, value in keys.items():
@@ -56,16 +58,21 @@ def write(
     size = config["train"]["prompts_per_step"] * config["algorithm"]["num_generations"]
     rows: list[dict[str, Any]] = [
         {"step": 2 * i, "eval_reward": score, "eval_reward/exact_match/mean": score}
-        | ({} if samples is None else {"eval_samples": samples, "eval_unscored": 0})
+        | ({} if samples is None else _interval(samples, score))
         for i, score in enumerate(scores)
         if 2 * i <= steps
     ]
     for step in range(1, steps + 1):
         told = {"reward": 0.1 * step + 0.01 * seed, "objective/kl": 0.2 * step, "updates": step}
-        rows.append({"step": step, "step_time": second, "episode": step * size, **told})
+        rows.append({"step": step, "step_time": second, "sampled_completions": step * size, **told})
     rows.sort(key=lambda row: (row["step"], "step_time" not in row))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def _interval(samples: int, score: float) -> dict[str, float]:
+    low, high = share_limits(samples, score, score * (1 - score))
+    return {"eval_reward/low": low, "eval_reward/high": high}
 
 
 def judged(folder: Path, rate: float, of: str = "final", step: int = 4, **keys: Any) -> None:

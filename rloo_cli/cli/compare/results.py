@@ -21,7 +21,6 @@ from rloo_cli.reporting.statistics import (
     half_width_error,
     mean_with_interval,
     paired_difference,
-    share_limits,
 )
 from rloo_cli.utils.files import JsonObject
 
@@ -256,17 +255,12 @@ def _final_limits(run: RunRecord, score: str | None) -> Limits | None:
 
 
 def _limits(metrics: Mapping[str, object], name: str = "") -> Limits | None:
-    """The limits that stand beside a score, or those of a share where an older run has none."""
+    """The limits that stand beside a score; None where it has none."""
     prefix = f"{name}/" if name else ""
     low, high = metrics.get(f"{prefix}low"), metrics.get(f"{prefix}high")
     if isinstance(low, int | float) and isinstance(high, int | float):
         return low, high
-    prefix, mean = name.partition("reward")[0], metrics.get(name)
-    samples, unscored = (metrics.get(f"{prefix}{key}") for key in ("samples", "unscored"))
-    if not isinstance(samples, int) or not isinstance(mean, int | float) or not 0 <= mean <= 1:
-        return None
-    n = samples - (unscored if isinstance(unscored, int) else 0)
-    return share_limits(n, mean, mean * (1 - mean)) if n > 0 else None
+    return None
 
 
 def _mean_at_end(run: RunRecord, name: str) -> float | None:
