@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_cli import __version__
 from rloo_cli.checkpoint import manifest, resume
+from rloo_cli.cli.eval_target import eval_target_of_run
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
@@ -204,6 +205,9 @@ def test_a_run_of_another_minor_version_resumes_where_its_keys_are_valid(
     assert "train.max_grad_norm: Field required" in problem.why
     if way == "auto":
         sentence(refused)
+        with pytest.raises(ConfigError) as refused:
+            eval_target_of_run(str(path.parent), [])
+        assert_refused(refused, 2, key="0.9.1", where=str(path), fix="rloo 0.9.1")
 
 
 def test_what_does_not_change_the_run_may_change_and_is_printed(copy: Path, forked: Forked) -> None:
