@@ -215,8 +215,7 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig
     """Raises DataError when the prompts are not those that the checkpoint was trained on."""
     if resume_plan.checkpoint is None or config.resume_allow_changes:
         return
-    state = manifest.read_trainer_state(resume_plan.checkpoint)
-    before, limit = state["fingerprint"], state["config"]["data"]["max_prompt_length"]
+    before = manifest.read_trainer_state(resume_plan.checkpoint)["fingerprint"]
     if before != prompts.fingerprint:
         what = "the data changed since the checkpoint: prompts would be skipped or repeated"
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
@@ -226,8 +225,6 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig
             why += f"\n{', '.join(codes)}: rows that depend on the time, the environment or chance"
             why += " are other rows each time"
             fix = f"{' and '.join(codes)} with the same rows each time, or {fix}"
-        if limit is not None and config.data.max_prompt_length is None:
-            fix = f"data.max_prompt_length={limit}, as it was, and {fix}"
         raise DataError(Problem(what, f"data.path, {resume_plan.checkpoint}", why, fix))
 
 

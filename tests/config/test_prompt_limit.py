@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from assert_refused import assert_refused
-from fork_cases import Forked
 from loop_cases import checked, make
 from policy_cases import fresh
 from transformers import PreTrainedTokenizerBase
 
-from rloo_cli.config import check, compose, prompt_limit
+from rloo_cli.config import prompt_limit
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import splits
 from rloo_cli.data.synthetic import tiny
@@ -148,29 +147,3 @@ def test_a_model_of_512_tokens_trains_with_the_default_config(
     run_training_loop(run)
     assert run.state.step == 1
     assert "up to 496 tokens" in capsys.readouterr().out
-
-
-def test_the_former_default_and_null_are_one_run_by_name() -> None:
-    names = {
-        check.check_config(compose.compose_config(["+recipe=smoke", "name=null", *words])).name
-        for words in ([], ["data.max_prompt_length=512"], ["data.max_prompt_length=null"])
-    }
-    assert len(names) == 1
-    other = check.check_config(
-        compose.compose_config(["+recipe=smoke", "name=null", "data.max_prompt_length=9"])
-    )
-    assert other.name not in names
-
-
-def test_a_run_that_left_out_prompts_over_512_is_told_how_to_go_on(forked: Forked) -> None:
-    prompts = ["Say 1", "Say 2", "Say 3", "Say 4", "x" * 600]
-    data = forked.folder / "mine.jsonl"
-    data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    words = ("+recipe=smoke", "logging.console=plain", "data.path=mine.jsonl")
-    words = (*words, "data.eval_split=null", "checkpoint.every=1", "model.dtype=float32")
-    words = (*words, "train.lr_scheduler=constant")
-    assert forked("train", *words, "max_steps=1", "data.max_prompt_length=512") == 0, forked.said()
-    more = (*words, "max_steps=2", "resume=auto")
-    assert forked("train", *more) == 4
-    assert "data.max_prompt_length=512" in forked.said()
-    assert forked("train", *more, "data.max_prompt_length=512") == 0, forked.said()
