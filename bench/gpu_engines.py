@@ -252,7 +252,7 @@ def compare_server(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
             *smoke_keys(folder, sizes["length"], dtype), "generation=vllm_server",
             "generation.allow_untested=true", f"{section}transfer={sizes['transfer']}",
             f"{section}tensor_parallel_size={sizes['tp']}",
-            f"{section}api_processes={sizes['api']}",
+            f"{section}api_server_count={sizes['api']}",
             f"{section}gpu_memory_utilization={0.8 if own else 0.3}",
         ]  # fmt: skip
         run = check.check_config(compose_config(given))

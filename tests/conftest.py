@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     all that is asked of it holds whichever of them is met."""
     cases = importlib.import_module("vllm_cases")  # it imports torch, most tests do not
     base = tmp_path_factory.getbasetemp()
-    words = ("generation.server.api_processes=2",)
+    words = ("generation.server.api_server_count=2",)
     with cases.serving(tmp_path_factory.mktemp("real"), base, *words) as real:
         yield real
 

@@ -45,7 +45,7 @@ KEYS_NOT_HASHED = (
 ENGINE_SECTIONS = ("generation.server", "generation.colocate", "algorithm.teacher")
 ENGINE_PLACEMENT_KEYS = (
     "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
-    "api_processes", "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s",
+    "api_server_count", "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s",
     "request_timeout_s", "reconnect_timeout_s", "retries", "max_restarts", "tensor_parallel_size",
     "gpu_memory_utilization", "kv_cache_gb", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching", "transfer", "sleep",

@@ -34,7 +34,7 @@ class ServerSection(EngineKeys):
     port: int = key("Port of the server; 0 = a free one", ge=0, lt=65536)
     allow_remote: bool = key("Listen on an address that other machines reach")
     data_parallel_size: Positive = key("Copies of the model in one server")
-    api_processes: Positive | None = key(
+    api_server_count: Positive | None = key(
         "Processes that take one server's requests; null = one for each copy of the model"
     )
     max_in_flight: Positive | None = key(

@@ -95,12 +95,10 @@ async def send_json(
     timeout_s: float,
     proxy: str | None = None,
     max_bytes: int | None = None,
-    on_line: Callable[[str], None] | None = None,
 ) -> HttpAnswer:
     """Send one request, with `body` as JSON and `key` as bearer token ("" for none).
 
-    `max_bytes`: of the answer; None = any number. `on_line`: called with each line of a good answer
-    as it arrives; the last is the answer's text. Raises RequestFailed; an answer of any status is
+    `max_bytes`: of the answer; None = any number. Raises RequestFailed; an answer of any status is
     returned.
     """
     import aiohttp  # lazy: rewards that ask no service do not need it
@@ -115,10 +113,7 @@ async def send_json(
             allow_redirects=False,
             proxy=proxy,
         ) as response:
-            if on_line is not None and response.status == 200:
-                text = await _read_lines(response, on_line)
-            else:
-                text = await _read_text(response, max_bytes)
+            text = await _read_text(response, max_bytes)
             if response.status != 200:
                 response.close()  # and with it the connection: servers hang up after an error
             return HttpAnswer(response.status, text, response.headers)
@@ -241,19 +236,6 @@ async def _read_text(response: "aiohttp.ClientResponse", max_bytes: int | None) 
             response.close()
             raise RequestFailed("answer", f"{response.url}: it answered over {max_bytes} bytes")
     return b"".join(pieces).decode("utf-8", errors="replace")
-
-
-async def _read_lines(response: "aiohttp.ClientResponse", on_line: Callable[[str], None]) -> str:
-    """The body's last line; `on_line` gets every whole one. Lines may be of any length."""
-    pieces: list[bytes] = []
-    last = b""
-    async for piece in response.content.iter_any():
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            last, pieces = b"".join([*pieces, end]), []
-            on_line(last.decode("utf-8", errors="replace"))
-        pieces.append(rest)
-    return (b"".join(pieces) or last).decode("utf-8", errors="replace")
 
 
 class EventLoopThread:

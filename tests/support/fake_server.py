@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 GENERATE, GROUP = "/inference/v1/generate", "/rloo/generate"
 SCORE = "/v1/completions"
 PLACES = 48  # tokens of a request and its answer
-COUNTS = f"{GROUP}?counts"
 PAGE = "<!DOCTYPE html><html><body>Welcome to nginx!</body></html>"
 
 
@@ -195,14 +194,7 @@ class Fake:
                 for name, values in (("mask_ids", flat), ("mask_counts", counts)):
                     packed = struct.pack(f"<{len(values)}i", *values)
                     rows[-1][name] = base64.b64encode(packed).decode()
-        if COUNTS not in self.facts["routes"] or "counts_every_s" not in body:  # type: ignore[index]
-            return 200, {"completions": rows}
-        lengths = [len(base64.b64decode(row["ids"])) // 4 for row in rows]
-        return 200, Lines([{"at_least": [n // 2 for n in lengths]}, {"completions": rows}])
-
-
-class Lines(list[Any]):
-    """An answer in lines of JSON."""
+        return 200, {"completions": rows}
 
 
 def error(status: int, message: str) -> tuple[int, Any]:
@@ -231,8 +223,6 @@ class _Handler(BaseHTTPRequestHandler):
         if known and not fake.locked and not fake.page:
             status, found = fake.answer(self.command, path, body)
         said = PAGE if fake.page else "" if path == "/health" else json.dumps(found)
-        if isinstance(found, Lines):
-            said = "".join(json.dumps(line) + "\n" for line in found)
         self.close_connection = fake.dead or status in (0, 500)  # after an error, as uvicorn does
         if status and not fake.dead:
             self.send_response(fake.page or status)

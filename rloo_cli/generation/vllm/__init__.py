@@ -32,6 +32,4 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     group_route      POST /rloo/generate: one request for a whole group
     auth             who may ask a rollout server what
     server_file      server.json
-
-    api_processes  several processes that take requests
 """

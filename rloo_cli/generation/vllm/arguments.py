@@ -126,13 +126,13 @@ def weight_transfer_backend(run: RunConfig, keys: EngineKeys) -> str:
     return on_gpu if visible_gpus() else "gloo"
 
 
-def count_api_processes(keys: EngineKeys) -> int:
-    """How many processes answer a server's requests.
+def count_api_servers(keys: EngineKeys) -> int:
+    """How many processes answer a server's requests: vLLM's `--api-server-count`.
 
-    It is generation.server.api_processes, else one for each copy of the model, which is vLLM's own
-    default; an older vLLM has one.
+    It is generation.server.api_server_count, else one for each copy of the model, which is vLLM's
+    own default; an older vLLM has one.
     """
-    given: int | None = keys.api_processes  # type: ignore[attr-defined]
+    given: int | None = keys.api_server_count  # type: ignore[attr-defined]
     copies: int = keys.data_parallel_size  # type: ignore[attr-defined]
     return given or (1 if versions.is_old_vllm(installed_vllm_version()) else copies)
 

@@ -27,7 +27,7 @@ RESERVED_ARGUMENTS = {
     "trust_remote_code": "model.trust_remote_code",
     "host": "generation.server.host",
     "port": "generation.server.port",
-    "api_server_count": "generation.server.api_processes",
+    "api_server_count": "generation.server.api_server_count",
     "api_key": "nothing: a token is made for each server",
     "middleware": "nothing: the guard stands there",
     "logprobs_mode": "nothing: log-probabilities are the processed ones",

@@ -33,7 +33,6 @@ class RolloutServer:
     record: server_file.ServerRecord | None = None  # what its server.json said, if it has one
     num_workers: int = 0
     has_group_route: bool = False  # it has the route for the completions of a whole group
-    tells_counts: bool = False  # on that route, of tokens that were sampled so far
 
 
 class ServerFinder:

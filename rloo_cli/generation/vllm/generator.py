@@ -24,7 +24,6 @@ from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.device_count import gpu_uuids, visible_gpus
 from rloo_cli.generation import (
-    OnLength,
     check_prompt_lengths,
     ignore_arrival,
     logprob_tolerance,
@@ -74,7 +73,6 @@ class VllmGenerator:
         self.max_engine_losses, self.image_token_ids = max_engine_losses, image_token_ids
         self.metrics = weight_sync.metrics
         self.is_held_awake = False
-        self.on_length: OnLength | None = None
         self.losses_in_a_row = 0  # of `extend`
 
     @property
@@ -133,8 +131,6 @@ class VllmGenerator:
             g = places[place][0]
             if trained:
                 self._check_mask(answers[place])
-            if self.on_length is not None:
-                self.on_length(place, len(answers[place].ids))
             mine = range(first[g], first[g] + len(seeds[g]))
             if all(i in answers for i in mine):
                 told = zip(mine, seeds[g], strict=True)
@@ -240,18 +236,6 @@ class VllmGenerator:
         finally:
             self.max_engine_losses = most
 
-    @contextmanager
-    def watch_lengths(self, on_length: OnLength) -> Iterator[None]:
-        """Report inside how many tokens each completion will have at least.
-
-        A server that tells no counts is known by the completions that have ended alone.
-        """
-        self.on_length = on_length
-        try:
-            yield
-        finally:
-            self.on_length = None
-
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()
@@ -268,8 +252,7 @@ class VllmGenerator:
             missing = [i for i in range(len(requests)) if i not in completions]
             try:
                 self._ensure_engine_ready(groups)
-                with self._watch_drawn(missing):
-                    self._generate_chosen(requests, missing, completions, on_completion)
+                self._generate_chosen(requests, missing, completions, on_completion)
             except EngineLost as gone:
                 lost += 1
                 self.weight_sync.handle_engine_loss(gone)
@@ -292,19 +275,6 @@ class VllmGenerator:
             on_completion(request_indices[place])
 
         self.engine.generate([requests[i] for i in request_indices], done)
-
-    @contextmanager
-    def _watch_drawn(self, request_indices: list[int]) -> Iterator[None]:
-        """Report lengths of these requests' completions inside, if somebody asks for them."""
-        engine, on_length = cast(Any, self.engine), self.on_length
-        if on_length is None or not hasattr(engine, "on_drawn"):
-            yield
-            return
-        engine.on_drawn = lambda place, least: on_length(request_indices[place], max(1, least))
-        try:
-            yield
-        finally:
-            engine.on_drawn = None
 
     def _ensure_engine_ready(self, groups: list[Group]) -> None:
         """Make sure that the engine answers, has the weights, and agrees on these prompts."""

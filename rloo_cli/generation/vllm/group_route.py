@@ -8,31 +8,41 @@ sent as bytes. It calls the engine as vLLM's route does, so the tokens are the s
 
 import asyncio
 import base64
-import json
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from vllm.sampling_params import RequestOutputKind
 
-from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm import auth, lora_slot, versions
 from rloo_cli.generation.vllm.engine_images import check_expanded_ids, engine_prompt
-from rloo_cli.generation.vllm.handshake import COUNTS, GROUP_ROUTE
+from rloo_cli.generation.vllm.handshake import GROUP_ROUTE
 from rloo_cli.generation.vllm.sampling_params import engine_params
 from rloo_cli.utils.files import JsonObject
 
-# Samples a completion, under this name of its request.
-Sampling = Callable[[str], Coroutine[Any, Any, JsonObject]]
 
+class ServerGuard(auth.Guard):
+    """The guard of a rollout server. It adds our routes when vLLM's application starts.
 
-def attach_group_route(app: FastAPI) -> None:
-    """Add this route to vLLM's application, behind the guard of all routes."""
-    app.add_api_route(GROUP_ROUTE, _group_endpoint, methods=["POST"])
+    vLLM makes one in each of its API processes, since `--middleware` names this class. Where
+    another middleware stands before it, the application does not start.
+    """
+
+    async def __call__(self, scope: auth.Scope, receive: auth.Receive, send: auth.Send) -> None:
+        if scope["type"] == "lifespan":
+            app: FastAPI = scope["app"]
+            first: object = app.user_middleware[0].cls
+            if first is not ServerGuard:
+                await receive()
+                why = f"{first} stands before the guard, and would see requests without a token"
+                await send({"type": "lifespan.startup.failed", "message": why})
+                return
+            app.add_api_route(GROUP_ROUTE, _group_endpoint, methods=["POST"])
+            versions.attach_old_routes(app)
+        await super().__call__(scope, receive, send)
 
 
 async def _group_endpoint(raw_request: Request) -> Response:
@@ -43,11 +53,7 @@ async def _group_endpoint(raw_request: Request) -> Response:
 
 @versions.import_vllm_module("api_utils").with_cancellation
 async def _generate_group(body: JsonObject, raw_request: Request) -> Response:
-    """Sample all completions at once; they are aborted when the client is gone.
-
-    With `counts_every_s` the answer is lines of JSON: how many tokens each completion will have at
-    least, that often, and then what the answer would be without it.
-    """
+    """Sample all completions at once; they are aborted when the client is gone."""
     state = raw_request.app.state
     adapter = None
     if lora_slot.ADAPTER_FOLDER_VARIABLE in os.environ:
@@ -56,47 +62,11 @@ async def _generate_group(body: JsonObject, raw_request: Request) -> Response:
     prompt = engine_prompt(body["token_ids"], shown)
     expanded = None if shown is None else body["token_ids"]
     number = uuid.uuid4().hex
-    samplings = {
-        f"rloo-{number}-{i}": partial(
-            _generate_completion, state, prompt, params, adapter, expanded
-        )
+    samplings = [
+        _generate_completion(state, prompt, params, adapter, expanded, f"rloo-{number}-{i}")
         for i, params in enumerate(body["sampling_params"])
-    }
-    if "counts_every_s" in body:
-        lines = _count_lines(state.engine_client, samplings, float(body["counts_every_s"]))
-        return StreamingResponse(lines, media_type="application/jsonl")
-    outputs = await asyncio.gather(*(sample(name) for name, sample in samplings.items()))
-    return JSONResponse({"completions": outputs})
-
-
-async def _count_lines(
-    engine: Any, samplings: Mapping[str, Sampling], interval_s: float
-) -> AsyncIterator[str]:
-    """The lines of an answer with counts. An error is the last one: its status is sent by then."""
-    tasks = {name: asyncio.create_task(sample(name)) for name, sample in samplings.items()}
-    waiting, told = {*tasks.values()}, [0] * len(tasks)
-    try:
-        while waiting:
-            _, waiting = await asyncio.wait(waiting, timeout=interval_s)
-            counts = [
-                _count_sampled(task.result()) if task.done()
-                else versions.count_drawn_tokens(engine, name)
-                for name, task in tasks.items()
-            ]  # fmt: skip
-            if waiting and counts != told:
-                told = [max(pair) for pair in zip(counts, told, strict=True)]
-                yield json.dumps({COUNTS: told}) + "\n"
-        yield json.dumps({"completions": [task.result() for task in tasks.values()]}) + "\n"
-    except Exception as error:
-        yield json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n"
-    finally:  # the client is gone, or one failed: the engine aborts the others
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-def _count_sampled(completion: JsonObject) -> int:
-    return len(base64.b64decode(completion["ids"])) // np.dtype(np.int32).itemsize
+    ]
+    return JSONResponse({"completions": await asyncio.gather(*samplings)})
 
 
 async def _generate_completion(

@@ -19,9 +19,6 @@ from rloo_cli.utils.files import JsonObject
 
 PROTOCOL_VERSION = 1  # of rloo's own routes and facts
 GROUP_ROUTE = "/rloo/generate"  # the route of `group_route`, where a server says that it has it
-# Among the routes of a server whose group route tells counts of tokens while it samples.
-GROUP_COUNTS = "/rloo/generate?counts"
-COUNTS = "at_least"  # the key of such a line: a number for each completion
 SERVER_INFO_VARIABLE = "RLOO_SERVER_FACTS"  # the environment variable by which the guard gets them
 FINGERPRINT_TEXTS = (
     "What is 17 + 25?", " leading and  double  spaces\n\nnew lines\t", "naïve café 東京 🙂",
@@ -84,11 +81,9 @@ class ExpectedServer:
     sampling_mask: bool = False  # whether it must send the ids that each token was chosen from
     trainer_gpus: tuple[str, ...] = ()  # of the processes that train on this machine, by UUID
 
-    def check(
-        self, http_client: HttpClient, url: str, token: str
-    ) -> tuple[str, bool, bool, list[str]]:
-        """How this server takes weights; whether it has a route for whole groups, and counts there;
-        the GPUs that it says it takes.
+    def check(self, http_client: HttpClient, url: str, token: str) -> tuple[str, bool, list[str]]:
+        """How this server takes weights; whether it has a route for whole groups; the GPUs that it
+        says it takes.
 
         Raises GenerationError with everything that differs, and ConfigError (exit 2) for a GPU that
         is the trainer's too, and where it is the sampling masks alone.
@@ -114,7 +109,7 @@ class ExpectedServer:
         routes = facts.get("routes", ())
         transfer = str(facts.get("transfer", self.transfer))
         devices = [str(gpu) for gpu in facts.get("devices", ())]
-        return transfer, GROUP_ROUTE in routes, GROUP_COUNTS in routes, devices
+        return transfer, GROUP_ROUTE in routes, devices
 
     def _refuse_shared_gpus(self, facts: JsonObject, url: str) -> None:
         """Raise ConfigError where the server has a GPU of this trainer. A GPU is known by its UUID:

@@ -6,7 +6,7 @@ and is final.
 """
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,23 +82,20 @@ class HttpClient:
 
     async def request(
         self, method: str, url: str, path: str, token: str, body: object, limit_s: float,
-        keep_alive: bool = False, on_line: Callable[[str], None] | None = None,
+        keep_alive: bool = False,
     ) -> Any:  # fmt: skip
         """Send one request, on the loop. Raises EngineLost, GenerationError.
 
         `keep_alive`: on a connection that is used again. It is sent once more if the server had
-        hung up on that meanwhile, so it must be one that may be repeated. `on_line`: gets every
-        line of the answer as it arrives, the last of which is returned.
+        hung up on that meanwhile, so it must be one that may be repeated.
         """
         where = url.rstrip("/") + path
         session = self.keepalive_session if keep_alive else self.fresh_session
         try:
-            answer = await http.send_json(
-                session, method, where, body, token, limit_s, on_line=on_line
-            )
+            answer = await http.send_json(session, method, where, body, token, limit_s)
         except http.RequestFailed as failed:
             if failed.reason == "closed" and keep_alive:
-                return await self.request(method, url, path, token, body, limit_s, on_line=on_line)
+                return await self.request(method, url, path, token, body, limit_s)
             if failed.reason == "address":
                 problem = not_a_server_problem(where, "this is not an address", self.kind)
                 raise GenerationError(problem) from None

@@ -8,7 +8,6 @@ after a loss the engine connects again, which first asks the server for its stat
 import asyncio
 import base64
 import contextlib
-import json
 import logging
 import struct
 from array import array
@@ -56,7 +55,6 @@ log = logging.getLogger(__name__)
 INTERRUPT_POLL_S = 0.02  # between two looks whether completions are to be interrupted
 INTERRUPT_ANSWER_S = 0.5  # seconds in which a paused server answers what it had begun
 DEFAULT_MAX_IN_FLIGHT = 1024  # completions in flight on one engine: more than it decodes at once
-COUNTS_EVERY_S = 0.2  # a line from each group then; faster ones would be work for a server
 ServerRequest = tuple[str, RolloutServer, str, object]  # method, server, path, body
 
 
@@ -82,18 +80,14 @@ class HttpEngine:
         self.weight_sender: WeightSender | None = None  # one for all servers together
         self.restarts = 0
         self.label = ""
-        # Called with a request's index and a number of tokens that its completion will have at
-        # least, while a call of `generate` goes on; None = nobody asks.
-        self.on_drawn: Callable[[int, int], None] | None = None
-        self.noted_missing_counts = False
 
     def connect(self) -> None:
         reconnecting, client = bool(self.servers), self.http_client
         self.servers = self.finder.find_servers(reconnecting)
         for server in self.servers:
             url, token = server.url, server.token
-            server.transfer, server.has_group_route, server.tells_counts, devices = (
-                self.expected.check(client, url, token)
+            server.transfer, server.has_group_route, devices = self.expected.check(
+                client, url, token
             )
             if devices and not reconnecting:
                 ours = ", ".join(self.expected.trainer_gpus) or "none"
@@ -182,7 +176,6 @@ class HttpEngine:
     ) -> None:
         capacity = self.keys.max_in_flight or DEFAULT_MAX_IN_FLIGHT * self.keys.data_parallel_size
         calls = self._split_calls(requests)
-        self._note_missing_counts()
         gates = [InFlightLimit(capacity) for _ in self.servers]
 
         async def one(call: GenerateCall) -> None:
@@ -239,16 +232,6 @@ class HttpEngine:
         )
         await asyncio.gather(*calls)
 
-    def _note_missing_counts(self) -> None:
-        """Say once which servers do not tell how many tokens they have sampled."""
-        silent = [server.url for server in self.servers if not server.tells_counts]
-        if self.on_drawn is not None and silent and not self.noted_missing_counts:
-            self.noted_missing_counts = True
-            what = f"{', '.join(silent)}: no counts of tokens while it samples, so groups are"
-            self.finder.note(
-                f"{what} trained on later than they could be (rloo vllm-serve has them)"
-            )
-
     def _split_calls(self, requests: Sequence[EngineRequest]) -> list[GenerateCall]:
         """One call for a whole group if the server has the route for that, else one per request."""
         calls = []
@@ -279,16 +262,10 @@ class HttpEngine:
             body["sampling_params"] = chosen[0].params
             if server.transfer == lora_slot.ADAPTER_TRANSFER:
                 body["model"] = lora_slot.ADAPTER_NAME
-        on_line = None
-        if self.on_drawn is not None and server.tells_counts:
-            body["counts_every_s"] = COUNTS_EVERY_S
-            on_line = partial(note_counts, self.on_drawn, call.request_indices)
         answer = await self.http_client.request(
-            "POST", server.url, path, server.token, body, limit, keep_alive=True, on_line=on_line
+            "POST", server.url, path, server.token, body, limit, keep_alive=True
         )
         if server.has_group_route:
-            if on_line is not None and "error" in answer:
-                raise EngineRefused(f"{server.url}: {answer['error']}")
             return parse_group_completions(answer, server.url, len(chosen), may_be_cut)
         return [parse_completion(answer, server.url, may_be_cut)]
 
@@ -379,13 +356,6 @@ class InFlightLimit:
         finally:
             for _ in range(taken):
                 self.semaphore.release()
-
-
-def note_counts(on_drawn: Callable[[int, int], None], indices: Sequence[int], line: str) -> None:
-    """Pass a line of counts (`group_route`) on: a number of tokens for each of these requests."""
-    if line.startswith(f'{{"{handshake.COUNTS}"'):
-        for index, at_least in zip(indices, json.loads(line)[handshake.COUNTS], strict=True):
-            on_drawn(index, at_least)
 
 
 def group_by_prompt(requests: Sequence[EngineRequest]) -> list[list[int]]:

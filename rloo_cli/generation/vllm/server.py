@@ -20,6 +20,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rloo_cli.config import check
 from rloo_cli.config.old_names import nearest_names
@@ -31,7 +32,6 @@ from rloo_cli.distributed.device_count import (
     gpus_per_server,
 )
 from rloo_cli.generation.vllm import (
-    api_processes,
     arguments,
     auth,
     handshake,
@@ -41,7 +41,7 @@ from rloo_cli.generation.vllm import (
 )
 from rloo_cli.generation.vllm_server import ServerSection
 from rloo_cli.utils import child_process, ports
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, write_text
 
 EXTERNAL_TOKEN_VARIABLE = "RLOO_SERVER_TOKEN"  # a token that the user chose; else one is made
@@ -119,11 +119,47 @@ def _run_server(folder: Path, by: str, run: RunConfig) -> None:
     )  # fmt: skip
     if VISIBLE_DEVICES_VARIABLE in os.environ:  # vLLM is not imported yet
         os.environ |= arguments.visible_gpu_environment(arguments.visible_gpus())
-    ready = api_processes.make_ready_flags(arguments.count_api_processes(keys))
-    about_server = (folder, record, host, port, ready)
+    about_server = (folder, record, host, port)
     threading.Thread(target=_write_when_ready, args=about_server, daemon=True).start()
     args = _vllm_namespace(engine_arguments, keys, host, port)
-    api_processes.serve_until_stopped(server_socket, args, record.url, ready)
+    serve_until_stopped(server_socket, args, record.url, arguments.count_api_servers(keys))
+
+
+def serve_until_stopped(
+    server_socket: socket.socket, args: Namespace, url: str, num_api_servers: int
+) -> None:
+    """Answer requests at the bound socket until this process is asked to end.
+
+    Several API servers are vLLM's own (`--api-server-count`): processes that share the socket and
+    the engines. In vLLM 0.32 a pause, the label of the weights, the prefix cache, sleep and a
+    loaded adapter are states of the engine (vllm/v1/engine/core.py), so a call that reaches one of
+    them holds for the requests of all; an older vLLM keeps labels and pause in the API process, and
+    has one (`versions`). Call it from the main thread. Raises GenerationError when one of several
+    ends by an error.
+    """
+    importlib.import_module("vllm.utils.system_utils").set_ulimit()
+    if num_api_servers == 1:
+        entry = versions.import_vllm_module("entry")
+        importlib.import_module("uvloop").run(entry.run_server_worker(url, server_socket, args))
+        return
+    args.api_server_count = num_api_servers
+    serve: Any = importlib.import_module("vllm.entrypoints.cli.serve")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def bound_socket(*_: object, **options: object) -> tuple[str, socket.socket]:
+        """The socket that is bound already, and our signal handlers again: vLLM's raise an
+        exception, which pyzmq would lose while vLLM waits for its engines."""
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        return url, server_socket
+
+    serve.setup_server = bound_socket
+    try:
+        serve.run_multi_api_server(args)
+    except RuntimeError as error:
+        what, why = "a process of the server ended, and the others with it", str(error)
+        fix = "read above this in the server's log why it ended, and start the server again"
+        raise GenerationError(Problem(what, "generation.server", why, fix)) from None
 
 
 def _server_token() -> str:
@@ -178,7 +214,7 @@ def _server_info(run: RunConfig, keys: ServerSection, engine_arguments: JsonObje
         "transfer": arguments.weight_transfer_backend(run, keys),
         "devices": gpu_uuids(arguments.visible_gpus()[: gpus_per_server(run)]),
         "sampling_mask": bool(engine_arguments.get("return_sampling_mask")),
-        "routes": [handshake.GROUP_ROUTE, handshake.GROUP_COUNTS],
+        "routes": [handshake.GROUP_ROUTE],
     }
 
 
@@ -195,7 +231,7 @@ def _vllm_namespace(
         "port": port,
         "enable_scale_out": True,  # requests and answers are token ids
         "disable_fastapi_docs": os.environ.get(DOCS_VARIABLE) != "1",
-        "middleware": ["rloo_cli.generation.vllm.auth.Guard"],
+        "middleware": ["rloo_cli.generation.vllm.group_route.ServerGuard"],
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "warning",
         "log_error_stack": False,
@@ -219,15 +255,10 @@ def _vllm_namespace(
     return args
 
 
-def _write_when_ready(
-    folder: Path, server: server_file.ServerRecord, host: str, port: int,
-    ready: api_processes.ReadyFlags,
-) -> None:  # fmt: skip
-    """On a thread: once every API process is `ready` and /health answers, write server.json."""
+def _write_when_ready(folder: Path, server: server_file.ServerRecord, host: str, port: int) -> None:
+    """On a thread: once /health answers, write server.json."""
     while True:
         time.sleep(0.2)
-        if not all(ready):
-            continue
         connection = http.client.HTTPConnection(host, port, timeout=10)
         try:
             connection.request("GET", "/health")

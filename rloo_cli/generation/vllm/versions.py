@@ -112,10 +112,10 @@ def old_vllm_problems(
         key = f"{section}.sleep"
         why = f"vLLM {version} cannot free the KV cache alone (release_kv_cache_memory)"
         yield Problem(f"{key} = kv needs vLLM 0.32", key, why, f"{key}=weights, or {key}=none")
-    if (getattr(keys, "api_processes", None) or 1) > 1:
-        key = f"{section}.api_processes"
+    if (getattr(keys, "api_server_count", None) or 1) > 1:
+        key = f"{section}.api_server_count"
         why = f"vLLM {version} keeps pauses and labels of weights in the API process that was asked"
-        count = getattr(keys, "api_processes", None)
+        count = getattr(keys, "api_server_count", None)
         yield Problem(f"{key} = {count} needs vLLM 0.32", key, why, f"{key}=null")
     if lm_head_fp32:
         key = "model.lm_head_fp32"
@@ -389,19 +389,6 @@ def completion_weight_versions(output: Any, before: str | None, after: str | Non
     if hasattr(output, "weight_versions"):
         return sorted({str(span.version) for span in output.weight_versions or []})
     return sorted({str(label) for label in (before, after)})
-
-
-def count_drawn_tokens(engine: Any, request_id: str) -> int:
-    """The tokens that an AsyncLLM has sampled so far for a request under way; 0 = not known.
-
-    Its output processor is asked, in this process: an output for every token would cost more than
-    all else that a server's API process does.
-    """
-    processor = getattr(engine, "output_processor", None)
-    states = getattr(processor, "request_states", {})
-    numbers = getattr(processor, "external_req_ids", {}).get(request_id, [request_id])
-    found = [state.detokenizer for n in numbers if (state := states.get(n)) is not None]
-    return sum(detokenizer.num_output_tokens() for detokenizer in found if detokenizer is not None)
 
 
 def old_vllm_routes() -> "dict[str, tuple[str, RouteHandler]]":

@@ -12,7 +12,6 @@ from reward_cases import PLAIN as PLAIN_CONTEXT
 from reward_cases import reward
 from vllm_cases import config, engine, groups, policy, right, sampler, tokenizer, weights
 
-from rloo_cli.generation.vllm import http_engine
 from rloo_cli.generation.vllm.engine import EngineRequest
 from rloo_cli.rewards.engine.scoring import ScoringStep
 from rloo_cli.utils.errors import GenerationError
@@ -119,21 +118,6 @@ def test_every_request_is_answered_with_its_tokens_and_their_weights(ready):
         assert len(answer.ids) == len(answer.logp) == 8 and answer.finish_reason == "length"
         assert all(0 <= i < len(tokenizer()) for i in answer.ids)
         assert answer.weight_versions == ["run:1"] and max(answer.logp) < 0
-
-
-def test_counts_of_tokens_come_while_it_samples_and_change_none_of_them(ready, monkeypatch):
-    plain, told = ids(draw(ready, range(4), max_tokens=24)), []
-    monkeypatch.setattr(http_engine, "COUNTS_EVERY_S", 0.002)
-    ready.on_drawn = lambda index, at_least: told.append((index, at_least))
-    assert ids(draw(ready, range(4), max_tokens=24)) == plain
-    ready.on_drawn = None
-    if not all(server.tells_counts for server in ready.servers):  # the fake one is as plain vLLM
-        assert told == [] and ready.noted_missing_counts
-        return
-    seen = {index: [n for i, n in told if i == index] for index, _ in told}
-    assert {*seen} == {*range(12)} and all(n <= 24 for _, n in told)
-    assert all(counts == sorted(counts) for counts in seen.values())
-    assert any(0 < n < 24 for _, n in told)  # of completions that are under way
 
 
 def test_all_tokens_are_as_likely_as_the_zero_head_says(ready):

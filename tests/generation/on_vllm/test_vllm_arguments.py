@@ -391,7 +391,7 @@ def test_a_udp_socket_is_seen_and_holds_no_tcp_port_of_its_number() -> None:
         ([], "0.32.0", 1),
         (["generation.server.data_parallel_size=4"], "0.32.0", 4),
         (["generation.server.data_parallel_size=4"], "0.22.1", 1),
-        (["generation.server.data_parallel_size=4", "generation.server.api_processes=2"],
+        (["generation.server.data_parallel_size=4", "generation.server.api_server_count=2"],
          "0.32.0", 2),
     ],
 )  # fmt: skip
@@ -399,7 +399,7 @@ def test_a_server_has_an_api_process_for_each_copy_of_the_model_unless_a_key_say
     words: list[str], version: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "installed_vllm_version", lambda: version)
-    assert arguments.count_api_processes(keys_of(run_of(SERVER, *words))) == count
+    assert arguments.count_api_servers(keys_of(run_of(SERVER, *words))) == count
 
 
 def test_an_engine_that_is_gone_is_logged_unless_its_server_ends_as_asked() -> None:

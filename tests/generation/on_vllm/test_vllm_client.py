@@ -12,7 +12,7 @@ from pathlib import Path
 import loop_cases
 import pytest
 import torch
-from fake_server import COUNTS, GENERATE, GROUP, Fake
+from fake_server import GENERATE, GROUP, Fake
 from vllm_cases import (
     PROMPTS,
     SEEDS,
@@ -131,25 +131,6 @@ def test_whole_groups_are_asked_for_in_one_request_and_are_the_same(fake, make):
     asked = [body for path, body in fake.asked if path == GROUP]
     assert len(asked) == len(PROMPTS) + PROBES and len(fake.draws()) == single
     assert [p["seed"] for p in asked[-1]["sampling_params"]] in SEEDS
-
-
-@pytest.mark.parametrize("routes", [[], [GROUP], [GROUP, COUNTS]], ids=["plain", "older", "counts"])
-def test_who_watches_lengths_is_told_what_each_completion_will_have_at_least(fake, make, routes):
-    generator, told = make(), []
-    plain = draw(generator)
-    fake.facts["routes"] = routes
-    generator, chosen = make(), groups(PROMPTS)
-    with generator.watch_lengths(lambda number, least: told.append((number, least))):
-        generator.generate(chosen, SEEDS)
-    assert [group.rollouts for group in chosen] == plain
-    lengths = [len(r.completion_ids) for group in chosen for r in group.rollouts]
-    halves = [(i, max(1, n // 2)) for i, n in enumerate(lengths)] if COUNTS in routes else []
-    assert sorted(told) == sorted([*halves, *enumerate(lengths)])
-    asked = [body for path, body in fake.asked if path == GROUP and "counts_every_s" in body]
-    assert len(asked) == (len(PROMPTS) if COUNTS in routes else 0)  # a parity check asks for none
-    del told[:]
-    generator.generate(groups(PROMPTS), SEEDS)
-    assert told == [] and len(fake.asked) and "counts_every_s" not in fake.asked[-1][1]
 
 
 def test_of_a_group_that_was_lost_on_the_way_only_what_is_missing_is_drawn_again(fake, make):

@@ -210,7 +210,7 @@ def test_so_is_a_killed_worker_and_a_killed_api_process(
 
 @slow
 def test_so_is_a_server_that_lost_one_of_its_api_processes(tmp_path: Path, alone: Going) -> None:
-    run = Going(tmp_path / "runs", "generation.server.api_processes=2")
+    run = Going(tmp_path / "runs", "generation.server.api_server_count=2")
     first = kill(run, "VLLM::APIServer_1")
     check(run, alone, [first, replaced(run, first)])
 

@@ -375,7 +375,7 @@ def test_one_with_two_api_processes_ends_when_asked_and_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder, base = tmp_path_factory.mktemp("two"), tmp_path_factory.getbasetemp()
-    served = Served(folder, base, "generation.server.api_processes=2")
+    served = Served(folder, base, "generation.server.api_server_count=2")
     try:
         server = served.up()
         members = group(server)

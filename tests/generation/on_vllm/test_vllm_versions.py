@@ -174,9 +174,9 @@ def test_every_sampling_parameter_is_known_to_it() -> None:
         (["generation=vllm_colocate", "generation.colocate.sleep=weights"], None),
         (["generation=vllm_colocate", "model.lm_head_fp32=true"], "model.lm_head_fp32"),
         (["generation=vllm_server", "model.lm_head_fp32=true"], "model.lm_head_fp32"),
-        (["generation=vllm_server", "generation.server.api_processes=2"],
-         "generation.server.api_processes"),
-        (["generation=vllm_server", "generation.server.api_processes=1"], None),
+        (["generation=vllm_server", "generation.server.api_server_count=2"],
+         "generation.server.api_server_count"),
+        (["generation=vllm_server", "generation.server.api_server_count=1"], None),
         (["generation=vllm_server"], None),
     ],
 )  # fmt: skip

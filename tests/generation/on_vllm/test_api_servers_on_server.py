@@ -1,6 +1,8 @@
-"""One API process of a real rollout server, and what it does to the requests of the other."""
+"""One API server of two in a real rollout server, and what it does to the requests of the other."""
 
+import asyncio
 import http.client
+import importlib
 import json
 import threading
 import time
@@ -15,7 +17,7 @@ import pytest
 import vllm_cases
 from vllm_cases import Real
 
-from rloo_cli.generation.vllm import server_file
+from rloo_cli.generation.vllm import auth, server_file
 from rloo_cli.utils import child_process
 
 pytestmark = pytest.mark.vllm
@@ -52,13 +54,15 @@ class Line:
 
 @pytest.fixture
 def lines(server: Real, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]:
-    """A connection to each API process."""
+    """A connection to each API server; the second may still be starting."""
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     told = server_file.running_server(server.folder)
     assert told is not None
     found: dict[int, Line] = {}
     opened: list[Line] = []
-    while len(found) < 2 and len(opened) < 30:
+    end = time.monotonic() + 60
+    while len(found) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
         opened.append(Line(server))
         assert opened[-1].ask("GET", "/health")[0] == 200
         found.setdefault(opened[-1].taken_by(told.group), opened[-1])
@@ -87,8 +91,36 @@ def test_the_guard_stands_in_each(lines: list[Line]) -> None:
         for path in ("/rloo/generate", "/pause", "/finish_weight_update"):
             assert line.ask("POST", path, {}, token=False)[0] == 401
         assert line.ask("POST", "/collective_rpc", {})[0] == 403
-        routes = ["/rloo/generate", "/rloo/generate?counts"]
-        assert line.ask("GET", "/rloo")[1]["routes"] == routes
+        assert line.ask("GET", "/rloo")[1]["routes"] == ["/rloo/generate"]
+
+
+def lifespan_of(app: Any) -> list[str]:
+    """What an application answers to its start and its end."""
+    asked, answers = iter(("lifespan.startup", "lifespan.shutdown")), []
+
+    async def receive() -> dict[str, str]:
+        return {"type": next(asked)}
+
+    async def send(message: dict[str, Any]) -> None:
+        answers.append(message["type"])
+
+    asyncio.run(app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send))
+    return answers
+
+
+def test_an_application_does_not_start_where_something_stands_before_the_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(auth.TOKEN_VARIABLE, "t" * 16)
+    guard = importlib.import_module("rloo_cli.generation.vllm.group_route").ServerGuard
+    make = importlib.import_module("fastapi").FastAPI
+    alone, behind = make(), make()
+    alone.add_middleware(guard)
+    behind.add_middleware(guard)
+    behind.add_middleware(importlib.import_module("starlette.middleware.gzip").GZipMiddleware)
+    assert lifespan_of(alone) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert "/rloo/generate" in {route.path for route in alone.routes}
+    assert lifespan_of(behind) == ["lifespan.startup.failed"]
 
 
 def test_a_pause_and_an_update_by_one_hold_for_the_requests_of_the_other(
