@@ -1,5 +1,4 @@
-"""The commands of TRL's page on GRPO: that of images becomes a recipe that trains, that of an agent
-is answered."""
+"""The commands of TRL's page on GRPO, of an agent and of images, become recipes that train."""
 
 from pathlib import Path
 
@@ -9,7 +8,9 @@ import yaml
 from cli_cases import strict
 from fork_cases import Forked
 
+from rloo_cli.cli import plan
 from rloo_cli.cli.migrate import run
+from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
 PAGES = yaml.safe_load((Path(__file__).parent / "published_pages.yaml").read_text())
@@ -32,10 +33,19 @@ def migrate(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-def test_a_script_whose_tools_are_not_known_is_refused(folder: Path) -> None:
+def test_the_recipe_of_the_script_for_tools_wants_that_script(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(SCRIPT).parent.mkdir(parents=True)
+    Path(SCRIPT).write_text(AGENT["files"][SCRIPT])
+    migrate(AGENT["run"], capsys)
+    words = ["+recipe=my.yaml", "data.path=make:products"]
+    assert plan.dry_run(compose_config(words)) == 0
+    Path(SCRIPT).unlink()
     with pytest.raises(ConfigError) as error:
-        run(AGENT["run"].split())
-    assert error.value.code == 2 and SCRIPT in error.value.problems[0].what
+        plan.dry_run(compose_config(words))
+    assert error.value.code == 2
+    assert {p.why for p in error.value.problems} == {f"looked at {folder / SCRIPT}"}
 
 
 @pytest.mark.slow

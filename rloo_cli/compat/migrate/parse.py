@@ -102,15 +102,15 @@ def read_command(words: list[str]) -> OldRun:
     script = _sort_arguments(old_run, words)
     old_run.flags = {k: _flag_value(v) for k, v in old_run.flags.items()}
     _read_process_count(old_run)
-    if old_run.script in tables.AGENT_SCRIPTS:
-        raise python_script_error(script, "its tools and rewards are in it alone")
+    if old_run.script == tables.AGENT_SCRIPT:
+        old_run.flags["agent_script"] = script
     known = [name for name in old_run.flags if find_old_name(name)]
     if old_run.script and set(known) <= {"bf16", "fp16"}:  # which the launcher says
         raise python_script_error(script, "its settings are in it, and not in the command")
     if not old_run.flags:
         what, why = "no flags in this command", " ".join(words)[:200]
         raise ConfigError(Problem(what, "the command", why, USAGE))
-    if old_run.script and old_run.script not in tables.VISION_SCRIPTS:
+    if old_run.script and old_run.script not in (*tables.VISION_SCRIPTS, tables.AGENT_SCRIPT):
         old_run.notes.append(
             f"{script} is not read: what it sets by itself (data, rewards, its own defaults) is not"
             " in this recipe"

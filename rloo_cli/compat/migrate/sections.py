@@ -38,6 +38,8 @@ def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
         recipe.put("data.max_prompt_length", 512, f"{script} left longer ones out")
     if Path(script).name in tables.VISION_SCRIPTS:
         _write_vision_script(recipe, script)
+    if agent_script := recipe.take("agent_script"):
+        _write_agent_script(recipe, str(agent_script))
     _write_prompt_limits(recipe, dialect)
     if sets := recipe.take("eval_sets"):  # of a trainer that is called from Python
         recipe.put("eval.sets", sets, "eval_dataset")
@@ -71,6 +73,27 @@ def _write_vision_script(recipe: Recipe, script: str) -> None:
         "data.system", tables.VISION_SYSTEM, f"it stands for {script}'s, which says the same"
     )
     recipe.notes.append(f"set data.system to the SYSTEM_PROMPT of {script}")
+
+
+def _write_agent_script(recipe: Recipe, script: str) -> None:
+    """Write what TRL's script for tools sets by itself; `script`: its path.
+
+    Its tool, its rewards and the function that makes its prompts are taken from the script itself.
+    """
+    why = f"{script} had it built in"
+    recipe.drop("dataset_name", f"{script} trains on data of its own")
+    recipe.put("data.path", tables.AGENT_DATASET, why)
+    recipe.put("data.map", f"{script}:{tables.AGENT_PROMPT}", why)
+    recipe.flags["tools"] = [f"{script}:{tables.AGENT_TOOL}"]
+    for name in tables.AGENT_REWARDS:
+        recipe.put_reward(name, {"type": "function", "path": f"{script}:{name}"}, why)
+    recipe.put("generation.chat_template_kwargs", {"enable_thinking": False}, why)
+    recipe.notes += [
+        f"{script} has to be there: this recipe names functions in it",
+        f"{script} keeps the questions that begin with 'Does the gene ': name a function that does"
+        " so in data.filter",
+        f"{script} makes biogrid.db, which its tool reads, before it trains: make it once",
+    ]
 
 
 def _dataset_source(entry: object) -> JsonObject:
@@ -240,7 +263,7 @@ def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
             recipe.put(f"reward.{name}.weight", weight, recipe.original_text("reward_weights"))
     if recipe.take("environment_reward"):  # TRL adds it with the weight 1
         recipe.put_reward("environment", {"type": "environment"}, "the environment's get_reward")
-    elif not rewards and "reward" not in recipe.groups:
+    elif "reward" not in recipe.groups and not any(k.startswith("reward.") for k in recipe.lines):
         recipe.notes.append("no reward is named in the old settings: add reward=NAME")
 
 

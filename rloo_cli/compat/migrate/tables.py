@@ -210,7 +210,14 @@ VISION_SCRIPTS = ("grpo_vlm.py", "rloo_vlm.py")
 VISION_DATASET = "lmms-lab/multimodal-open-r1-8k-verified"
 VISION_PIXELS = 512 * 512
 VISION_SYSTEM = "First think about the question, between <think> and </think>, then answer it."
-AGENT_SCRIPTS = ("grpo_agent.py", "rloo_agent.py")  # whose tools no flag says
+# TRL's script for tools, and the functions and the data that it names.
+AGENT_SCRIPT = "grpo_agent.py"
+AGENT_TOOL, AGENT_DATASET, AGENT_PROMPT = (
+    "query_biogrid",
+    "qgallouedec/biogrid_qa",
+    "format_example",
+)
+AGENT_REWARDS = ("correctness_reward", "structure_reward", "query_reward")
 TRL_REWARDS = {
     "accuracy_reward": "accuracy",
     "reasoning_accuracy_reward": "reasoning_accuracy",
