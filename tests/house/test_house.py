@@ -47,6 +47,7 @@ SHORT = {
     "compat/migrate/old_run.py": "what the reader hands to the converters: both import it",
     "reporting/episode_metrics.py": "metrics of episodes, of steps and of evaluations alike",
     "generation/common/pacing.py": "the proof of carry's bound, for the planner too, without torch",
+    "config/teacher.py": "keys that the schema, an algorithm and a client of vLLM read",
     "data/segments.py": "sums over segments, for rooms that must not know packing",
 }
 ENTRIES = {"cli/key_values.py", "generation/vllm/plugin.py", "plugin.py"}  # named by other programs

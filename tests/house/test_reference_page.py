@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference.md").read_text()
 CODE = {
     path: path.read_text()
-    for folder in ("rloo_cli", "scripts")
+    for folder in ("rloo_cli", "scripts", "conf")
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".sbatch", ".sh")
+    if path.suffix in (".py", ".sbatch", ".sh", ".yaml")
 }
 # Files that are read, not written, and one that a server that cannot start leaves for its starter.
 # They read such files, or write them in the cache.
