@@ -146,7 +146,7 @@ class HydraApp:
 
     def _read_config(self, cfg: DictConfig, config: DictConfig) -> ComposedConfig:
         composed = compose.read_hydra_config(cfg, config, self.dirs)
-        return replace(composed, command_line_swept_keys=self.swept_keys)
+        return replace(composed, swept_keys=(*composed.swept_keys, *self.swept_keys))
 
 
 def split_flags(args: list[str]) -> tuple[list[str], list[str]]:

@@ -98,8 +98,7 @@ class ComposedConfig:
     sources: ConfigSources
     recipe: str | None = None
     user_overrides: tuple[str, ...] = ()  # as a person writes them; they compose it again
-    recipe_swept_keys: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
-    command_line_swept_keys: tuple[str, ...] = ()  # keys that the command line's sweep goes over
+    swept_keys: tuple[str, ...] = ()  # keys that the sweep of the recipe and the words goes over
     changed_keys: tuple[str, ...] = ()  # keys that overrides or the recipe set to another value
 
 

@@ -377,8 +377,7 @@ def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:
     name = composed.values.get("name")
     if name is None:
         return composed
-    keys = (*composed.recipe_swept_keys, *composed.command_line_swept_keys)
-    job_name = "-".join([str(name), *_name_suffixes(composed, keys)])
+    job_name = "-".join([str(name), *_name_suffixes(composed, composed.swept_keys)])
     return replace(composed, values=composed.values | {"name": job_name})
 
 

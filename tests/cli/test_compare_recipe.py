@@ -55,7 +55,7 @@ def test_words_of_the_command_line_narrow_the_sweep_and_leave_the_names(jobs):
 def test_without_multirun_the_recipe_is_one_run():
     composed = compose.compose_config(["+recipe=compare"])
     assert composed.values["name"] == "compare" and composed.values["seed"] == 1
-    assert composed.recipe_swept_keys == SWEPT
+    assert composed.swept_keys == SWEPT
 
 
 def test_every_recipe_that_compares_has_the_same_work_for_all():
@@ -73,7 +73,7 @@ def test_every_recipe_that_compares_has_the_same_work_for_all():
 def apart(*words: str, name: str = "compare") -> str:
     composed = compose.compose_config(["+recipe=quickstart"])
     values = composed.values | {"name": name}
-    given = replace(composed, values=values, user_overrides=words, recipe_swept_keys=SWEPT)
+    given = replace(composed, values=values, user_overrides=words, swept_keys=SWEPT)
     return str(launcher.name_sweep_job(given).values["name"])
 
 
