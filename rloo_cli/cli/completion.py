@@ -74,7 +74,7 @@ FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argume
     "completion": tuple(SCRIPTS),
     "sweep": ("show", "resume", "stop", "promote", "clone"),
     "slurm": ("render", "submit"),
-    "reward": ("list", "test", "bench"),
+    "reward": ("list", "test"),
     "help": tuple(verb_help.VERBS),
 }
 JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # kinds of batch jobs

@@ -360,17 +360,14 @@ VERBS: dict[str, VerbHelp] = {
         ),
     ),
     "reward": VerbHelp(
-        "try a reward on data and tricks: list, test, bench [REWARD] +recipe=NAME",
+        "try a reward on data and tricks: list, test [REWARD] +recipe=NAME",
         (
             "rloo reward list [--json]",
             "rloo reward test [REWARD] +recipe=NAME [key=value ...] [flags]",
-            "rloo reward bench [REWARD] +recipe=NAME [key=value ...] [flags]",
         ),
         {
             "--rows N": "rows of the data to try it on (8)",
             "--against REWARD": "a second reward: do the two order completions alike?",
-            "--batch N": "with bench: this number of completions alone",
-            "--seconds S": "with bench: how long each number is measured (2)",
             "--json": "all figures, and every completion that could be exploited",
             **CONFIG_DIR,
         },
@@ -378,7 +375,6 @@ VERBS: dict[str, VerbHelp] = {
             "rloo reward list",
             "rloo reward test mine.py:score +recipe=quickstart --rows 20",
             "rloo reward test length_chars +recipe=quickstart --against exact_match",
-            "rloo reward bench +recipe=quickstart --batch 64",
         ),
         "REWARD is file.py:function, a reward of the recipe or a choice of conf/reward; without\n"
         "one, all of the recipe's. test exits with 20 where it finds an error or an exploit.",

@@ -1,4 +1,4 @@
-"""`rloo reward list | test | bench`: rewards called on real rows, and on tricks of a policy."""
+"""`rloo reward list | test`: rewards called on real rows, and on tricks of a policy."""
 
 import json
 import subprocess
@@ -308,7 +308,6 @@ def test_a_reward_that_is_not_there_is_answered_with_the_nearest(place, sentence
         (("test", "mine.py", *ON_ROWS), "mine.py", "mine.py:FUNCTION"),
         (("test", "mine.py:exact", *ON_ROWS, "reward=contains"), "reward=...", ""),
         (("test", "mine.py:exact", "+recipe=smoke", "--rows", "0"), "--rows", ""),
-        (("bench", "mine.py:exact", "+recipe=smoke", "--batch", "x"), "--batch", ""),
         (("test", "mine.py:nothing", *ON_ROWS), "'nothing'", ""),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -334,7 +333,7 @@ def test_no_torch_is_imported_for_a_function_on_made_data(place):
     assert done.returncode == 0, done.stderr
 
 
-# list and bench
+# list
 
 
 def test_the_list_has_every_reward_with_its_columns_and_extras(rloo_without_torch):
@@ -360,26 +359,3 @@ def test_the_list_is_readable(capsys):
     said = capsys.readouterr().out
     assert "wants rloo-cli[math]" in said and "column keywords" in said
     assert max(map(len, said.splitlines())) <= 130
-
-
-def test_a_reward_is_timed_by_batch_size_and_beside_what_sampling_took(place, capsys):
-    folder = place / "runs" / "smoke"
-    folder.mkdir(parents=True)
-    lines = [{"step": n, "step_time": 1.0, "time/generation": 0.5 * n} for n in (1, 2, 3)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ("bench", "mine.py:exact", *ON_ROWS[:-2], "--seconds", "0.02")
-    assert ended(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    timed = found["rewards"]["function"]
-    assert [t["completions"] for t in timed] == [1, 8, 16, 64]  # 16: the recipe's own step
-    for t in timed:
-        assert t["calls"] >= 3 and not t["failed"] and 0 < t["p50_s"] <= t["p90_s"] <= t["p99_s"]
-    assert found["sampling"] == {"run": "runs/smoke", "seconds": 1.0, "steps": 3}
-    assert ended(*words, "--batch", "4") == 0
-    said = capsys.readouterr().out
-    assert "1 s (runs/smoke, median" in said and "completions/s" in said
-
-
-def test_a_bench_of_a_reward_that_hangs_ends_with_20(place, capsys):
-    words = ("bench", "mine.py:hangs", *ON_ROWS[:-2], "--batch", "2")
-    assert ended(*words, "reward.function.timeout_s=1.0") == 20

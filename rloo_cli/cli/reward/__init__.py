@@ -1,8 +1,7 @@
-"""`rloo reward`: what rewards there are, what a policy could exploit in one, and how fast it is.
+"""`rloo reward`: what rewards there are, and what a policy could exploit in one.
 
     rloo reward list                                every registered reward; needs no config
     rloo reward test [REWARD] +recipe=NAME [key=value ...] [--rows N] [--against REWARD]
-    rloo reward bench [REWARD] +recipe=NAME [key=value ...] [--batch N] [--seconds S]
 
 REWARD is file.py:function, a reward of the recipe or a choice of conf/reward; without one all of
 the recipe's are tried. `test` exits with 20 where it finds something.
@@ -11,7 +10,6 @@ the recipe's are tried. `test` exits with 20 where it finds something.
     subject      Builds the rewards and reads rows of the data
     probe        Calls the reward and judges what it gave
     tables       Prints a probe
-    bench        Measures completions per second
     listing      Lists the rewards
 """
 
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rloo_cli.cli.reward import bench, listing, probe, tables
+from rloo_cli.cli.reward import listing, probe, tables
 from rloo_cli.cli.reward.probe import RewardProbe
 from rloo_cli.cli.reward.subject import ProbeSubject, compose_subject, open_subject
 from rloo_cli.config import compose, hf_cache
@@ -34,14 +32,12 @@ USAGES = {
     "list": "rloo reward list [--json]",
     "test": "rloo reward test [REWARD] +recipe=NAME [key=value ...] [--rows N] [--against REWARD]"
     " [--json]",
-    "bench": "rloo reward bench [REWARD] +recipe=NAME [key=value ...] [--batch N] [--seconds S]"
-    " [--json]",
 }
 DEFAULT_ROWS = 8
 
 
 class RewardArgumentParser(argparse.ArgumentParser):
-    """Reads the flags of one of the three; what it cannot read is a ConfigError (exit 2)."""
+    """Reads the flags of one of the two; what it cannot read is a ConfigError (exit 2)."""
 
     def __init__(self, action: str):
         usage = USAGES[action]
@@ -54,7 +50,7 @@ class RewardArgumentParser(argparse.ArgumentParser):
         flags = ", ".join(flag for action in self._actions for flag in action.option_strings)
         why = f"its flags are {flags}"
         if "invalid" in message:
-            why = "a count is a whole number from 1 to 1000000, and seconds are above 0"
+            why = "a count is a whole number from 1 to 1000000"
         raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, str(self.usage)))
 
 
@@ -74,7 +70,7 @@ def run(args: list[str]) -> int:
         what = f"rloo reward {args[0]}: not understood" if args else "rloo reward: to do what?"
         fix = USAGES[close[0]] if close else "\n".join(USAGES.values())
         raise ConfigError(Problem(what, "command line", f"it takes {', '.join(USAGES)}", fix))
-    return {"list": _run_list, "test": _run_test, "bench": _run_bench}[args[0]](args[1:])
+    return {"list": _run_list, "test": _run_test}[args[0]](args[1:])
 
 
 def _run_list(args: list[str]) -> int:
@@ -124,32 +120,6 @@ def _compare_with(
     return {"reward": name, "errors": errors, "agreement": agreement}
 
 
-def _run_bench(args: list[str]) -> int:
-    parser = RewardArgumentParser("bench")
-    parser.add_argument("--batch", type=_count)
-    parser.add_argument("--seconds", type=_positive_seconds, default=2.0)
-    options, words = _read_words(parser, args)
-    subject = _open(words.reward, words, DEFAULT_ROWS)
-    sizes = bench.bench_sizes(subject.config, options.batch)
-    timings = {
-        reward.name: [bench.time_reward(reward, subject, size, options.seconds) for size in sizes]
-        for reward in subject.rewards
-    }
-    known = bench.known_sampling_time(subject.config)
-    if options.json:
-        found = {name: bench.timings_json(timed) for name, timed in timings.items()}
-        sampling = None if known is None else vars(known)
-        print(json.dumps({"rewards": found, "sampling": sampling}, indent=2))
-    else:
-        for reward in subject.rewards:
-            location = tables.shown_location(reward.location)
-            print(f"{reward.name} ({location}), scope {reward.config.scope}")
-            print("\n".join(f"  {line}" for line in bench.timing_lines(timings[reward.name])))
-            if known is not None:
-                print(f"  {bench.sampling_line(subject.config, timings[reward.name], known)}")
-    return FOUND_CODE if any(t.failed for timed in timings.values() for t in timed) else 0
-
-
 def _read_words(
     parser: RewardArgumentParser, args: list[str]
 ) -> tuple[argparse.Namespace, RewardWords]:
@@ -184,13 +154,3 @@ def _count(text: str) -> int:
 
 
 _count.__name__ = "count"  # as argparse names it in its message
-
-
-def _positive_seconds(text: str) -> float:
-    """Seconds above 0. Raises ValueError."""
-    if not 0 < float(text) <= 1e5:
-        raise ValueError
-    return float(text)
-
-
-_positive_seconds.__name__ = "seconds"

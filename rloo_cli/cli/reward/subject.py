@@ -1,4 +1,4 @@
-"""What `rloo reward test` and `bench` try: the rewards, and rows of the data with completions.
+"""What `rloo reward test` tries: the rewards, and rows of the data with completions.
 
 The config is the run's own: a recipe and keys. The reward is one of the recipe's, one of
 conf/reward by its name, or a function by `file.py:name`; columns are checked as a run checks them.
