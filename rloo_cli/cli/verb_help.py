@@ -288,7 +288,7 @@ VERBS: dict[str, VerbHelp] = {
         RUN_NOTE,
     ),
     "ledger": VerbHelp(
-        "show what became of every prompt of a run, and whether it adds up",
+        "show what became of every prompt of a run",
         ("rloo ledger RUN [--json]",),
         {"--json": "the sums, for tools"},
         ("rloo ledger quickstart", "rloo ledger runs/quickstart --json"),

@@ -5,7 +5,7 @@ No module of this room changes a run. None imports torch unless it says so.
 diagnosis/        what went wrong in a run: eighteen pathologies, from its files
 environment/      the machine and an experiment before a run (torch with --deep)
 first_difference  where two runs part first
-ledger_audit      checks the prompt ledger, line by line
+ledger_sums       adds up the prompt ledger
 model_card        the card of a run's model, for a hub
 report/           one HTML page that shows a run
 reward_what_if    what another reward would have taught (imports torch)

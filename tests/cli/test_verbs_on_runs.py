@@ -13,6 +13,7 @@ import pytest
 from assert_refused import assert_refused
 from cli_cases import Ended
 from fork_cases import Forked
+from ledger_audit import audit_ledger
 from seen_runs import DAMAGES, damaged_copy, make_real_runs, write_long_run
 
 from rloo_cli.cli import compare, main, verb_help
@@ -154,7 +155,8 @@ def test_three_attempts_are_one_run(runs: Path, say: Say) -> None:
     assert code == 0 and figures["facts"]["attempts"] == "3"
     assert "6 of 6 steps" in figures["verdict"]
     told = json.loads(say(runs / "thrice", "ledger", "--json")[1])
-    assert told["conserved"] and told["steps"] == [1, 6] and told["notes"] == []
+    assert told["steps"] == [1, 6]
+    audit_ledger(runs / "thrice")
     interrupted = json.loads(say(runs / "interrupted", "top", "--json")[1])
     assert (interrupted["state"], interrupted["step"], interrupted["of_steps"]) == ("failed", 2, 4)
 

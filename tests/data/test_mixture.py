@@ -9,6 +9,7 @@ from assert_refused import assert_refused
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as some
+from ledger_audit import audit_ledger
 from ledger_cases import lines
 from loop_cases import checked, make
 from prompt_cases import tokenizer
@@ -18,7 +19,6 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.data import order, splits
 from rloo_cli.data.order import Source, mixture_quotas, prompt_index_at
-from rloo_cli.inspection.ledger_audit import audit_ledger
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError
@@ -205,8 +205,7 @@ def test_rewards_see_the_columns_of_all_sources_and_which_one_it_is(words, tmp_p
     (header, *steps) = lines(run.folder)
     assert [s["name"] for s in header["mixture"]] == ["sums", "riddles"]
     assert sum(row < 3 for step in steps for row in step["rows"]) == 8
-    account, _ = audit_ledger(run.folder)
-    assert account.fates.total() == 12
+    assert audit_ledger(run.folder).fates.total() == 12
 
 
 def test_a_ledger_of_another_mixture_is_noticed(words, tmp_path) -> None:
@@ -217,9 +216,8 @@ def test_a_ledger_of_another_mixture_is_noticed(words, tmp_path) -> None:
     for old, new, key in (('t": 2.0', 't": 9.0', "check"), ('s": 3', 's": 4', "8")):
         assert old in text
         path.write_text(text.replace(old, new))
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(AssertionError, match=rf"ledger\.jsonl:1: .*{key}"):
             audit_ledger(run.folder)
-        assert_refused(caught, 4, key, where="ledger.jsonl:1")
 
 
 def prepared(given: tuple[str, ...]):

@@ -36,7 +36,10 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from cli_cases import PYTHON, children, surroundings  # noqa: E402  (after the path)
+from ledger_audit import audit_ledger  # noqa: E402
 from resume_cases import differing, left, temporaries, untimed  # noqa: E402
+
+from rloo_cli.utils.errors import RunError  # noqa: E402
 
 ROWS = ROOT / "bench/soak.jsonl"
 PAGE, BEGIN, END = ROOT / "docs/endurance.md", "<!-- made: soak -->", "<!-- end: soak -->"
@@ -269,7 +272,7 @@ def leftovers(mark: str, temporary: Path, shared: set[str]) -> list[str]:
     return [*found, *(f"shared memory {name}" for name in shared_memory() - shared)]
 
 
-def check_ended(soak: Soak, folder: Path, whole: Path, env: dict[str, str]) -> None:
+def check_ended(soak: Soak, folder: Path, whole: Path) -> None:
     """Look at a disturbed run that has ended."""
     run = folder / "runs/smoke"
     soak.runs += 1
@@ -277,10 +280,10 @@ def check_ended(soak: Soak, folder: Path, whole: Path, env: dict[str, str]) -> N
     found += [f"left {name}" for name in temporaries(run)] + [
         wrong for wrong in [steps_wrong(run)] if wrong
     ]
-    told = subprocess.run([*PYTHON, "ledger", str(run), "--json"], cwd=folder, env=env,
-                          capture_output=True, text=True)  # fmt: skip
-    if told.returncode or not json.loads(told.stdout)["conserved"]:
-        found.append(f"the ledger does not add up: {told.stdout[-500:]}{told.stderr[-500:]}")
+    try:
+        audit_ledger(run)
+    except (AssertionError, RunError) as error:
+        found.append(f"the ledger does not add up: {error}")
     if found:
         kept = Path(tempfile.mkdtemp(prefix="rloo-soak-"))
         shutil.copytree(run, kept / "disturbed")
@@ -308,7 +311,7 @@ def soak_kind(soak: Soak, base: Path, seconds: float, draw: random.Random) -> No
         folder.mkdir()
         while not attempt(soak, folder, env, draw, end):
             pass
-        check_ended(soak, folder, whole / "runs/smoke", env)
+        check_ended(soak, folder, whole / "runs/smoke")
     soak.wrong += [f"{soak.kind} left: {one}" for one in leftovers(mark, temporary, shared)]
     send(signal.SIGKILL, *marked(mark))
 

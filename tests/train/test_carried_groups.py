@@ -13,6 +13,7 @@ import yaml
 from assert_refused import assert_refused
 from carry_cases import CARRY, carrying, cutting
 from fork_cases import Forked
+from ledger_audit import audit_ledger
 from loop_cases import cache, digits, row_logp
 from resume_cases import attempt, strict, temporaries
 
@@ -23,7 +24,6 @@ from rloo_cli.data.batch import Batch
 from rloo_cli.data.rollout_record import read_rollout_record
 from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.generation.common.open_groups import OpenCompletion
-from rloo_cli.inspection.ledger_audit import audit_ledger
 from rloo_cli.inspection.step_replay import replay_step
 from rloo_cli.run import Run
 from rloo_cli.train import worker
@@ -105,7 +105,7 @@ def test_the_ledger_has_every_prompt_that_was_drawn(
     trained: tuple[Run, list[dict[str, Any]]],
 ) -> None:
     run, _ = trained
-    audit, _ = audit_ledger(run.folder)
+    audit = audit_ledger(run.folder)
     assert audit.fates == {"trained": STEPS * 4} and not audit.pending
     lines = strict(run.folder / "ledger.jsonl")[1:]
     assert any(line["pending"] for line in lines[:-1])
@@ -222,7 +222,7 @@ def test_a_run_stopped_anywhere_trains_on_what_it_has_and_equals_its_record(
             stops += 1
     run = tmp_path / "smoke"
     assert stops and not temporaries(run)
-    audit, _ = audit_ledger(run)
+    audit = audit_ledger(run)
     assert audit.fates == {"trained": 4 * 4} and not audit.pending
     for step in range(1, 5):
         assert all(0 <= lag <= MAX_LAG for row in lags(run, step) for lag in row)
@@ -283,7 +283,7 @@ def test_flat_groups_are_replaced_and_told(tmp_path: Path) -> None:
     with cutting():
         run = carrying(tmp_path, *words, rewards={"some": some})
         run_training_loop(run)
-    audit, _ = audit_ledger(run.folder)
+    audit = audit_ledger(run.folder)
     assert audit.fates["trained"] + audit.fates["dropped"] == 4 * STEPS
     assert audit.fates["resampled"] > 0
     for step in range(1, STEPS + 1):
@@ -302,6 +302,6 @@ def test_a_run_killed_anywhere_goes_on_and_equals_its_record(forked: Forked) -> 
         assert forked(*words, root, faults=f"{fault}=kill9") == 6, forked.said()
         assert forked(*words, root, "resume=auto") == 0, forked.said()
         folder = forked.folder / fault / "smoke"
-        audit, _ = audit_ledger(folder)
+        audit = audit_ledger(folder)
         assert audit.fates == {"trained": 4 * 4} and not audit.pending, fault
         check_replays(folder)

@@ -18,7 +18,7 @@ from rloo_cli.inspection.diagnosis.evidence import (
     pair_correlation,
     prompt_text,
 )
-from rloo_cli.inspection.ledger_audit import audit_ledger, ledger_summary
+from rloo_cli.inspection.ledger_sums import read_ledger_sums
 from rloo_cli.inspection.report.token_strips import TokenStrip, token_strips
 from rloo_cli.inspection.sample_files import SampleRecord
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
@@ -383,18 +383,17 @@ def _ledger_table(folder: Path) -> tuple[ReportTable | None, str]:
     if not (folder / "ledger.jsonl").is_file():
         return None, ""
     try:
-        audit, notes = audit_ledger(folder)
-        sums = ledger_summary(audit)
+        sums = read_ledger_sums(folder)
     except RunError as error:
         problem = error.problems[0]
         where = problem.where.replace(f"{folder}/", "")
         return None, _visible(f"{problem.what} ({where}): {problem.why}")
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
         return None, f"the ledger cannot be read: {type(error).__name__}"
     rows = [(name, f"{count:,}") for name, count in sums["fates"].items() if count]
     rows.append(("together", f"{sums['draws']:,}"))
-    about = f"{sums['prompts']:,} prompts, {sums['filtered']} filtered, {sums['updates']} updates. "
-    return ReportTable(("fate of a draw", "draws"), rows, about + " ".join(notes)), ""
+    about = f"{sums['prompts']:,} prompts, {sums['filtered']} filtered, {sums['updates']} updates."
+    return ReportTable(("fate of a draw", "draws"), rows, about), ""
 
 
 def _environment_facts(run: RunEvidence) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_audit import audit_ledger
 
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.utils import child_process
@@ -126,8 +127,7 @@ def check(run: Going, alone: Going, groups: list[int]) -> None:
     assert run.samples == alone.samples
     assert completions(run) == completions(alone)  # of the weights that the lost engine had
     assert all(version == int(name[5:11]) - 1 for name, _, _, version in run.samples)
-    ledger = [sys.executable, "-m", "rloo_cli", "ledger", str(run.folder)]
-    assert "conserved" in subprocess.run(ledger, capture_output=True, text=True).stdout
+    audit_ledger(run.folder)
     assert not any(members(group) for group in groups)
     assert not (run.folder / server_file.SERVER_FILE).exists()
 
@@ -193,8 +193,7 @@ def test_so_is_one_that_is_killed_while_the_training_goes_on(
             lag == (mode == "ahead" and steps[name] > 1)
             for lag, (name, *_) in zip(lags, run.samples, strict=True)
         )
-    ledger = [sys.executable, "-m", "rloo_cli", "ledger", str(run.folder)]
-    assert "conserved" in subprocess.run(ledger, capture_output=True, text=True).stdout
+    audit_ledger(run.folder)
     assert not any(members(group) for group in groups)
 
 
