@@ -3,12 +3,12 @@
     rloo doctor                    the machine: versions, devices, memory, disk, network
     rloo doctor +recipe=NAME ...   and a run on it: data, rewards, memory, ports, server, folder
     --deep                         prompts tokenised and every reward called on two rows (torch)
-    rloo doctor RUN                pathologies of a run with their figures and the key to turn
+    rloo doctor RUN                what went wrong in a run, with figures and the keys to change
     --kill-orphans RUN             end what a run that has ended left running
     --json                         the same as data
 
 Before a run each line is ok, warn or fail, with the fix; exits with 3 where one is fail. For a RUN
-it exits with 20 where a pathology is found. Imports no torch but with --deep.
+it exits with 20 where something is found. Imports no torch but with --deep.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[Text]:
     for finding in diagnosis.findings:
         lines.append(Text(f"✗ {clean_line(finding.name)}", "bold red"))
         lines.append(Text(f"  seen     {clean_line(finding.figures)}"))
-        lines.append(Text(f"  turn     {clean_line(finding.fix)}"))
+        lines.append(Text(f"  fix      {clean_line(finding.fix)}"))
         lines.append(Text(f"  more     docs/doctor.md#{finding.anchor}"))
     if not diagnosis.findings:
         few = "too few steps to say much: " if record.last_step < 8 else ""

@@ -2,7 +2,7 @@
 
 No module of this room changes a run. None imports torch unless it says so.
 
-diagnosis/        what went wrong in a run: eighteen pathologies, from its files
+diagnosis/        what went wrong in a run, from its files
 environment/      the machine and an experiment before a run (torch with --deep)
 first_difference  where two runs part first
 ledger_sums       adds up the prompt ledger

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, list_sample_files, read_sample_records
-from rloo_cli.reporting.advice import Advisor
+from rloo_cli.reporting.health.advisor import Advisor
 from rloo_cli.reporting.metrics_lines import MetricsReader
 from rloo_cli.reporting.panel import (
     RECENT_STEPS,

@@ -1,12 +1,12 @@
-"""What a run writes and shows: metrics, log lines, the panel, curves, advice.
+"""What a run writes and shows: metrics, log lines, the panel, curves, health rules.
 
-advice          health rules: what looks wrong in a run, and which key to change
 conversation    the turns of an episode, as parts with a heading
 curves          matplotlib curves of one run
 display         a live panel, or plain lines
 episode_metrics  the metrics of episodes: turns, calls, failures
 eval_lines      the lines of metrics.jsonl that are evaluations
 events          what a run tells code of the user's
+health/         rules: what goes wrong in a run, how it shows, what to change
 log             metrics.jsonl, samples, terminal
 metric_names    every metric with its unit and meaning
 metrics_lines   reads metrics.jsonl, of a long run in little memory

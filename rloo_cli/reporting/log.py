@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.images import decode_png, encode_thumbnail
-from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
 from rloo_cli.reporting.events import EventSender
+from rloo_cli.reporting.health.advisor import Advisor
 from rloo_cli.reporting.metric_names import merge_steps
 from rloo_cli.reporting.token_strip import DecodeToken, add_token_strips
 from rloo_cli.reporting.trackers import TrackerClient

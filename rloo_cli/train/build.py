@@ -69,8 +69,8 @@ from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
 from rloo_cli.policy.value import ValueModel
-from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.display import Display
+from rloo_cli.reporting.health.advisor import Advisor
 from rloo_cli.reporting.log import RunLog
 from rloo_cli.reporting.panel import panel_header
 from rloo_cli.reporting.prompt_ledger import PromptLedger

@@ -13,7 +13,7 @@ from rloo_cli.generation.common.weights_check import (
     check_same_weights,
     sum_squared_gaps,
 )
-from rloo_cli.reporting.advice import guard_problem
+from rloo_cli.reporting.health.advisor import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
 from rloo_cli.utils.errors import GuardError, NumbersError, Problem

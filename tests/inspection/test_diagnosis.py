@@ -12,7 +12,7 @@ from compare_cases import write
 
 from rloo_cli.cli import doctor
 from rloo_cli.inspection.diagnosis import diagnose_run
-from rloo_cli.inspection.diagnosis.pathologies import MIN_STEPS, PATHOLOGIES
+from rloo_cli.reporting.health.rules import HEALTH_RULES, MIN_STEPS
 
 Samples = Callable[[int, int, int], dict[str, Any]]  # step, draw, k -> fields of a sample
 HEALTHY_METRICS = {
@@ -397,7 +397,17 @@ def test_damaged_and_empty_runs_are_read_as_far_as_they_can_be() -> None:
     assert diagnose_run(folder).findings == []
 
 
-def test_every_pathology_has_its_line_in_the_docs() -> None:
+def test_every_finding_has_its_line_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
-    for name in PATHOLOGIES:
-        assert f'<a id="{name.lower().replace(" ", "-")}"></a>{name} |' in page
+    titles = [rule.title for rule in HEALTH_RULES.values() if rule.found]
+    assert len(titles) == len({*titles}) == 18
+    for title in titles:
+        assert f'<a id="{title.lower().replace(" ", "-")}"></a>{title} |' in page
+
+
+def test_a_rule_judges_a_run_that_goes_on_or_a_whole_one_and_silences_rules_of_the_table() -> None:
+    for rule in HEALTH_RULES.values():
+        assert rule.check or rule.found
+        assert bool(rule.check) == bool(rule.metrics) == bool(rule.keys)
+        assert bool(rule.found) == bool(rule.title)
+        assert {*rule.silences} <= {*HEALTH_RULES}

@@ -10,8 +10,8 @@ from assert_refused import assert_refused
 
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.inspection.run_screen import RunScreen
-from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import smooth_values
+from rloo_cli.reporting.health.advisor import Advisor
 from rloo_cli.reporting.metrics_lines import (
     LinePacker,
     MetricsReader,

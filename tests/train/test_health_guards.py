@@ -16,7 +16,8 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.config.idle_keys import IDLE_KEYS
 from rloo_cli.config.schema import GuardsConfig
-from rloo_cli.reporting.advice import ADVICE_RULES, Advisor
+from rloo_cli.reporting.health.advisor import CHECKS, Advisor
+from rloo_cli.reporting.health.rules import HEALTH_RULES
 from rloo_cli.train import between_steps, loop
 from rloo_cli.utils.errors import ConfigError, GuardError
 
@@ -161,9 +162,9 @@ def test_all_ranks_stop_together_and_what_they_did_is_saved(home):
 
 
 def test_the_guards_of_the_config_are_the_rules_and_each_says_what_it_rests_on():
-    assert [*GuardsConfig.model_fields] == [*ADVICE_RULES]
+    assert {*GuardsConfig.model_fields} == {*CHECKS}
     for name, field in GuardsConfig.model_fields.items():
-        assert any(metric in str(field.description) for metric in ADVICE_RULES[name].metrics)
+        assert any(metric in str(field.description) for metric in HEALTH_RULES[name].metrics)
     said = config_verb.explain_key("guards.many_truncated", ["+recipe=smoke"])
     assert "completions/clipped_ratio over 0.5" in said and "fail | warn | off" in said
 
@@ -207,7 +208,7 @@ def test_a_guard_that_could_never_speak_is_an_idle_key():
 
 def test_the_page_has_a_row_for_each_guard_with_its_metric_and_keys():
     page = DOCTOR.read_text()
-    for name, rule in ADVICE_RULES.items():
+    for name, rule in ((name, HEALTH_RULES[name]) for name in CHECKS):
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         for part in (*rule.metrics, *rule.keys):
             assert f"`{part}`" in row, f"{name}: {part}"
@@ -215,8 +216,8 @@ def test_the_page_has_a_row_for_each_guard_with_its_metric_and_keys():
 
 def test_a_rule_that_names_keys_names_those_of_its_advice():
     known = set(config_verb.value_keys()) | {"algorithm.missing_eos_penalty"}
-    for name, rule in ADVICE_RULES.items():
-        assert set(rule.keys) <= known, name
+    for name in CHECKS:
+        assert set(HEALTH_RULES[name].keys) <= known, name
 
 
 # The rules' side: what a rule that may stop a run has seen.

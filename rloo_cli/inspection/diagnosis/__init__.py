@@ -1,28 +1,27 @@
-"""Says from a run's files what went wrong in it: pathologies, advice, and what is damaged.
+"""Says from a run's files what went wrong in it: findings, advice, and what is damaged.
 
-    evidence     Reads the metrics, the samples and the ledger of a run
-    pathologies  Has a rule for each of eighteen things that go wrong
+    evidence  Reads the metrics, the samples and the ledger of a run
 
-Reads files only, and imports no torch.
+The rules are those of reporting/health. Reads files only, and imports no torch.
 """
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
-from rloo_cli.inspection.diagnosis.pathologies import PATHOLOGIES
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
-from rloo_cli.reporting.advice import Advisor
+from rloo_cli.reporting.health.advisor import Advisor
+from rloo_cli.reporting.health.rules import HEALTH_RULES
 from rloo_cli.utils.files import JsonObject
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One pathology that the run's own figures show."""
+    """One fault that the run's own figures show."""
 
     name: str  # of docs/doctor.md
     figures: str  # what was seen, with numbers
-    fix: str  # the keys to turn
+    fix: str  # what to change, with the keys
 
     @property
     def anchor(self) -> str:
@@ -58,10 +57,17 @@ def diagnose_run(folder: Path) -> Diagnosis:
 
 def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     """Apply every rule to what has been read of a run."""
+    figures = {
+        name: text
+        for name, rule in HEALTH_RULES.items()
+        if rule.found is not None and evidence.steps >= rule.min_steps
+        if (text := rule.found(evidence)) is not None
+    }
+    silenced = {other for name in figures for other in HEALTH_RULES[name].silences}
     findings = [
-        Finding(name, figures, fix)
-        for name, (rule, fix) in PATHOLOGIES.items()
-        if (figures := rule(evidence)) is not None
+        Finding(HEALTH_RULES[name].title, text, HEALTH_RULES[name].fix)
+        for name, text in figures.items()
+        if name not in silenced
     ]
     guards = evidence.config_value("guards")
     advisor = Advisor(guards if isinstance(guards, dict) else {})

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.inspection.diagnosis.evidence import RunEvidence, finite_field
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence
+from rloo_cli.reporting.health.evidence import finite_field
 from rloo_cli.reporting.metric_names import metric_meaning
 from rloo_cli.reporting.metrics_lines import MetricsMapping, metric_names
 from rloo_cli.reporting.panel import metric_history

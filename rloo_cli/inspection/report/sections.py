@@ -11,18 +11,18 @@ from statistics import fmean, median, pstdev
 
 from rloo_cli.data.images import THUMBNAIL_PREFIX
 from rloo_cli.inspection.diagnosis import Diagnosis
-from rloo_cli.inspection.diagnosis.evidence import (
-    RunEvidence,
-    finite_field,
-    group_pairs,
-    pair_correlation,
-    prompt_text,
-)
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence
 from rloo_cli.inspection.ledger_sums import read_ledger_sums
 from rloo_cli.inspection.report.token_strips import TokenStrip, token_strips
 from rloo_cli.inspection.sample_files import SampleRecord
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.eval_lines import headline_metrics, interval_text
+from rloo_cli.reporting.health.evidence import (
+    finite_field,
+    group_pairs,
+    pair_correlation,
+    prompt_text,
+)
 from rloo_cli.reporting.metrics_lines import metric_names
 from rloo_cli.reporting.panel import format_duration, format_number, metric_history
 from rloo_cli.utils.console import show_control_characters

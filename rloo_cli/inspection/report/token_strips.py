@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rloo_cli.inspection.diagnosis.evidence import RunEvidence, finite_field, prompt_text
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence
 from rloo_cli.inspection.sample_files import SampleRecord
+from rloo_cli.reporting.health.evidence import finite_field, prompt_text
 from rloo_cli.reporting.panel import format_number
 from rloo_cli.reporting.token_strip import TOKEN_FIELD
 from rloo_cli.utils.console import show_control_characters

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rloo_cli.config.schema import GenerationConfig, RunConfig
-from rloo_cli.reporting.advice import ADVICE_RULES, Advisor
+from rloo_cli.reporting.health.advisor import CHECKS, Advisor
 from rloo_cli.utils.paths import CONF
 
 QUIET = {
@@ -87,7 +87,7 @@ def test_every_rule_has_a_case_here():
     own_tests = {
         "reward_falling", "reward_swinging", "no_signal", "held_out_falling", "high_variance"
     }  # fmt: skip
-    assert len(CASES) + len(own_tests) == len(ADVICE_RULES)
+    assert len(CASES) + len(own_tests) == len(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_every_advice_names_a_key_that_exists():
     texts += said(noisy(lambda s: 0.5 + 0.3 * math.cos(s)))
     texts += said(held_out([0.4, 0.1, 0.1]))
     texts += said(row | {"reward_std_batch": 0.0} for row in noisy(lambda s: 0.5))
-    assert len(set(texts)) == len(ADVICE_RULES)
+    assert len(set(texts)) == len(CHECKS)
     for text in texts:
         named = re.findall(r"\b(train|algorithm|generation|model|data)\.(\w+)", text)
         assert named, text

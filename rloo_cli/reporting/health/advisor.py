@@ -1,0 +1,63 @@
+"""What the health rules say of a run that goes on: advice, or the error of a guard."""
+
+from collections.abc import Mapping
+
+from rloo_cli.reporting.eval_lines import is_evaluation
+from rloo_cli.reporting.health.evidence import MetricHistory
+from rloo_cli.reporting.health.reward_rules import HELD_OUT_METRICS
+from rloo_cli.reporting.health.rules import HEALTH_RULES
+from rloo_cli.reporting.metrics_lines import MetricsMapping
+from rloo_cli.utils.errors import Problem
+
+CHECKS = {name: rule.check for name, rule in HEALTH_RULES.items() if rule.check is not None}
+
+
+class Advisor:
+    """Reads each logged step and returns the advice that is new; a rule speaks once per run.
+
+    `guards`: what the config says of each rule: warn (speak once; where it says nothing), off, or
+    fail. The last one stops the run. Once the run was resumed, that rule judges what came since:
+    its history begins anew where it fired, here and where old lines are read again.
+    """
+
+    def __init__(self, guards: Mapping[str, object] | None = None) -> None:
+        given = guards or {}
+        self.levels = {name: given.get(name, "warn") for name in CHECKS}
+        self.open_rules = [name for name, level in self.levels.items() if level != "off"]
+        self.histories = {name: MetricHistory() for name in self.open_rules}
+
+    def advise(self, metrics: MetricsMapping) -> dict[str, str]:
+        """The advice of every rule that fires on a line of metrics: its name -> what it says.
+
+        Lines of evaluations are for the rules that rest on them, lines of steps for all others.
+        """
+        advice: dict[str, str] = {}
+        held_out = is_evaluation(metrics)
+        for name in self.open_rules:
+            rule = HEALTH_RULES[name]
+            if held_out != (rule.metrics == HELD_OUT_METRICS):
+                continue
+            self.histories[name].add(metrics, rule.metrics)
+            if text := CHECKS[name](self.histories[name]):
+                advice[name] = f"{text}. {rule.fix}."
+        spoken: set[str] = set()
+        for name in advice:
+            if self.levels[name] == "fail":
+                self.histories[name] = MetricHistory()
+            else:
+                spoken.add(name)
+            for other in HEALTH_RULES[name].silences:
+                if self.levels.get(other) == "warn":
+                    spoken.add(other)
+        self.open_rules = [name for name in self.open_rules if name not in spoken]
+        return advice
+
+
+def guard_problem(name: str, step: int, figures: str) -> Problem:
+    """What a run says that the guard `name` (`guards.NAME=fail`) stops after `step`."""
+    rule = HEALTH_RULES[name]
+    what = f"the guard {name} stopped the run after step {step}"
+    where = f"guards.{name}=fail, metric {', '.join(rule.metrics)}"
+    keys = " or ".join(rule.keys)
+    fix = f"change {keys}, or guards.{name}=warn; resume=auto goes on from this step"
+    return Problem(what, where, figures, fix, "docs/doctor.md#guards")

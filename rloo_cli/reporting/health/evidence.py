@@ -1,0 +1,240 @@
+"""What the health rules see of a run: its metrics, and of one that is read from its files the rest.
+
+A run that goes on shows its metrics so far (`MetricHistory`), and "now" is its last line or five.
+Of a run that is read from its files (inspection/diagnosis) a rule sees the config and the samples,
+too, and "now" is the last quarter of the run.
+"""
+
+import json
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rloo_cli.reporting.metrics_lines import MetricsMapping
+from rloo_cli.reporting.panel import last_message
+from rloo_cli.utils.files import JsonObject
+
+RECENT_LINES = 5  # logged steps averaged for a share: with few prompts one may be 1.0 by luck
+KEPT_STEPS = 100  # of a run that goes on: the longest window of a rule
+QUARTER = 4  # the start and the end of a run are its first and last quarter
+LEARNT_SHARE = 0.15  # of the span of all scores, by which the reward of a run that learns rises
+MASTERED_SHARE = 0.5  # of the way to the best score: a policy that went it may be certain
+
+MetricPoints = list[tuple[int, float]]  # (step, value), in order
+
+
+class Evidence:
+    """What a rule may ask of a run. What is not known of it is empty, or None."""
+
+    steps = 0  # logged steps
+
+    def __init__(self) -> None:
+        self.samples: dict[int, list[JsonObject]] = {}  # step -> completions
+        self.held_out: list[JsonObject] = []  # of the last evaluation
+        # Of the draws that have samples: draw -> row of the data, draw -> its epoch.
+        self.draw_examples: dict[int, int] = {}
+        self.draw_epochs: dict[int, int] = {}
+
+    def metric_points(self, name: str) -> MetricPoints:
+        """The finite values of a metric with their steps, in order."""
+        raise NotImplementedError
+
+    def metric_names(self) -> Collection[str]:
+        """The metrics that some lines have."""
+        raise NotImplementedError
+
+    def first_value(self, name: str) -> float | None:
+        """The first value of a metric."""
+        raise NotImplementedError
+
+    def current_value(self, name: str) -> float | None:
+        """What a metric is now; None where it is not known now."""
+        raise NotImplementedError
+
+    def recent_mean(self, name: str) -> float | None:
+        """What a metric is now, of more lines than one; None until there are so many."""
+        raise NotImplementedError
+
+    def recent_values(self, name: str, steps: int) -> list[float] | None:
+        """The values of the last `steps` steps of a run that goes on; None of a younger one."""
+        return None
+
+    def metric_values(self, name: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        return [value for _, value in self.metric_points(name)]
+
+    def start_and_end(self, name: str) -> tuple[float, float] | None:
+        """The mean of a metric over the first and over the last quarter of the run."""
+        values = self.metric_values(name)
+        count = len(values) // QUARTER
+        return (fmean(values[:count]), fmean(values[-count:])) if count else None
+
+    def end_mean(self, name: str) -> float | None:
+        """The mean of a metric over the last quarter."""
+        both = self.start_and_end(name)
+        return None if both is None else both[1]
+
+    def config_value(self, key: str) -> Any:
+        """The value of a dotted key of the run's config; None where it has none."""
+        return None
+
+    def weights_dtype(self) -> str | None:
+        """What the trainer computes in, as bfloat16; None where it is not known."""
+        return None
+
+    def groups(self, last: bool = False) -> Iterator[list[JsonObject]]:
+        """The completions of each prompt; `last`: of the second half of the samples alone."""
+        steps = sorted(self.samples)
+        for step in steps[len(steps) // 2 :] if last else steps:
+            groups: dict[object, list[JsonObject]] = defaultdict(list)
+            for sample in self.samples[step]:
+                groups[sample.get("draw")].append(sample)
+            yield from groups.values()
+
+    def scores(self) -> list[float]:
+        """The scores of all samples that have one."""
+        found = (finite_field(sample, "score") for group in self.groups() for sample in group)
+        return [score for score in found if score is not None]
+
+    def is_learning(self) -> bool:
+        """Whether the reward rose by much of what the scores span: it learnt to be certain."""
+        scores, reward = self.scores(), self.start_and_end("reward")
+        if not scores or reward is None:
+            return False
+        return reward[1] - reward[0] > LEARNT_SHARE * (max(scores) - min(scores)) > 0
+
+    def has_mastered(self) -> bool:
+        """Whether the reward rose by half of what lay between its start and the best score."""
+        scores, reward = self.scores(), self.start_and_end("reward")
+        if not scores or reward is None:
+            return False
+        return reward[1] - reward[0] > MASTERED_SHARE * (max(scores) - reward[0]) > 0
+
+
+class MetricHistory(Evidence):
+    """The metrics of a run that goes on: the first value of each, and those of the last steps.
+
+    Of held-out metrics it has every value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self._first_values: dict[str, float] = {}
+        self._points: dict[str, MetricPoints] = {}
+
+    def add(self, metrics: MetricsMapping, names: tuple[str, ...]) -> None:
+        """Add these metrics of a line."""
+        step = finite_field(metrics, "step")
+        self.step = self.step + 1 if step is None else int(step)
+        oldest = self.step - KEPT_STEPS
+        for name in _metrics_of_sets(metrics, names):
+            value = finite_field(metrics, name)
+            if value is None:
+                continue
+            self._first_values.setdefault(name, value)
+            points = self._points.setdefault(name, [])
+            points.append((self.step, value))
+            while points[0][0] < oldest and not name.startswith("eval_"):
+                del points[0]
+
+    def metric_points(self, name: str) -> MetricPoints:
+        """Those of the last steps."""
+        return self._points.get(name, [])
+
+    def metric_names(self) -> Collection[str]:
+        """Those that were added."""
+        return self._points.keys()
+
+    def first_value(self, name: str) -> float | None:
+        """The first that was added."""
+        return self._first_values.get(name)
+
+    def current_value(self, name: str) -> float | None:
+        """The value of the current step."""
+        points = self.metric_points(name)
+        return points[-1][1] if points and points[-1][0] == self.step else None
+
+    def recent_mean(self, name: str) -> float | None:
+        """The mean of the last RECENT_LINES values."""
+        values = self.metric_values(name)[-RECENT_LINES:]
+        return fmean(values) if len(values) == RECENT_LINES else None
+
+    def recent_values(self, name: str, steps: int) -> list[float] | None:
+        """The values of the last `steps` steps; None while the run is younger than that.
+
+        A logged line stands for the steps since the line before it, so that logging.every=10
+        needs no more steps than logging.every=1.
+        """
+        points = self.metric_points(name)
+        if len(points) < 2:
+            return None
+        every = points[-1][0] - points[-2][0]
+        if points[0][0] - every > self.step - steps:
+            return None
+        first = bisect_right(points, self.step - steps, key=lambda point: point[0])
+        return [value for _, value in points[first:]]
+
+
+def _metrics_of_sets(metrics: MetricsMapping, names: tuple[str, ...]) -> list[str]:
+    """`names`; of `eval_NAME` also the metric `eval_<set>_NAME` of every set that `metrics` has."""
+    ends = tuple(name.removeprefix("eval") for name in names if name.startswith("eval_"))
+    of_sets = [key for key in metrics if ends and key.startswith("eval_") and key.endswith(ends)]
+    return of_sets or [*names]
+
+
+def prompt_text(sample: JsonObject) -> str:
+    """The prompt's own words: of a conversation, the user's last message."""
+    return last_message(sample.get("prompt", ""))
+
+
+def shown_prompt(sample: JsonObject) -> str:
+    """The prompt's words with its images: two prompts are equal if both are."""
+    return "".join([prompt_text(sample), *(str(image) for image in sample.get("images") or [])])
+
+
+def episode_turns(sample: JsonObject) -> list[JsonObject]:
+    """The turns of an episode; [] for one answer to a prompt."""
+    turns = sample.get("turns")
+    return [t for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
+
+
+def whole_text(sample: JsonObject) -> str:
+    """What was said and told in a completion: two that have it in common are equal."""
+    turns = episode_turns(sample)
+    parts = [[turn.get("told"), turn.get("said")] for turn in turns]
+    return json.dumps(parts) if turns else str(sample.get("completion"))
+
+
+def finite_field(sample: Mapping[str, Any], name: str) -> float | None:
+    """A number of a sample or of a line of metrics; None where there is none."""
+    value = sample.get(name)
+    usable = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if usable and value is not None else None
+
+
+def group_pairs(
+    groups: Iterable[list[JsonObject]], first: str, second: str
+) -> list[tuple[float, float]]:
+    """Two fields of every completion, each minus its mean over the completion's group."""
+    pairs = []
+    for group in groups:
+        found = [(finite_field(s, first), finite_field(s, second)) for s in group]
+        both = [(a, b) for a, b in found if a is not None and b is not None]
+        if len(both) > 1:
+            means = [fmean(column) for column in zip(*both, strict=True)]
+            pairs += [(a - means[0], b - means[1]) for a, b in both]
+    return pairs
+
+
+def pair_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The correlation of two centred columns; None where one of them does not vary."""
+    sums = [
+        sum(a * b for a, b in pairs),
+        sum(a * a for a, _ in pairs),
+        sum(b * b for _, b in pairs),
+    ]
+    return sums[0] / math.sqrt(sums[1] * sums[2]) if sums[1] > 0 and sums[2] > 0 else None
