@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, list_sample_files, read_sample_records
-from rloo_cli.reporting.health.advisor import Advisor
+from rloo_cli.reporting.health.advisor import Advisor, advice_text
 from rloo_cli.reporting.metrics_lines import MetricsReader
 from rloo_cli.reporting.panel import (
     RECENT_STEPS,
@@ -52,8 +52,8 @@ class RunScreen:
         self.record = inspect_run_folder(self.folder, self.reader)
         lines = self.record.metrics_lines
         for metrics in lines[self.advised_lines :]:
-            advice = self.advisor.advise(metrics).values()
-            self.advice += [(int(metrics["step"]), text) for text in advice]
+            found = self.advisor.advise(metrics).items()
+            self.advice += [(int(metrics["step"]), advice_text(*pair)) for pair in found]
         self.advised_lines = len(lines)
         self.samples = _last_samples(self.folder)
 

@@ -16,7 +16,7 @@ from rloo_cli.data.images import decode_png, encode_thumbnail
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
 from rloo_cli.reporting.events import EventSender
-from rloo_cli.reporting.health.advisor import Advisor
+from rloo_cli.reporting.health.advisor import Advisor, advice_text
 from rloo_cli.reporting.metric_names import merge_steps
 from rloo_cli.reporting.token_strip import DecodeToken, add_token_strips
 from rloo_cli.reporting.trackers import TrackerClient
@@ -102,11 +102,11 @@ class RunLog:
 
     def _advise(self, metrics: JsonObject) -> None:
         """Show what the health rules say of a line, or keep it for the error that ends the run."""
-        for name, advice in self.advisor.advise(metrics).items():
+        for name, figures in self.advisor.advise(metrics).items():
             if self.advisor.levels[name] == "fail":
-                self.failed_guards[name] = advice
+                self.failed_guards[name] = figures
             else:
-                self.note(f"advice: {advice}")
+                self.note(f"advice: {advice_text(name, figures)}")
 
     def flush(self, share_from_rank0: Callable[[JsonObject], JsonObject] = dict) -> JsonObject:
         """Write the steps since the last line as one; `share_from_rank0` makes all ranks agree."""

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rloo_cli.config.schema import GenerationConfig, RunConfig
-from rloo_cli.reporting.health.advisor import CHECKS, Advisor
+from rloo_cli.reporting.health.advisor import CHECKS, Advisor, advice_text
 from rloo_cli.utils.paths import CONF
 
 QUIET = {
@@ -45,7 +45,7 @@ def healthy(step):
 
 def said(rows):
     advisor = Advisor()
-    return [text for row in rows for text in advisor.advise(row).values()]
+    return [advice_text(*pair) for row in rows for pair in advisor.advise(row).items()]
 
 
 def test_entropy_of_all_completions_is_what_a_collapse_is_read_from_where_it_is_known():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
-from rloo_cli.reporting.health.advisor import Advisor
+from rloo_cli.reporting.health.advisor import Advisor, advice_text
 from rloo_cli.reporting.health.rules import HEALTH_RULES
 from rloo_cli.utils.files import JsonObject
 
@@ -72,8 +72,8 @@ def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
     guards = evidence.config_value("guards")
     advisor = Advisor(guards if isinstance(guards, dict) else {})
     advice = [
-        (int(metrics["step"]), text)
+        (int(metrics["step"]), advice_text(*pair))
         for metrics in evidence.record.metrics_lines
-        for text in advisor.advise(metrics).values()
+        for pair in advisor.advise(metrics).items()
     ]
     return Diagnosis(evidence.record, findings, advice, evidence.record.problems)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ class RunEvidence(Evidence):
     def __init__(self, record: RunRecord):
         super().__init__()
         self.record, self.steps = record, len(record.step_metrics)
-        self._points: dict[str, MetricPoints] = {}
+
+    # What a metric is now is its last quarter.
+    current_value = recent_mean = Evidence.end_mean
 
     def metric_points(self, name: str) -> MetricPoints:
         """Of a held-out metric those of the evaluations, else those of the steps."""
@@ -38,25 +39,12 @@ class RunEvidence(Evidence):
         return self._points[name]
 
     def metric_names(self) -> Collection[str]:
-        """Those of steps and of evaluations."""
-        return self._metric_names
-
-    @cached_property
-    def _metric_names(self) -> list[str]:
+        """The metrics of steps and of evaluations."""
         return metric_names(self.record.metrics_lines)
 
     def first_value(self, name: str) -> float | None:
-        """The first that was logged."""
-        points = self.metric_points(name)
-        return points[0][1] if points else None
-
-    def current_value(self, name: str) -> float | None:
-        """The mean of the last quarter."""
-        return self.end_mean(name)
-
-    def recent_mean(self, name: str) -> float | None:
-        """The mean of the last quarter."""
-        return self.end_mean(name)
+        """The first value of a metric; None of one that has none."""
+        return next(iter(self.metric_values(name)), None)
 
     def config_value(self, key: str) -> Any:
         """The value of a dotted key of the run's config; None where it has none."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rloo_cli.reporting.eval_lines import is_evaluation
-from rloo_cli.reporting.health.evidence import MetricHistory
+from rloo_cli.reporting.health.evidence import Evidence
 from rloo_cli.reporting.health.reward_rules import HELD_OUT_METRICS
 from rloo_cli.reporting.health.rules import HEALTH_RULES
 from rloo_cli.reporting.metrics_lines import MetricsMapping
@@ -13,7 +13,7 @@ CHECKS = {name: rule.check for name, rule in HEALTH_RULES.items() if rule.check 
 
 
 class Advisor:
-    """Reads each logged step and returns the advice that is new; a rule speaks once per run.
+    """Reads each logged step and returns what is newly wrong; a rule speaks once per run.
 
     `guards`: what the config says of each rule: warn (speak once; where it says nothing), off, or
     fail. The last one stops the run. Once the run was resumed, that rule judges what came since:
@@ -24,33 +24,38 @@ class Advisor:
         given = guards or {}
         self.levels = {name: given.get(name, "warn") for name in CHECKS}
         self.open_rules = [name for name, level in self.levels.items() if level != "off"]
-        self.histories = {name: MetricHistory() for name in self.open_rules}
+        self.histories = {name: Evidence() for name in self.open_rules}
 
     def advise(self, metrics: MetricsMapping) -> dict[str, str]:
-        """The advice of every rule that fires on a line of metrics: its name -> what it says.
+        """What is wrong at a line of metrics: the name of each rule that fires -> what it says.
 
         Lines of evaluations are for the rules that rest on them, lines of steps for all others.
         """
-        advice: dict[str, str] = {}
+        found: dict[str, str] = {}
         held_out = is_evaluation(metrics)
         for name in self.open_rules:
             rule = HEALTH_RULES[name]
             if held_out != (rule.metrics == HELD_OUT_METRICS):
                 continue
-            self.histories[name].add(metrics, rule.metrics)
+            self.histories[name].add_line(metrics, rule.metrics)
             if text := CHECKS[name](self.histories[name]):
-                advice[name] = f"{text}. {rule.fix}."
+                found[name] = text
         spoken: set[str] = set()
-        for name in advice:
+        for name in found:
             if self.levels[name] == "fail":
-                self.histories[name] = MetricHistory()
+                self.histories[name] = Evidence()
             else:
                 spoken.add(name)
             for other in HEALTH_RULES[name].silences:
                 if self.levels.get(other) == "warn":
                     spoken.add(other)
         self.open_rules = [name for name in self.open_rules if name not in spoken]
-        return advice
+        return found
+
+
+def advice_text(name: str, figures: str) -> str:
+    """What a rule found, and what to change."""
+    return f"{figures}. {HEALTH_RULES[name].fix}."
 
 
 def guard_problem(name: str, step: int, figures: str) -> Problem:
@@ -58,6 +63,5 @@ def guard_problem(name: str, step: int, figures: str) -> Problem:
     rule = HEALTH_RULES[name]
     what = f"the guard {name} stopped the run after step {step}"
     where = f"guards.{name}=fail, metric {', '.join(rule.metrics)}"
-    keys = " or ".join(rule.keys)
-    fix = f"change {keys}, or guards.{name}=warn; resume=auto goes on from this step"
+    fix = f"{rule.fix}. Or guards.{name}=warn; resume=auto goes on from this step"
     return Problem(what, where, figures, fix, "docs/doctor.md#guards")

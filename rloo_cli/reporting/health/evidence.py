@@ -1,8 +1,8 @@
 """What the health rules see of a run: its metrics, and of one that is read from its files the rest.
 
-A run that goes on shows its metrics so far (`MetricHistory`), and "now" is its last line or five.
-Of a run that is read from its files (inspection/diagnosis) a rule sees the config and the samples,
-too, and "now" is the last quarter of the run.
+Of a run that goes on they see the metrics so far, and "now" is its last line, or the last five. Of
+a whole run (`RunEvidence` in inspection/diagnosis) they see the config and the samples, too, and
+"now" is its last quarter.
 """
 
 import json
@@ -27,44 +27,75 @@ MetricPoints = list[tuple[int, float]]  # (step, value), in order
 
 
 class Evidence:
-    """What a rule may ask of a run. What is not known of it is empty, or None."""
+    """The metrics of a run that goes on: the first value of each, and those of the last steps.
 
-    steps = 0  # logged steps
+    Of held-out metrics it has every value. What else a rule may ask of a run is empty, or None.
+    """
 
     def __init__(self) -> None:
+        self.step = self.steps = 0  # the last one; how many were logged
+        self._points: dict[str, MetricPoints] = {}
+        self._first_values: dict[str, float] = {}
         self.samples: dict[int, list[JsonObject]] = {}  # step -> completions
         self.held_out: list[JsonObject] = []  # of the last evaluation
         # Of the draws that have samples: draw -> row of the data, draw -> its epoch.
         self.draw_examples: dict[int, int] = {}
         self.draw_epochs: dict[int, int] = {}
 
+    def add_line(self, metrics: MetricsMapping, names: tuple[str, ...]) -> None:
+        """Add these metrics of a line."""
+        step = finite_field(metrics, "step")
+        self.step, self.steps = self.step + 1 if step is None else int(step), self.steps + 1
+        for name in _metrics_of_sets(metrics, names):
+            value = finite_field(metrics, name)
+            if value is None:
+                continue
+            self._first_values.setdefault(name, value)
+            points = self._points.setdefault(name, [])
+            points.append((self.step, value))
+            while points[0][0] < self.step - KEPT_STEPS and not name.startswith("eval_"):
+                del points[0]
+
     def metric_points(self, name: str) -> MetricPoints:
         """The finite values of a metric with their steps, in order."""
-        raise NotImplementedError
+        return self._points.get(name, [])
 
     def metric_names(self) -> Collection[str]:
-        """The metrics that some lines have."""
-        raise NotImplementedError
-
-    def first_value(self, name: str) -> float | None:
-        """The first value of a metric."""
-        raise NotImplementedError
-
-    def current_value(self, name: str) -> float | None:
-        """What a metric is now; None where it is not known now."""
-        raise NotImplementedError
-
-    def recent_mean(self, name: str) -> float | None:
-        """What a metric is now, of more lines than one; None until there are so many."""
-        raise NotImplementedError
-
-    def recent_values(self, name: str, steps: int) -> list[float] | None:
-        """The values of the last `steps` steps of a run that goes on; None of a younger one."""
-        return None
+        """The metrics that have a value."""
+        return self._points.keys()
 
     def metric_values(self, name: str) -> list[float]:
         """The finite values of a metric, in order."""
         return [value for _, value in self.metric_points(name)]
+
+    def first_value(self, name: str) -> float | None:
+        """The first value of a metric; None of one that has none."""
+        return self._first_values.get(name)
+
+    def current_value(self, name: str) -> float | None:
+        """The value of the current step; None where it has none."""
+        points = self.metric_points(name)
+        return points[-1][1] if points and points[-1][0] == self.step else None
+
+    def recent_mean(self, name: str) -> float | None:
+        """The mean of the last RECENT_LINES values; None until there are so many."""
+        values = self.metric_values(name)[-RECENT_LINES:]
+        return fmean(values) if len(values) == RECENT_LINES else None
+
+    def recent_values(self, name: str, steps: int) -> list[float] | None:
+        """The values of the last `steps` steps; None while the run is younger than that.
+
+        A logged line stands for the steps since the line before it, so that logging.every=10
+        needs no more steps than logging.every=1.
+        """
+        points = self.metric_points(name)
+        if len(points) < 2:
+            return None
+        every = points[-1][0] - points[-2][0]
+        if points[0][0] - every > self.step - steps:
+            return None
+        first = bisect_right(points, self.step - steps, key=lambda point: point[0])
+        return [value for _, value in points[first:]]
 
     def start_and_end(self, name: str) -> tuple[float, float] | None:
         """The mean of a metric over the first and over the last quarter of the run."""
@@ -112,71 +143,6 @@ class Evidence:
         if not scores or reward is None:
             return False
         return reward[1] - reward[0] > MASTERED_SHARE * (max(scores) - reward[0]) > 0
-
-
-class MetricHistory(Evidence):
-    """The metrics of a run that goes on: the first value of each, and those of the last steps.
-
-    Of held-out metrics it has every value.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = 0
-        self._first_values: dict[str, float] = {}
-        self._points: dict[str, MetricPoints] = {}
-
-    def add(self, metrics: MetricsMapping, names: tuple[str, ...]) -> None:
-        """Add these metrics of a line."""
-        step = finite_field(metrics, "step")
-        self.step = self.step + 1 if step is None else int(step)
-        oldest = self.step - KEPT_STEPS
-        for name in _metrics_of_sets(metrics, names):
-            value = finite_field(metrics, name)
-            if value is None:
-                continue
-            self._first_values.setdefault(name, value)
-            points = self._points.setdefault(name, [])
-            points.append((self.step, value))
-            while points[0][0] < oldest and not name.startswith("eval_"):
-                del points[0]
-
-    def metric_points(self, name: str) -> MetricPoints:
-        """Those of the last steps."""
-        return self._points.get(name, [])
-
-    def metric_names(self) -> Collection[str]:
-        """Those that were added."""
-        return self._points.keys()
-
-    def first_value(self, name: str) -> float | None:
-        """The first that was added."""
-        return self._first_values.get(name)
-
-    def current_value(self, name: str) -> float | None:
-        """The value of the current step."""
-        points = self.metric_points(name)
-        return points[-1][1] if points and points[-1][0] == self.step else None
-
-    def recent_mean(self, name: str) -> float | None:
-        """The mean of the last RECENT_LINES values."""
-        values = self.metric_values(name)[-RECENT_LINES:]
-        return fmean(values) if len(values) == RECENT_LINES else None
-
-    def recent_values(self, name: str, steps: int) -> list[float] | None:
-        """The values of the last `steps` steps; None while the run is younger than that.
-
-        A logged line stands for the steps since the line before it, so that logging.every=10
-        needs no more steps than logging.every=1.
-        """
-        points = self.metric_points(name)
-        if len(points) < 2:
-            return None
-        every = points[-1][0] - points[-2][0]
-        if points[0][0] - every > self.step - steps:
-            return None
-        first = bisect_right(points, self.step - steps, key=lambda point: point[0])
-        return [value for _, value in points[first:]]
 
 
 def _metrics_of_sets(metrics: MetricsMapping, names: tuple[str, ...]) -> list[str]:

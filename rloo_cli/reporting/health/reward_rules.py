@@ -26,8 +26,8 @@ HELD_OUT_METRICS = ("eval_reward", "eval_reward/se", "eval_samples")
 def held_out_falling(run: Evidence) -> str | None:
     """A set's score is below its best, by more than noise at the last two evaluations."""
     for name in run.metric_names():
-        points = run.metric_points(name) if _is_held_out_score(name) else []
-        if len(points) < 3:
+        points = run.metric_points(name)
+        if not name.startswith("eval_") or not name.endswith("_reward") or len(points) < 3:
             continue
         best_step, best = max(points[:-2], key=lambda point: point[1])
         noise = _held_out_noise(run, name, best_step, best)
@@ -46,10 +46,6 @@ def held_out_falling(run: Evidence) -> str | None:
                 " prompts"
             )
     return None
-
-
-def _is_held_out_score(name: str) -> bool:
-    return name.startswith("eval_") and name.endswith("_reward")
 
 
 def _held_out_noise(run: Evidence, name: str, step: int, score: float) -> float:

@@ -22,7 +22,6 @@ class HealthRule:
     fix: str  # what to change, with the keys
     check: RuleFunction | None = None
     metrics: tuple[str, ...] = ()  # that `check` reads
-    keys: tuple[str, ...] = ()  # what the error of a guard says to change
     found: RuleFunction | None = None
     title: str = ""  # of the finding; docs/doctor.md has it
     min_steps: int = MIN_STEPS  # logged steps before `found` is asked
@@ -62,7 +61,6 @@ HEALTH_RULES = {
         "Raise algorithm.beta or lower train.learning_rate, and read the samples",
         metric_rules.kl_rising,
         metrics=("kl",),
-        keys=("algorithm.beta", "train.learning_rate"),
         found=metric_rules.kl_far_away,
         title="KL runs away",
     ),
@@ -70,7 +68,6 @@ HEALTH_RULES = {
         "Lower train.learning_rate, or raise algorithm.beta or generation.temperature",
         metric_rules.entropy_collapse,
         metrics=("sampling/entropy", "entropy"),
-        keys=("train.learning_rate", "algorithm.beta", "generation.temperature"),
         found=metric_rules.entropy_collapse,
         title="entropy collapse",
     ),
@@ -79,7 +76,6 @@ HEALTH_RULES = {
         " algorithm.beta, or train on more prompts (data.path)",
         reward_rules.held_out_falling,
         metrics=reward_rules.HELD_OUT_METRICS,
-        keys=("train.learning_rate", "algorithm.beta", "data.path"),
         found=reward_rules.held_out_falling,
         title="the held-out score falls",
         min_steps=0,
@@ -89,7 +85,6 @@ HEALTH_RULES = {
         " train.learning_rate or raise algorithm.beta",
         metric_rules.one_completion,
         metrics=("completions/most_common_frac",),
-        keys=("train.learning_rate", "algorithm.beta"),
         found=metric_rules.one_completion,
         title="one completion for all prompts",
         silences=("duplicate_completions",),
@@ -110,7 +105,6 @@ HEALTH_RULES = {
         " fitting difficulty",
         metric_rules.zero_spread,
         metrics=("sampled_frac_reward_zero_std", "frac_reward_zero_std"),
-        keys=("algorithm.num_generations", "generation.temperature", "data.path"),
         found=metric_rules.zero_spread,
         title="no spread within groups",
     ),
@@ -124,7 +118,6 @@ HEALTH_RULES = {
         " algorithm.missing_eos_penalty",
         metric_rules.many_truncated,
         metrics=("completions/clipped_ratio",),
-        keys=("generation.max_completion_length", "algorithm.missing_eos_penalty"),
         found=metric_rules.all_truncated,
         title="all completions are truncated",
         min_steps=0,
@@ -142,7 +135,6 @@ HEALTH_RULES = {
         " model.lm_head_fp32=true",
         metric_rules.logp_drift,
         metrics=("sampling/logp_diff_rms", "staleness/mean"),
-        keys=("generation.backend", "model.dtype"),
         found=metric_rules.sampler_mismatch,
         title="sampler and trainer disagree",
         min_steps=0,
@@ -157,7 +149,6 @@ HEALTH_RULES = {
         "Raise train.prompts_per_step or algorithm.num_generations",
         reward_rules.high_variance,
         metrics=("reward", "reward_std_batch"),
-        keys=("train.prompts_per_step", "algorithm.num_generations"),
         found=reward_rules.reward_without_rise,
         title="high variance",
         min_steps=2 * MIN_STEPS,
@@ -175,14 +166,12 @@ HEALTH_RULES = {
         " began; look at the samples, and compare with what is held out",
         reward_rules.reward_falling,
         metrics=("reward",),
-        keys=("train.learning_rate", "algorithm.beta"),
         silences=("reward_flat",),
     ),
     "reward_swinging": HealthRule(
         "Lower train.learning_rate, or raise train.prompts_per_step or algorithm.beta",
         reward_rules.reward_swinging,
         metrics=("reward",),
-        keys=("train.learning_rate", "train.prompts_per_step", "algorithm.beta"),
         silences=("reward_flat",),
     ),
     "reward_flat": HealthRule(
@@ -190,32 +179,27 @@ HEALTH_RULES = {
         " algorithm.num_generations",
         reward_rules.reward_flat,
         metrics=("reward", "reward_std_batch"),
-        keys=("train.learning_rate", "algorithm.num_generations"),
     ),
     "policy_clipping": HealthRule(
         "Lower train.learning_rate or algorithm.num_iterations",
         metric_rules.policy_clipping,
         metrics=("clip_ratio/region_mean",),
-        keys=("train.learning_rate", "algorithm.num_iterations"),
     ),
     "no_signal": HealthRule(
         "Check reward on the samples, then raise generation.temperature or"
         " algorithm.num_generations",
         metric_rules.no_signal,
         metrics=("frac_reward_zero_std",),
-        keys=("generation.temperature", "algorithm.num_generations"),
     ),
     "low_ess": HealthRule(
         "Use one dtype for both (model.dtype), or lower algorithm.correction.cap",
         metric_rules.low_ess,
         metrics=("sampling/ess",),
-        keys=("model.dtype", "algorithm.correction.cap"),
     ),
     "every_update_clipped": HealthRule(
         "Nothing need change; train.max_grad_norm sets the limit, and train.learning_rate the size"
         " of the steps",
         metric_rules.every_update_clipped,
         metrics=("grad_clip_fraction",),
-        keys=("train.max_grad_norm", "train.learning_rate"),
     ),
 }
