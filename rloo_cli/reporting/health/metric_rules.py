@@ -5,6 +5,7 @@ fault that looks otherwise in a whole run has a second rule for it. Without data
 """
 
 import math
+from collections.abc import Callable
 from statistics import fmean, median, pstdev
 
 from rloo_cli.reporting.health.evidence import Evidence
@@ -246,7 +247,7 @@ def sampler_mismatch(run: Evidence) -> str | None:
 
 def truncated_sampling(run: Evidence) -> str | None:
     """The config samples from another distribution than the gradient is of."""
-    limits = {
+    limits: dict[str, Callable[[float], bool]] = {
         "top_p": lambda value: value < 1,
         "top_k": lambda value: value > 0,
         "min_p": lambda value: value > 0,
