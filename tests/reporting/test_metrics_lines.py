@@ -11,7 +11,7 @@ from assert_refused import assert_refused
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.inspection.run_screen import RunScreen
 from rloo_cli.reporting.curves import smooth_values
-from rloo_cli.reporting.health.advisor import Advisor
+from rloo_cli.reporting.health.advisor import Advisor, advice_text
 from rloo_cli.reporting.metrics_lines import (
     LinePacker,
     MetricsReader,
@@ -150,5 +150,5 @@ def test_a_screen_that_looks_again_tells_of_the_lines_since(tmp_path: Path) -> N
     screen.refresh_run()
     assert screen.screen_values()["step"] == 40
     advisor = Advisor()
-    told = [(r["step"], text) for r in rows for text in advisor.advise(r).values()]
+    told = [(r["step"], advice_text(*pair)) for r in rows for pair in advisor.advise(r).items()]
     assert screen.advice == told and len(told) == 1
