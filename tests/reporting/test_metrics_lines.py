@@ -134,8 +134,9 @@ def test_the_smoothing_of_a_long_run_is_that_of_a_short_one_and_not_quadratic() 
 
 
 def test_completions_sampled_are_those_of_the_last_step_that_says_it() -> None:
-    steps = [{"step": 2, "sampled_completions": 20}, {"step": 4, "step_time": 1.0},
-             {"step": 5, "sampled_completions": 50}]  # fmt: skip
+    # Half of them were thrown away.
+    steps = [{"step": 2, "episode": 10, "sampled_completions": 20}, {"step": 4, "step_time": 1.0},
+             {"step": 5, "episode": 25, "sampled_completions": 50}]  # fmt: skip
     config = {"train": {"prompts_per_step": 3}, "algorithm": {"num_generations": 2}}
     record = RunRecord(Path(), {}, config, steps)
     assert [record.completions_sampled(s) for s in (1, 2, 4, 5, 9)] == [6, 20, 20, 50, 50]
