@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def reward_fact(name: str, entry) -> str:
 def words_of(case: dict) -> list[str]:
     """Write a case's files; the words after `rloo migrate`."""
     for name, text in case.get("files", {}).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     if "run" in case:
         return [case["run"]]
@@ -97,7 +99,7 @@ def words_of(case: dict) -> list[str]:
 def wrong(case: dict, capsys, folder: Path) -> str | None:
     """What migrate makes of a case that is not what the case says."""
     for path in folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     words = words_of(case)
     try:
         run(words)

@@ -78,6 +78,7 @@ def checked(text: str, folder: Path):
     for entry in found.recipe.get("reward", {}).values():
         where, _, name = str(entry.get("path", "")).rpartition(":")
         if entry.get("type") == "function" and where.endswith(".py"):
+            Path(where).parent.mkdir(parents=True, exist_ok=True)
             with Path(where).open("a") as file:  # a reward is its user's
                 file.write(f"\ndef {name}(completions, **kwargs): ...\n")
     return config_check.check_config(compose_config(words)), text
