@@ -1,7 +1,7 @@
 """What generation.overlap gains and what it costs: seconds of a step, and learning curves.
 
     python bench/overlap.py                    all stages; what was cut goes on
-    python bench/overlap.py --stages speed     some: speed, ranks, curves, real, lengths
+    python bench/overlap.py --stages speed     some: speed, curves, real, lengths
     python bench/overlap.py --table            only print the tables, from bench/overlap.jsonl
 
 `speed`: real vLLM on the CPU, a random model with completions of very different lengths (stop ids
@@ -9,9 +9,6 @@ of one percent of its words), server and trainer on one core each, and `both`: w
 both cores for either. One server for all runs; rounds go A B C D A B C D and medians are shown.
 Beside each the seconds that `planning/overlap_times.py` predicts from the parts of `none`: its
 seconds of sampling are fitted to its steps as `a * longest + b * tokens`.
-
-`ranks`: what `train.micro_batch_order=virtual_time` costs a run without overlap on two ranks of
-ddp, one core each; the policy samples for itself, and the seconds are those of all else.
 
 `curves`: quickstart with several seeds, held out before and after. `real`: SmolLM2-135M-Instruct
 adds two numbers, 30 steps. Runs lie in runs/overlap; each that ends is a row of bench/overlap.jsonl
@@ -49,8 +46,6 @@ VOCABULARY, PROMPTS, K, LIMIT, STEPS, WARMUP_STEPS, ROUNDS = 8192, 32, 2, 512, 7
 MICRO_BATCH_TOKENS = 1100  # of a group at most, and a sixth of a step
 MODES = {
     "none": (),
-    "none, virtual_time": ("train.micro_batch_order=virtual_time",),
-    "stream": ("generation.overlap=stream", "train.micro_batch_order=virtual_time"),
     "ahead": ("generation.overlap=ahead",),
     "carry": ("generation.overlap=carry", "generation.max_lag=2"),
     "both": (),  # without overlap, with both cores for sampler and trainer
@@ -69,7 +64,6 @@ CURVES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 SEEDS = {"none": 5, "ahead": 5, "carry": 5}  # the others: 2
 REAL = ("none", "ahead", "carry")
-RANK_MODES = ("none", "none, virtual_time")
 LENGTH_MODES = ("none", "carry", "carry, max_lag 4")
 LENGTH_STEPS = 10
 
@@ -167,46 +161,6 @@ def speed(modes: Sequence[str], rounds: int) -> None:
                 print_speed()
 
 
-def ranks(rounds: int) -> None:
-    """The stage `ranks`: so many rounds more than there are."""
-    begun = 1 + max((row["round"] for row in rows_of("ranks")), default=-1)
-    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
-        model = Path(place) / "model"
-        make_model(model)
-        for number, mode in itertools.product(range(begun, begun + rounds), RANK_MODES):
-            words = words_of(
-                model, *MODES[mode], f"root={place}", f"name={mode.replace(', ', '-')}-{number}",
-                "generation=transformers", "distributed=ddp", "distributed.num_processes=2",
-                "distributed.threads=1",
-            )  # fmt: skip
-            folder = train([w for w in words if w != "generation=vllm_server"], {0, 1})
-            row = speed_row(mode, number, folder) | {"stage": "ranks"}
-            trained = zip(row["step_s"], row["sampling_s"], strict=True)
-            results.append([row | {"train_s": [step - drawn for step, drawn in trained]}], ROWS)
-            shutil.rmtree(folder)
-            print_ranks()
-
-
-def print_ranks() -> None:
-    """The table of the stage `ranks`."""
-    rows = rows_of("ranks")
-    if rows:
-        print(
-            "\n| two ranks of ddp | seconds a step without sampling | whole | five steps | runs |"
-        )
-        print("|---|---|---|---|---|")
-    for mode in RANK_MODES:
-        own = [row for row in rows if row["mode"] == mode]
-        if not own:
-            continue
-        trained, whole = (
-            statistics.median(statistics.median(row[name]) for row in own)
-            for name in ("train_s", "step_s")
-        )
-        summed = statistics.mean(sum(row["train_s"]) for row in own)
-        print(f"| {mode} | {trained:.2f} | {whole:.2f} | {summed:.1f} | {len(own)} |")
-
-
 def lengths(modes: Sequence[str]) -> None:
     """The stage `lengths`: a run of each of these modes."""
     with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
@@ -287,12 +241,11 @@ def predicted(rows: Sequence[Row]) -> dict[str, float]:
     scored = statistics.median(t.get("time/reward", 0.0) for t in times)
     step = statistics.median(s for row in plain for s in row["step_s"])
     trained = step - statistics.median(seconds) - sent - scored
-    tokens = sum(map(sum, lengths[0])) + PROMPTS * 10
     found = [
         simulate_overlap(
             StepParts(
                 of_step, lambda n: per_iteration + per_token * n, PROMPTS * K, train_s=trained,
-                reward_s=scored, sync_s=sent, micro_batches=max(1, tokens // MICRO_BATCH_TOKENS),
+                reward_s=scored, sync_s=sent,
             )
         )
         for of_step in lengths
@@ -396,7 +349,7 @@ def interval(values: Sequence[float]) -> str:
 def main() -> None:
     """Do the stages that were asked for, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    stages = ("speed", "ranks", "curves", "real", "lengths")
+    stages = ("speed", "curves", "real", "lengths")
     parser.add_argument("--stages", nargs="+", choices=stages, default=list(stages))
     parser.add_argument("--modes", nargs="+", choices=sorted({*MODES, *CURVES}))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the stage speed")
@@ -406,8 +359,6 @@ def main() -> None:
     if not args.table:
         if "speed" in args.stages:
             speed([mode for mode in MODES if mode in chosen], args.rounds)
-        if "ranks" in args.stages:
-            ranks(args.rounds)
         if "curves" in args.stages:
             curves("curves", [mode for mode in CURVES if mode in chosen])
         if "real" in args.stages:
@@ -415,7 +366,6 @@ def main() -> None:
         if "lengths" in args.stages:
             lengths([mode for mode in LENGTH_MODES if mode in chosen])
     print_speed()
-    print_ranks()
     for stage in ("curves", "real"):
         print_curves(stage)
     print_lengths()

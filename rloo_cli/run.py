@@ -23,7 +23,6 @@ from rloo_cli.generation import Generator
 from rloo_cli.generation.common.ahead import AheadSampler
 from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.generation.common.rollouts import Rollouts
-from rloo_cli.generation.common.stream import StreamSampler
 from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
@@ -160,7 +159,6 @@ class Run:
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
     # Of generation.overlap=ahead or carry; None = sampled when needed.
     ahead: AheadSampler | CarrySampler | None = None
-    stream: StreamSampler | None = None  # of generation.overlap=stream
     tools: ToolSet | None = None  # those of the agent; None = one answer to each prompt
     judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
 

@@ -33,8 +33,6 @@ def overlap_problems(run: RunConfig) -> Iterator[Problem]:
         )
         why += " at once, and do not yet"
         yield Problem(f"{asked} trains in one process", OVERLAP, why, "distributed=single")
-    if mode == "stream":
-        yield from _stream_problems(run)
     if mode == "carry":
         yield from _carry_problems(run)
     if agent_config(run) is not None:
@@ -42,26 +40,6 @@ def overlap_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"{asked} and an agent do not go together yet", OVERLAP, why, f"{OVERLAP}=none"
         )
-
-
-def _stream_problems(run: RunConfig) -> Iterator[Problem]:
-    """What needs the step's whole batch before anything of it is trained on."""
-    stream, fix = f"{OVERLAP}=stream", f"{OVERLAP}=none"
-    if run.train.micro_batch_order != "virtual_time":
-        key = "train.micro_batch_order"
-        why = "which groups share a forward pass must not depend on the clock, and balanced"
-        why += " micro-batches are known once all lengths are"
-        yield Problem(f"{stream} needs {key}=virtual_time", key, why, f"{key}=virtual_time")
-    for name, reward in run.rewards.items():
-        if reward.scope == "batch":
-            key = f"reward.{name}.scope"
-            why = "it is called with all completions of the step, once they are there"
-            what = f"{stream} and {key}=batch do not go together"
-            yield Problem(what, key, why, f"{key}=group, or {fix}")
-    if run.model.ref_offload:
-        key = "model.ref_offload"
-        why = "the reference is on the device once a step, for the whole batch"
-        yield Problem(f"{stream} and {key} do not go together", key, why, f"{key}=false, or {fix}")
 
 
 def _carry_problems(run: RunConfig) -> Iterator[Problem]:

@@ -249,19 +249,14 @@ class DataConfig(DatasetConfig):
         return {n: DataConfig(**s.model_dump(exclude={"weight"}) | plain) for n, s in mixed.items()}
 
 
-# Modes of generation.overlap whose completions are all of the weights that are trained.
-SAME_WEIGHTS_OVERLAP = ("none", "stream")
-
-
 class GenerationConfig(Frozen):
     """Keys every backend understands; a backend adds its own."""
 
     backend: str = key(
         "Who samples: transformers, vllm_server, vllm_colocate; replay = a recorded run has"
     )
-    overlap: Literal["none", "stream", "ahead", "carry"] = key(
-        "Sampling while training goes on: none = one after the other; stream = train on groups"
-        " while others of the step are being sampled, with the same result; ahead = the next step's"
+    overlap: Literal["none", "ahead", "carry"] = key(
+        "Sampling while training goes on: none = one after the other; ahead = the next step's"
         " completions are sampled with the weights that this step's update starts from; carry ="
         " unfinished completions go on under the next weights. It pays where the sampler has"
         " hardware of its own and neither half is short: rloo plan predicts by how much"
@@ -414,11 +409,6 @@ class TrainConfig(Frozen):
     )
     no_grad_batch_size: Positive | None = key(
         "Completions per forward pass without gradient; null = twice micro_batch_size"
-    )
-    micro_batch_order: Literal["balanced", "virtual_time"] = key(
-        "Which groups share a forward pass: balanced = equal work in as few as possible;"
-        " virtual_time = in the order of their longest completions, as generation.overlap=stream"
-        " needs it"
     )
     layout: Literal["auto", "shared", "packed", "padded"] = key(
         "How completions lie in a forward pass: shared = each prompt once for its group, packed ="

@@ -34,7 +34,6 @@ survey          looks at all prompts of a split once
 synthetic/      data and models that the project makes itself: make:NAME
 tasks           procedural tasks of reasoning-gym: reasoning_gym:NAME
 value_types     converts columns: data.types, NaN, an index of pandas
-virtual_time    the order of groups that no clock decides, and micro-batches filled in it
 vision_processor  images and text to token ids and tensors
 web_files       reads a URL that a data set names, from the open network alone
 vocabulary      whether tokenizer, data and models have the same tokens

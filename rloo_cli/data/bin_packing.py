@@ -5,13 +5,11 @@ This is pure arithmetic on lengths, the same on every rank: ranks exchange nothi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # a plan asks what a forward costs, and imports no torch
-    from rloo_cli.data.batch import Group
     from rloo_cli.data.packing import GroupSlice
 
 T = TypeVar("T")
@@ -46,13 +44,6 @@ class ForwardLimits:
     completions: int | None = None
     no_grad_completions: int | None = None
 
-    def make_filler(self, layout: str, num_generations: int, grad: bool) -> MicroBatchFiller:
-        """A filler for passes with or without gradient over groups of so many completions."""
-        size = self.completions if grad else self.no_grad_completions
-        groups = None if size is None else max(1, size // num_generations)
-        tokens = self.tokens if grad else self.no_grad_tokens
-        return MicroBatchFiller(layout, self.cost, tokens, groups)
-
 
 @dataclass(frozen=True)
 class PackingItem:
@@ -62,68 +53,6 @@ class PackingItem:
     tokens: int
     flops: float
     longest_sequence: int  # prompt and longest completion
-
-
-class MicroBatchFiller:
-    """Cuts items into micro-batches: one after the other, in the order in which they come.
-
-    `max_tokens`: of one micro-batch, padding included; `max_groups` limits its groups instead. An
-    item that is over the limit by itself fills a micro-batch.
-    """
-
-    def __init__(self, layout: str, cost: ForwardCost, max_tokens: int, max_groups: int | None):
-        self.layout, self.cost, self.max_groups = layout, cost, max_groups
-        self.max_tokens = max_tokens if max_groups is None else sys.maxsize
-        self.items: list[PackingItem] = []  # of the micro-batch that is being filled
-
-    def group_items(
-        self, groups: Sequence[Group], group_index: int, completions: Sequence[int]
-    ) -> list[PackingItem]:
-        """A group's completions that are forwarded as one item, or several if they do not fit."""
-        group = groups[group_index]
-        lengths = {k: len(group.rollouts[k].completion_ids) for k in completions}
-        size, budget, layout = len(group.prompt_ids), self.max_tokens, self.layout
-        if not lengths:
-            return []
-        return packing_items(group_index, size, lengths, budget, layout, self.cost)
-
-    def add_item(self, item: PackingItem) -> list[GroupSlice]:
-        """Add an item. -> the micro-batch that is full, since the item did not fit; else []"""
-        full: list[GroupSlice] = []
-        if self.items and not self._has_room(item):
-            full = self.take_rest()
-        self.items.append(item)
-        return full
-
-    def take_rest(self) -> list[GroupSlice]:
-        """The micro-batch that is being filled, as it is; a new one is begun. [] where none was."""
-        slices, self.items = [item.group_slice for item in self.items], []
-        return slices
-
-    def fill_all(self, items: Sequence[PackingItem]) -> list[list[GroupSlice]]:
-        """The micro-batches of items that are all known."""
-        filled = [self.add_item(item) for item in items]
-        return [slices for slices in (*filled, self.take_rest()) if slices]
-
-    def pack_items(
-        self, items: Sequence[PackingItem], in_order: bool, ranks: int
-    ) -> list[list[list[GroupSlice]]]:
-        """Each rank's micro-batches: in the items' order, dealt out; or balanced."""
-        if in_order or self.max_groups is not None:
-            return deal_micro_batches(self.fill_all(items), ranks)
-        padded = self.layout == "padded"
-        return (pack_padded_micro_batches if padded else pack_micro_batches)(
-            items, self.max_tokens, ranks
-        )
-
-    def _has_room(self, item: PackingItem) -> bool:
-        items = [*self.items, item]
-        if self.max_groups is not None:
-            return len(items) <= self.max_groups
-        if self.layout == "padded":
-            width = max(i.longest_sequence for i in items)
-            return width * sum(len(i.group_slice[1]) for i in items) <= self.max_tokens
-        return sum(i.tokens for i in items) <= self.max_tokens
 
 
 def forward_tokens(prompt_length: int, completion_lengths: Sequence[int], layout: str) -> int:
@@ -219,10 +148,11 @@ def pack_padded_micro_batches(
 
 
 def deal_micro_batches(
-    micro_batches: Sequence[list[GroupSlice]], ranks: int
+    slices: Sequence[GroupSlice], num_groups: int, ranks: int
 ) -> list[list[list[GroupSlice]]]:
-    """Deal micro-batches out to the ranks in turn."""
-    return equalize_micro_batches([list(micro_batches[rank::ranks]) for rank in range(ranks)])
+    """Micro-batches of `num_groups` groups in their order, dealt out to the ranks in turn."""
+    micro_batches = split_chunks(slices, num_groups)
+    return equalize_micro_batches([micro_batches[rank::ranks] for rank in range(ranks)])
 
 
 def equalize_micro_batches(

@@ -55,15 +55,6 @@ def ignore_arrival(group_index: int) -> None:
     """The default of `arrived`, which does nothing."""
 
 
-def ignore_length(number: int, at_least: int) -> None:
-    """The default of `OnLength`, which does nothing."""
-
-
-# Called with a completion's number in the call, group after group, and a number of tokens that it
-# will have at least: exactly so many once it has ended. Samplers that have `watch_lengths` call it.
-OnLength = Callable[[int, int], None]
-
-
 class Generator(Protocol):
     """A sampler: it fills groups with completions."""
 

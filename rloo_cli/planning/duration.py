@@ -129,11 +129,11 @@ def estimate_step_duration(
     step = StepDuration({name: s for name, s in parts.items() if s > 0}, means)
     if sampler is None or sampler.colocated:
         return step
-    return replace(step, overlap_seconds=_overlap_seconds(inputs, step, sampler, micro_batches))
+    return replace(step, overlap_seconds=_overlap_seconds(inputs, step, sampler))
 
 
 def _overlap_seconds(
-    inputs: PlanInputs, step: StepDuration, sampler: EngineMemory, micro_batches: int
+    inputs: PlanInputs, step: StepDuration, sampler: EngineMemory
 ) -> dict[str, float]:
     """Seconds of a step by mode of generation.overlap, and with `turns` on the same GPUs."""
     seconds, run = step.phase_seconds, inputs.run
@@ -151,7 +151,6 @@ def _overlap_seconds(
             train_s=trained * (step.total_seconds - sampled - sent - scored),
             reward_s=trained * scored,
             sync_s=sent,
-            micro_batches=micro_batches,
         )
 
     max_lag = getattr(run.generation, "max_lag", None) or PLANNED_MAX_LAG

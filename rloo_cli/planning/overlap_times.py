@@ -15,7 +15,7 @@ from rloo_cli.generation.common.pacing import group_capacity
 CARRY_STEPS, CARRY_WARMUP_STEPS = 16, 6  # of `carry`, which has no two equal steps at its start
 STEP_OF_PERMUTATION = 7919  # a prime: it deals the quantiles of lengths out to groups
 WORTH_IT = 1.1  # what is faster by less than this factor is not worth being further off-policy
-MODES = ("none", "stream", "ahead", "carry")
+MODES = ("none", "ahead", "carry")
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,11 @@ class StepParts:
     train_s: float = 0.0  # forward passes, backward passes and the optimizer
     reward_s: float = 0.0  # scoring on the trainer's hardware
     sync_s: float = 0.0  # sending weights; the sampler waits, too
-    micro_batches: int = 1
 
 
 @dataclass
 class LockStepSampler:
-    """A sampler in virtual time. Groups are begun in order, each as soon as it has room."""
+    """A sampler that decodes in lock step. Groups begin in order, each as soon as it has room."""
 
     parts: StepParts
     now: float = 0.0  # seconds
@@ -89,20 +88,9 @@ def simulate_overlap(parts: StepParts, max_lag: int = 2) -> dict[str, float]:
     sampling_s, training_s = sampler.now, parts.train_s + parts.reward_s
     return {
         "none": sampling_s + training_s + parts.sync_s,
-        "stream": _stream_seconds(parts, sorted(sampler.finished_at.values())),
         "ahead": max(sampling_s, training_s) + parts.sync_s,
         "carry": _carry_seconds(parts, max_lag),
     }
-
-
-def _stream_seconds(parts: StepParts, finished_at: Sequence[float]) -> float:
-    """Each micro-batch is trained on once its groups have ended and the one before is done."""
-    count = min(parts.micro_batches, len(finished_at))
-    training_s, now = parts.train_s + parts.reward_s, 0.0
-    for n in range(count):
-        last = (n + 1) * len(finished_at) // count - 1
-        now = max(now, finished_at[last]) + training_s / count
-    return now + parts.sync_s
 
 
 def _carry_seconds(parts: StepParts, max_lag: int) -> float:

@@ -128,7 +128,6 @@ def _overlap(plan: RunPlan) -> Iterator[str]:
     advice = {
         "turns": "generation=vllm_colocate on all of them, which is as exact",
         "none": "generation.overlap=none: the others gain less than a tenth",
-        "stream": "generation.overlap=stream, which trains on the same bits as none",
     }.get(
         mode, f"generation.overlap={mode}, with updates that are off-policy; compare it with none"
     )

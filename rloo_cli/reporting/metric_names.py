@@ -136,9 +136,6 @@ COMPLETION_METRICS: list[MetricMeaning] = [
      "(generation.max_lag)"),
     ("overlap/hidden_s", "s", "mean", "seconds of sampling and scoring beside the training"),
     ("overlap/idle_s", "s", "mean", "seconds of the step in which nothing was sampled"),
-    ("overlap/begun_anew", "", "mean",
-     "1 where an update of overlap=stream began anew on the whole batch: a group above "
-     "train.micro_batch_tokens, or a lost sampler"),
 ]  # fmt: skip
 
 TRAINING_METRICS: list[MetricMeaning] = [
@@ -338,7 +335,6 @@ METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
 # Those that tests/reporting/test_recomputed_metrics.py does not compute once more, and why.
 # (Clocks and memory are not among them: nothing that a run writes shows those again.)
 NOT_RECOMPUTED = {
-    "overlap/begun_anew": "it happens by chance of timing: tests/train/test_stream.py makes it",
     "vllm/restarts": "needs a server: tests/generation/on_vllm",
     "vllm/weight_version": "needs a server: tests/generation/on_vllm",
     "vllm/synced_bytes": "needs a server: tests/generation/on_vllm",

@@ -51,16 +51,10 @@ class UpdateMetrics:
         old = self.largest.get(name)
         self.largest[name] = value if old is None else torch.maximum(old, value)
 
-    def scale_losses(self, factor: float) -> None:
-        """Multiply the losses so far, which were summed before they were normalised or divided."""
-        for name in ("policy_loss", "kl_loss") if factor != 1.0 else ():
-            if name in self.sums:
-                self.sums[name] = self.sums[name] * factor
-
-    def clear(self) -> None:
-        """Forget everything: the update begins anew."""
-        for values in (self.sums, self.largest, self.scalars, self.work):
-            values.clear()
+    def scale_policy_loss(self, factor: float) -> None:
+        """Multiply the policy loss so far, which was summed before it was normalised."""
+        if factor != 1.0 and "policy_loss" in self.sums:
+            self.sums["policy_loss"] = self.sums["policy_loss"] * factor
 
     @property
     def num_updates(self) -> int:

@@ -9,7 +9,6 @@ memory_check      predicted against measured memory and seconds at the end of a 
 memory_errors     what is said where memory runs out: phase, longest sequence, keys
 minibatches       splits a batch into updates and micro-batches
 step              the two kinds of update, their micro-batches and the optimizer step
-streaming         the plan of an update whose batch is still being sampled
 summary           summary.json, and the table at the end of a run
 supervised/       supervised fine-tuning and reward models
 token_advantages  advantages of each token (PPO, REINFORCE++), and the update of the value model

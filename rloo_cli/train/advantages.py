@@ -15,7 +15,6 @@ from torch import Tensor
 from rloo_cli.algorithms.common import kl as common_kl
 from rloo_cli.algorithms.common.advantage import AdvantageInputs
 from rloo_cli.algorithms.common.importance_weights import sampler_logprobs
-from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.data.pass_results import ForwardPass, join_passes
@@ -28,7 +27,7 @@ from rloo_cli.train.minibatches import cut_micro_batches, forwarded_completions
 @torch.no_grad()
 def prepare_advantages(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     """Compute what does not depend on the policy's first pass over the batch."""
-    if run.forward_plan.by_scores and not run.forward_plan.summed:
+    if run.forward_plan.by_scores:
         finish_advantages(run, batch, [])
     if run.reference is not None and run.reference.offloaded:
         prefetch_reference(run, batch, updates)
@@ -94,8 +93,7 @@ def add_reference_logprobs(
 def measure_kl(run: Run, micro_batch: MicroBatch, updates: UpdateMetrics) -> Tensor | None:
     """KL of each completion to the reference, in float64. -> (S,) or None"""
     kl, ref, old = None, micro_batch.ref_logp, micro_batch.kl_old_logp
-    lags = run.config.generation.overlap not in SAME_WEIGHTS_OVERLAP
-    if lags:  # the KL of the policy that sampled
+    if run.config.generation.overlap != "none":  # the KL of the policy that sampled
         old = sampler_logprobs(old, micro_batch)
     if ref is not None:
         kl = common_kl.sequence_kl(old, ref, micro_batch, run.algorithm.config)

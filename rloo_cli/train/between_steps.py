@@ -86,9 +86,8 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics |= step_metrics.advantage_metrics(batch, beta or 0.0, every_kl)
     metrics |= updates.to_metrics() | step_metrics.sampler_metrics(batch)
     metrics |= run.clock.lap()
-    beside = run.ahead or run.stream
-    if beside is not None:
-        metrics |= beside.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
+    if run.ahead is not None:
+        metrics |= run.ahead.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
     metrics |= step_metrics.speed_metrics(
         batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )

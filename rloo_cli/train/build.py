@@ -60,7 +60,6 @@ from rloo_cli.generation.common.carry import CARRY_NOTE, CarrySampler
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.stop_rule import stop_ids
-from rloo_cli.generation.common.stream import StreamSampler
 from rloo_cli.generation.hf.replica import ReplicaGenerator
 from rloo_cli.generation.vllm import arguments
 from rloo_cli.generation.vllm.teacher import TeacherServer
@@ -78,7 +77,6 @@ from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import Run
-from rloo_cli.train.streaming import StreamedPlan
 from rloo_cli.utils import paths
 from rloo_cli.utils.device_waits import choose_phase_clock
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
@@ -454,8 +452,6 @@ class RunBuilder:
         )
         if config.generation.overlap == "ahead":
             run.ahead = AheadSampler(run.rollouts)
-        if config.generation.overlap == "stream":
-            run.stream = StreamSampler(run.rollouts, clock, StreamedPlan)
         if config.generation.overlap == "carry" and config.generation.backend != "replay":
             sampler: Any = getattr(self.generator, "inner", self.generator)
             run.ahead = CarrySampler(run.rollouts, sampler, self.num_steps)

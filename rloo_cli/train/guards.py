@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 
 from rloo_cli.config.rules_sampling import inexact_settings
-from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.generation.common.weights_check import (
@@ -55,7 +54,7 @@ def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> b
     `check_finite_update` say why. All ranks must call it.
     """
     generation = run.config.generation
-    if generation.overlap not in SAME_WEIGHTS_OVERLAP:
+    if generation.overlap != "none":
         return False  # tokens of older weights are left out, which takes their counts
     sums = sum_squared_gaps(passes, run.world.device)
     squares, count, not_finite = run.world.sum(sums).tolist()
@@ -72,7 +71,7 @@ def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> 
     Completions of older weights (generation.overlap) were checked before those changed. Raises
     GenerationError (exit 6), with nothing updated.
     """
-    overlaps = run.config.generation.overlap not in SAME_WEIGHTS_OVERLAP
+    overlaps = run.config.generation.overlap != "none"
     compared = [
         TokenLogprobs(group.prompt_offset, k, old[len(old) - count :], rollout)
         for group in (batch.groups[i] for i in group_indices)

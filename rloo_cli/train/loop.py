@@ -24,7 +24,7 @@ def run_training_loop(run: Run) -> None:
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            source, seen = run.ahead or run.stream or run.rollouts, state.seen_by_rewards(run)
+            source, seen = run.ahead or run.rollouts, state.seen_by_rewards(run)
             run.step_progress = StepProgress(source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates
         start_ahead(run, batch)

@@ -11,9 +11,9 @@ from rloo_cli.algorithms.common.advantage import usable_completions
 from rloo_cli.algorithms.common.aggregate import update_denominator
 from rloo_cli.algorithms.common.forward_plan import needed_completions
 from rloo_cli.config.agent import sampled_token_limit
+from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice
-from rloo_cli.data.virtual_time import order_groups
 from rloo_cli.run import Run
 
 RankMicroBatches = list[list[list[GroupSlice]]]  # by rank, then by micro-batch
@@ -29,7 +29,6 @@ class UpdatePlan:
     num_tokens: int  # unmasked tokens of completions with an advantage; 0 = nothing to learn from
     num_all_tokens: int  # unmasked tokens of every completion, at least 1
     denominator: float  # what the summed loss is divided by (docs/OBJECTIVES.md, Loss types)
-    summed: bool  # micro-batches' losses are not divided: the gradient is, once
 
     @property
     def micro_batches(self) -> list[list[GroupSlice]]:
@@ -46,10 +45,8 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
     """Cut a step's groups into num_minibatches updates, permuted anew in each iteration.
 
     Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
-    completions that need no forward. A batch that is being sampled has a plan that grows.
+    completions that need no forward.
     """
-    if run.stream is not None and run.stream.is_open:
-        return [run.stream.make_plan(run, batch)]
     settings = run.algorithm.config
     order = np.arange(len(batch.groups))
     if settings.num_minibatches > 1:
@@ -73,8 +70,8 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
         )  # fmt: skip
         tokens = int((lengths * valid)[trained].sum())
         all_tokens = max(int(lengths[trained].sum()), 1)
-        counts = tokens, all_tokens, denominator, run.forward_plan.summed
-        plans.append(UpdatePlan(by_rank, run.world.rank, trained, *counts))
+        plan = UpdatePlan(by_rank, run.world.rank, trained, tokens, all_tokens, denominator)
+        plans.append(plan)
     return plans
 
 
@@ -98,18 +95,37 @@ def cut_micro_batches(
     """Cut the completions that are forwarded into micro-batches, equally many for each rank.
 
     They hold `train.micro_batch_size` completions, in order. Without that key they are balanced and
-    hold at most `train.micro_batch_tokens` tokens. With `train.micro_batch_order=virtual_time` both
-    are filled in that order. `grad` False: for a pass without gradient.
+    hold at most `train.micro_batch_tokens` tokens. `grad` False: for a pass without gradient.
     """
-    forwarded, k = forwarded_completions(run, batch), run.config.algorithm.num_generations
-    filler = run.forward_limits.make_filler(run.policy.layout, k, grad)
-    in_order = run.config.train.micro_batch_order == "virtual_time"
-    order = order_groups(batch.groups, group_indices) if in_order else group_indices
-    chosen = [(i, forwarded[i].nonzero().flatten().tolist()) for i in order]
-    items = [item for i, ks in chosen for item in filler.group_items(batch.groups, i, ks)]
-    by_rank = filler.pack_items(items, in_order, run.world.size)
+    forwarded, limits = forwarded_completions(run, batch), run.forward_limits
+    chosen = [(i, tuple(forwarded[i].nonzero().flatten().tolist())) for i in group_indices]
+    slices: list[GroupSlice] = [(i, completions) for i, completions in chosen if completions]
+    size = limits.completions if grad else limits.no_grad_completions
+    if size is not None:
+        num_groups = max(1, size // run.config.algorithm.num_generations)
+        by_rank = bin_packing.deal_micro_batches(slices, num_groups, run.world.size)
+    else:
+        by_rank = _balance_micro_batches(run, batch, slices, grad)
     # Ranks that meet in every backward pass have at least one micro-batch, be it empty.
     return [[[]] for _ in by_rank] if run.engine.lockstep and not by_rank[0] else by_rank
+
+
+def _balance_micro_batches(
+    run: Run, batch: Batch, slices: Sequence[GroupSlice], grad: bool
+) -> RankMicroBatches:
+    """Micro-batches of equal work under the budget of tokens; a group above it is cut."""
+    limits, layout = run.forward_limits, run.policy.layout
+    budget, items = limits.tokens if grad else limits.no_grad_tokens, []
+    for index, completions in slices:
+        group = batch.groups[index]
+        lengths = {k: len(group.rollouts[k].completion_ids) for k in completions}
+        prompt_length = len(group.prompt_ids)
+        items += bin_packing.packing_items(
+            index, prompt_length, lengths, budget, layout, limits.cost
+        )
+    if layout == "padded":
+        return bin_packing.pack_padded_micro_batches(items, budget, run.world.size)
+    return bin_packing.pack_micro_batches(items, budget, run.world.size)
 
 
 def keeps_groups_whole(plans: Sequence[UpdatePlan]) -> bool:

@@ -18,7 +18,6 @@ from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.pass_results import ForwardPass
-from rloo_cli.generation.common.stream import StreamCut
 from rloo_cli.policy.model import LogProbs
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import advantages, guards, token_advantages
@@ -30,15 +29,9 @@ from rloo_cli.utils.files import JsonObject
 
 def update_policy(run: Run, step_progress: StepProgress) -> None:
     """Take all optimizer steps of one batch; a resumed run goes on in the middle of them."""
-    try:
-        if is_single_pass(run, step_progress):
-            update_on_policy(run, step_progress)
-        update_with_old_logprobs(run, step_progress)
-    except StreamCut:  # what was added up is void, and the batch is whole now
-        run.optimizer.zero_grad()
-        step_progress.updates.clear()
-        step_progress.mark_position()
-        update_policy(run, step_progress)
+    if is_single_pass(run, step_progress):
+        update_on_policy(run, step_progress)
+    update_with_old_logprobs(run, step_progress)
 
 
 def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
@@ -144,9 +137,8 @@ def backward_micro_batch(
     a, usable = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
     a = charge_tokens(a, usable, batch.kl_old_logp, batch.ref_logp, batch, config)
     inputs = LossInputs(
-        logprobs.logp, batch.old_logp, batch.ref_logp, batch, a,
-        1.0 if plan.summed else plan.denominator, logprobs.kl_logp, logprobs.entropy,
-        plan.num_all_tokens, logprobs.divergence,
+        logprobs.logp, batch.old_logp, batch.ref_logp, batch, a, plan.denominator,
+        logprobs.kl_logp, logprobs.entropy, plan.num_all_tokens, logprobs.divergence,
     )  # fmt: skip
     loss = run.algorithm.loss(inputs)
     run.engine.backward(poison_tensor("loss", loss.total), is_last)
@@ -168,7 +160,6 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
-    factor = factor / plan.denominator if plan.summed else factor
     if run.ahead is not None:  # what it drew is checked against the weights that change here
         with run.clock.phase("exposed"):
             run.ahead.wait()
@@ -181,7 +172,7 @@ def take_optimizer_step(
         guards.check_sampler_logprobs(run, batch, plan.groups)
     with run.clock.phase("optimizer"):
         trigger_fault("step")
-        step_progress.updates.scale_losses(factor)
+        step_progress.updates.scale_policy_loss(factor)
         norm = run.optimizer.grad_norm(factor)
         scaled_loss = float(loss) * factor
         if results is not None and not math.isfinite(scaled_loss + float(norm)):

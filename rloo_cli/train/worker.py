@@ -190,8 +190,6 @@ def _save_what_is_done(run: Run, error: RunError) -> None:
     step = run.step_progress
     if run.ahead is not None and step is not None and not step.iteration:  # no update was made
         step.rng = run.ahead.abandon() or step.rng
-    if run.stream is not None:
-        run.step_progress = run.stream.abandon(step)
     run.optimizer.zero_grad()
     asked = signals.stop_requested_at()
     try:

@@ -42,9 +42,7 @@ def a_run(
     return SimpleNamespace(
         algorithm=rloo.Config(**values),
         generation=SimpleNamespace(**generation),
-        train=SimpleNamespace(
-            prompts_per_step=prompts, old_logp="auto", micro_batch_order="balanced"
-        ),
+        train=SimpleNamespace(prompts_per_step=prompts, old_logp="auto"),
         model=SimpleNamespace(disable_dropout=dropout),
         rewards={name: SimpleNamespace(weight=weight) for name, weight in (rewards or {}).items()},
     )

@@ -2,6 +2,7 @@
 
 from itertools import chain
 from threading import Event
+from unittest import mock
 
 import generation_cases
 import pytest
@@ -18,6 +19,7 @@ from rloo_cli.generation.common.open_groups import (
     load_groups,
 )
 from rloo_cli.generation.hf import sampling
+from rloo_cli.generation.hf.generator import TransformersGenerator
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import GenerationError
 
@@ -125,7 +127,14 @@ def test_a_completion_that_goes_on_keeps_the_masks_of_both_parts_also_through_a_
         OpenGroup(Group(i, {}, "", PROMPTS[i]), [OpenCompletion(s) for s in SEEDS[i]], 0)
         for i in range(2)
     ]
-    with source.watch_lengths(lambda number, least: stop.set() if least > 4 else None):
+    record = TransformersGenerator._record
+
+    def stop_after_four(self, sequences, *rest):
+        record(self, sequences, *rest)
+        if len(sequences[0].completion_ids) == 4:
+            stop.set()
+
+    with mock.patch.object(TransformersGenerator, "_record", stop_after_four):
         source.extend(groups, lambda group: None, stop)
     assert all(0 < len(c.ids) < 12 for group in groups for c in group.completions)
     groups = load_groups(*dump_groups(groups), Prompts())

@@ -15,21 +15,11 @@ from rloo_cli.planning.overlap_times import (
 )
 
 
-def test_equal_completions_end_together_so_that_nothing_can_be_trained_on_before() -> None:
+def test_a_step_takes_both_halves_without_overlap_and_the_longer_one_with_ahead() -> None:
     parts = StepParts([[10, 10]] * 4, lambda n: 0.1, 8, train_s=0.7, reward_s=0.1, sync_s=0.2)
     found = simulate_overlap(parts)
     assert found["none"] == pytest.approx(10 * 0.1 + 0.8 + 0.2)
-    assert found["stream"] == pytest.approx(found["none"])
     assert found["ahead"] == pytest.approx(1.0 + 0.2)
-
-
-def test_stream_trains_on_groups_that_have_ended_while_the_longest_is_decoded() -> None:
-    parts = StepParts([[1], [2], [3], [100]], lambda n: 1.0, 4, train_s=40, micro_batches=4)
-    found = simulate_overlap(parts)
-    assert found["none"] == 140
-    assert found["stream"] == 100 + 40 / 4  # only the last group's micro-batch is left
-    together = StepParts([[1], [2], [3], [100]], lambda n: 1.0, 4, train_s=40)
-    assert simulate_overlap(together)["stream"] == 140  # one micro-batch waits for its last group
 
 
 def test_completions_beyond_what_is_decoded_at_once_wait_for_room() -> None:
@@ -55,10 +45,10 @@ def test_lengths_are_spread_with_the_mean_that_was_asked_for() -> None:
 
 
 def test_the_advice_is_the_most_exact_mode_within_a_tenth_of_the_fastest() -> None:
-    assert advised_mode({"none": 10, "stream": 9.6, "ahead": 9.5, "carry": 9.2}) == "none"
-    assert advised_mode({"none": 10, "stream": 7.5, "ahead": 7, "carry": 7.1}) == "stream"
-    assert advised_mode({"none": 10, "stream": 9, "ahead": 7, "carry": 4, "turns": 5}) == "carry"
-    assert advised_mode({"none": 10, "stream": 9, "ahead": 7, "carry": 6, "turns": 5}) == "turns"
+    assert advised_mode({"none": 10, "ahead": 9.5, "carry": 9.2}) == "none"
+    assert advised_mode({"none": 10, "ahead": 7.5, "carry": 7.1}) == "ahead"
+    assert advised_mode({"none": 10, "ahead": 7, "carry": 4, "turns": 5}) == "carry"
+    assert advised_mode({"none": 10, "ahead": 7, "carry": 6, "turns": 5}) == "turns"
 
 
 def planned(capsys: Any, *words: str) -> tuple[str, dict[str, float]]:
@@ -72,8 +62,8 @@ def planned(capsys: Any, *words: str) -> tuple[str, dict[str, float]]:
 @pytest.mark.slow
 def test_a_plan_with_a_server_has_the_seconds_of_every_mode_and_advice(capsys: Any) -> None:
     text, seconds = planned(capsys, "+recipe=tldr_1b", "generation=vllm_server")
-    assert list(seconds) == ["none", "stream", "ahead", "carry", "turns"]
-    assert seconds["none"] >= seconds["stream"] >= seconds["ahead"]
+    assert list(seconds) == ["none", "ahead", "carry", "turns"]
+    assert seconds["none"] >= seconds["ahead"]
     assert "overlap    none" in text and "advice: " in text
     text, seconds = planned(capsys, "+recipe=tldr_1b")
     assert not seconds and "overlap" not in text

@@ -26,6 +26,7 @@ from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.loop import run_training_loop, sync_weights
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
+from rloo_cli.utils.timers import StepTimer
 
 pytestmark = pytest.mark.wide
 
@@ -120,6 +121,28 @@ def test_a_batch_whose_engine_was_lost_in_the_thread_is_sampled_anew_by_the_trai
     with mock.patch.object(Rollouts, "next_batch", losing):
         run_training_loop(run)
     assert len(lost) == 2 and torch.equal(flat(run), wanted)
+
+
+def test_exposed_hidden_idle_and_the_phases_add_up_to_the_step() -> None:
+    clock = [0.0]
+    with mock.patch("time.perf_counter", lambda: clock[0]):
+        timer = StepTimer()
+        parts: list[Any] = [None] * 5
+        ahead = AheadSampler(Rollouts(*parts, timer, None))  # type: ignore[arg-type]
+        with timer.phase("exposed"):
+            clock[0] += 4.5
+        with timer.phase("update"):
+            clock[0] += 2.0
+        with timer.phase("optimizer"):
+            clock[0] += 0.5
+        clock[0] += 0.25
+        ahead.hidden_s = 1.5
+        lap = timer.lap()
+    metrics = ahead.step_metrics(lap["step_time"], lap["time/exposed"])
+    assert metrics["overlap/exposed_s"] == 4.5 and metrics["overlap/hidden_s"] == 1.5
+    assert metrics["overlap/idle_s"] == 1.25
+    assert sum(v for k, v in lap.items() if k.startswith("time/")) == lap["step_time"] == 7.25
+    assert sum(metrics.values()) == lap["step_time"]
 
 
 def moody(completion_ids: Any, **_: Any) -> list[float]:

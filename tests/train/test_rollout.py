@@ -161,7 +161,7 @@ def test_without_a_reference_there_is_no_kl():
 def run(num_minibatches=1, micro_groups=2, **changes):
     settings = config(num_minibatches=num_minibatches, num_generations=K, **changes)
     generation = SimpleNamespace(max_completion_length=100)
-    train = SimpleNamespace(forward_all=True, micro_batch_order="balanced")
+    train = SimpleNamespace(forward_all=True)
     whole = SimpleNamespace(seed=1, algorithm=settings, generation=generation, train=train)
     whole.agent = None
     limits = ForwardLimits(ForwardCost(1, 1, 1, 1, 1), 1000, 1000, K * micro_groups)
@@ -173,8 +173,6 @@ def run(num_minibatches=1, micro_groups=2, **changes):
         world=cpu_world(),
         engine=engine,
         policy=SimpleNamespace(layout="shared"),
-        forward_plan=SimpleNamespace(summed=False),
-        stream=None,
     )
 
 

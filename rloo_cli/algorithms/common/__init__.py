@@ -15,7 +15,6 @@ policy_loss         ratios, clipping, their metrics
 rules               choices that do not go together
 score               several rewards to one score; penalties, clips
 siblings            what compares siblings, where there are too few
-streaming           what needs the whole step before training (generation.overlap=stream)
 teacher_rules       what a teacher's server can be asked for (opd)
 token_advantage     an advantage per token
 turn_credit         rewards of an episode's turns

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rloo_cli.algorithms.common import advantage, forward_plan, rules, score, turn_credit
@@ -100,9 +100,7 @@ class Algorithm(ABC, Generic[C]):
 
     def forward_plan(self, run: RunConfig) -> ForwardPlan:
         """Which forward passes an update needs."""
-        plan = forward_plan.forward_plan(run, self.config)
-        # Whether a loss of the user's is a sum divided by `denominator` is not known.
-        return replace(plan, summed=plan.summed and type(self).loss is Algorithm.loss)
+        return forward_plan.forward_plan(run, self.config)
 
     def combine_rewards(self, raw: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Several rewards as one score, and which completions have one.

@@ -24,9 +24,6 @@ class ForwardPlan:
     by_scores: bool  # advantages need no log-probability: they are known before the update
     separate: str | None  # why old_logp needs a separate pass; None = the training forward has it
     every_completion: bool  # none is left out because its advantage is 0
-    # Losses are summed over the update, and its gradient is multiplied once by 1/denominator and
-    # by the normalisation: then a micro-batch needs nothing of the groups outside it.
-    summed: bool = False
 
 
 def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
@@ -37,7 +34,6 @@ def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
         by_scores=needs_no_logprobs(config),
         separate=_separate_pass_reason(run, config),
         every_completion=_forwards_every_completion(config),
-        summed=run.train.micro_batch_order == "virtual_time" and has_one_factor(config),
     )
 
 
@@ -58,19 +54,6 @@ def normalizes_by_one_factor(config: Switches) -> bool:
     alike = config.advantage_scale in ("none", "group") and not advantage.clips_advantages(config)
     alone = config.entropy_coef == 0
     return config.normalize_advantages and grouped and alike and alone
-
-
-def has_one_factor(config: Switches) -> bool:
-    """Whether one factor of the whole gradient is all that an update needs of the whole step.
-
-    An entropy bonus is divided by another number than the policy's loss. Normalising must not
-    multiply a KL in the loss. A value model and advantages of tokens need the whole step anyway.
-    """
-    if config.entropy_coef > 0 or config.by_token or config.baseline == "value":
-        return False
-    if config.normalize_advantages and config.kl_in == "loss" and config.beta > 0:
-        return False
-    return normalizes_by_one_factor(config) or not advantage.needs_whole_step(config)
 
 
 def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:

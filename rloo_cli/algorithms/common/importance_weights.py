@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP, Frozen, key
+from rloo_cli.config.schema import Frozen, key
 from rloo_cli.data.segments import segment_mean, segment_sum
 from rloo_cli.utils.files import JsonObject
 
@@ -73,7 +73,7 @@ def correction_mode(config: Config, backend: str, overlap: str = "none") -> str:
 
 def auto_correction(backend: str, overlap: str = "none") -> JsonObject:
     """The keys of `correction` that its mode auto stands for."""
-    if overlap not in SAME_WEIGHTS_OVERLAP:
+    if overlap != "none":
         return dict(OVERLAP_CORRECTION)
     return {"mode": "none" if backend == "transformers" else "truncate"}
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import importance_weights
-from rloo_cli.config.schema import SAME_WEIGHTS_OVERLAP
 from rloo_cli.utils.errors import Problem
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
     """What an algorithm's settings cannot do with completions that older weights sampled."""
     generation = run.generation
-    if generation.overlap in SAME_WEIGHTS_OVERLAP:
+    if generation.overlap == "none":
         return
     asked = f"generation.overlap={generation.overlap}"
     passes, parts = config.num_iterations, config.num_minibatches

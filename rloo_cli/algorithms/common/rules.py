@@ -16,7 +16,6 @@ from rloo_cli.algorithms.common import (
     lagging,
     policy_loss,
     siblings,
-    streaming,
     turn_credit,
 )
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
@@ -99,7 +98,6 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _shaping_problems(config)
     yield from _correction_problems(config, run)
     yield from lagging.lagging_problems(run, config)
-    yield from streaming.streaming_problems(run, config)
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
 

@@ -9,6 +9,5 @@ rank0_proxy    ranks other than 0 ask rank 0's sampler
 record_player  plays the completions that another run recorded
 rollouts       prompts to a sampled and scored batch
 stop_rule      where a completion ends
-stream         the step's batch, while it is trained on (overlap: stream)
 weights_check  whether the sampler had the trainer's weights
 """

@@ -6,7 +6,6 @@ Scores are combined and shaped here, before any KL, in the order of docs/OBJECTI
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.score import mask_truncated
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.data.batch import Batch, Group, Rollout
+from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.sampling_mask import mask_metrics
 from rloo_cli.distributed.world import World
@@ -35,13 +34,6 @@ from rloo_cli.utils.timers import StepTimer
 GROUP_COLUMNS = ("score", "shaped", "scorable", "masked", "greedy", "plain")
 
 
-class SamplingWatcher(Protocol):
-    """What looks on while a step's completions are sampled and scored (overlap=stream)."""
-
-    def watch_round(self, groups: list[Group], scoring: ScoringStep) -> None:
-        """Take the groups that are about to be sampled, and their scoring."""
-
-
 @dataclass
 class Rollouts:
     """Makes a step's batch: takes prompts, samples completions, scores them."""
@@ -53,7 +45,6 @@ class Rollouts:
     rewards: list[Reward]
     clock: StepTimer
     world: World
-    watcher: SamplingWatcher | None = None
 
     def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
         """Take prompts from `prompt_offset` on, sample and score their completions.
@@ -189,30 +180,11 @@ class Rollouts:
             generate([groups[i] for i in indices], [seeds[i] for i in indices], arrived=arrived)
 
         def make_scoring_step(share: Sequence[Group]) -> ScoringStep:
-            scoring = ScoringStep(self.rewards, share, context, len(seeds[0]))
-            if self.watcher is not None:
-                self.watcher.watch_round(groups, scoring)
-            return scoring
+            return ScoringStep(self.rewards, share, context, len(seeds[0]))
 
         return across_ranks.sample_and_score(
             self.world, self.generator, groups, sample, make_scoring_step, self.clock
         )
-
-    def provisional_batch(self, step: int, groups: list[Group], raw: Tensor) -> Batch:
-        """The step's batch while some groups are not scored yet: their rows of `raw` are NaN.
-
-        It is made as the whole one, from tensors of the same shapes, so rows of groups that are
-        scored have the same bits, as far as no shaping looks at other groups. Groups without
-        rollouts get blank ones. (F, P, K) float64
-        """
-        blank = [Rollout([0], "", "length", True, 0, 0)] * raw.shape[2]
-        filled = [group if group.rollouts else replace(group, rollouts=blank) for group in groups]
-        weights = torch.tensor([r.config.weight for r in self.rewards], dtype=torch.float64)
-        scores = Scores(raw, [r.name for r in self.rewards], weights, {}, {})
-        batch = self._build_batch(step, filled, scores)
-        self._finalize_batch(batch, len(groups))
-        batch.groups = groups
-        return batch
 
     def _add_greedy(self, batch: Batch, seeds: list[list[int]], context: RewardContext) -> None:
         """Answer each prompt once more, greedily; without a score for it the group has none."""

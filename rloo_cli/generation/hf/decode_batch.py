@@ -38,7 +38,6 @@ class DecodeSequence:
     completion_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     finish_reason: str | None = None  # why it ended; None = it has not ended
-    number: int = 0  # of the completion in the call
     kept_ids: list[int] = field(default_factory=list)  # the completion's own ids in `prompt_ids`
     sampling_mask: SamplingMask | None = None  # of completion_ids; None = it is not kept
     media: Media | None = None  # the prompt's images

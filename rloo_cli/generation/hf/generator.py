@@ -10,8 +10,7 @@ that no pad id can be taken for EOS.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import cast
@@ -24,10 +23,8 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.sampling_mask import SamplingMask, too_many_ids
 from rloo_cli.generation import (
-    OnLength,
     check_prompt_lengths,
     ignore_arrival,
-    ignore_length,
     logprob_tolerance,
 )
 from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
@@ -73,7 +70,6 @@ class TransformersGenerator:
         self.tolerance = config.logp_tolerance or by_dtype
         self.repeated_prefix, self.shared_prefix = RepeatedPrefix(model), SharedPrefix(model)
         self.logged_reasons: set[str] = set()
-        self.on_length: OnLength = ignore_length
         self.image_token_ids = sorted(image_token_ids(model.config))
         self.grammar: Grammar | None = None
         if (form := config.kwargs.get("structured_outputs")) is not None:
@@ -83,15 +79,6 @@ class TransformersGenerator:
     def load(self, policy: Policy, version: int) -> None:
         """Note the version: the weights are the policy's own."""
         self.version = version
-
-    @contextmanager
-    def watch_lengths(self, on_length: OnLength) -> Iterator[None]:
-        """Report inside how many tokens each completion will have at least."""
-        self.on_length = on_length
-        try:
-            yield
-        finally:
-            self.on_length = ignore_length
 
     def close(self) -> None:
         """Do nothing: the sampler holds nothing between calls."""
@@ -119,8 +106,6 @@ class TransformersGenerator:
             for i, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True))
         ]
         sequences = [sequence for siblings in family for sequence in siblings]
-        for number, sequence in enumerate(sequences):
-            sequence.number = number
 
         def ended(row: DecodeSequence) -> None:
             if all(sibling.finish_reason is not None for sibling in family[row.group_index]):
@@ -261,7 +246,6 @@ class TransformersGenerator:
             ids.append(token)
             sequence.logp.append(value)
             sequence.finish_reason = self.stop_rule.finish_reason(sequence.all_ids)
-            self.on_length(sequence.number, len(ids) + (sequence.finish_reason is None))
             if sequence.finish_reason is not None:
                 on_finished(sequence)
 

@@ -40,10 +40,6 @@ EVENT_LOOP_GRACE_S = 1.0  # seconds an event loop may be late before it counts a
 CallFuture = Future[CallResult | None]  # None: the call was not made, as the step had failed
 
 
-def ignore_call() -> None:
-    """The default of `on_call_done`, which does nothing."""
-
-
 class RewardCalls:
     """One reward's calls of one step, which has `num_completions` completions.
 
@@ -57,8 +53,6 @@ class RewardCalls:
         self.calls: list[tuple[RewardCall, CallFuture, float]] = []  # with the call's deadline
         self.pending_calls: queue.SimpleQueue[tuple[RewardCall, CallFuture] | None]
         self.pending_calls = queue.SimpleQueue()
-        self.future_of: dict[int, tuple[CallFuture, int]] = {}  # of each completion: call, position
-        self.on_call_done: Callable[[], None] = ignore_call
         self.num_threads = 0
         self.num_failed = 0
         self.step_failed = False  # this reward's failures already decide that the step fails
@@ -70,7 +64,6 @@ class RewardCalls:
         future: CallFuture = Future()
         limit = self.reward.config.timeout_s * (self.reward.config.retries + 1) + EVENT_LOOP_GRACE_S
         self.calls.append((call, future, time.monotonic() + limit))
-        self.future_of |= {index: (future, n) for n, index in enumerate(call.indices)}
         self._count_call_started()
         future.add_done_callback(self._count_call_done)
         if self.reward.is_async:
@@ -93,24 +86,6 @@ class RewardCalls:
         """Drop the calls that have not begun, and do not wait for those that run."""
         self.step_failed = True
         self.close()
-
-    def known_score(self, index: int) -> tuple[float | None] | None:
-        """The score of one completion as the step's result will have it; None = not known yet.
-
-        It is not known either where its failure stops the run: that is raised with all others.
-        """
-        future, position = self.future_of[index]
-        if not future.done() or future.exception() is not None:
-            return None
-        result = future.result()
-        if result is None:
-            return None
-        if position not in result.failures:
-            return (result.values[position],)
-        on_error = self.reward.config.on_error
-        if on_error == "raise":
-            return None
-        return (on_error if isinstance(on_error, float) else None,)
 
     def call_results(self) -> list[CallResult]:
         """The results of the calls that were made; all of them must be done."""
@@ -152,7 +127,6 @@ class RewardCalls:
             self._calls_in_flight -= 1
             if not self._calls_in_flight:
                 self.seconds += time.monotonic() - self._busy_since
-        self.on_call_done()
 
 
 def wait_for_calls(

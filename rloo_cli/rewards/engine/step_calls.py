@@ -4,7 +4,7 @@
 without it (`rloo reward test`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from rloo_cli.data.batch import Group
@@ -14,7 +14,7 @@ from rloo_cli.rewards.engine.arguments import CompletionTable, RewardContext
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.failures import RewardResult
 from rloo_cli.rewards.engine.results import RewardCall
-from rloo_cli.rewards.engine.reward_calls import RewardCalls, ignore_call, wait_for_calls
+from rloo_cli.rewards.engine.reward_calls import RewardCalls, wait_for_calls
 
 
 class StepCalls:
@@ -32,14 +32,6 @@ class StepCalls:
         count = len(self.table)
         self.calls_by_reward = [(r, cache.CachePlan(), RewardCalls(r, count)) for r in rewards]
         self.num_completions = count  # of the whole step, of which other ranks may have a share
-        self.submitted: list[int] = []  # groups that are whole, in the order in which they were
-        self.on_progress: Callable[[], None] = ignore_call
-
-    def watch_progress(self, on_progress: Callable[[], None]) -> None:
-        """Call this, from any thread, whenever a group was submitted or a call is done."""
-        self.on_progress = on_progress
-        for _, _, calls in self.calls_by_reward:
-            calls.on_call_done = on_progress
 
     def count_all_ranks(self, num_completions: int) -> None:
         """Take `max_error_rate` of this number: the step's completions, over all ranks."""
@@ -53,27 +45,6 @@ class StepCalls:
         for reward, plan, calls in self.calls_by_reward:
             if reward.config.scope != "batch":
                 self._submit_calls(reward, plan, calls, indices)
-        self.submitted.append(group_index)
-        self.on_progress()
-
-    def known_scores(self, group_index: int) -> list[list[float | None]] | None:
-        """The scores of a submitted group as the step's result will have them: F rows of K.
-
-        None as long as one of them is not known, and for ever if the step fails.
-        """
-        first, rows = group_index * self.table.k, []
-        for _, plan, calls in self.calls_by_reward:
-            row: list[float | None] = []
-            for index in range(first, first + self.table.k):
-                if index in plan.cached_scores:
-                    row.append(plan.cached_scores[index])
-                    continue
-                score = calls.known_score(plan.duplicate_of.get(index, index))
-                if score is None:
-                    return None
-                row += score
-            rows.append(row)
-        return rows
 
     def wait_for_results(self) -> list[RewardResult]:
         """What every reward gave, once every group was submitted. Failures are in the results."""

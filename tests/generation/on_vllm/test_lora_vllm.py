@@ -159,7 +159,6 @@ def test_a_trainer_of_whole_models_is_refused_by_a_server_for_an_adapter(
 
 
 OVERLAPPED = {
-    "stream": ("train.micro_batch_order=virtual_time", "reward.digits.scope=group"),
     "ahead": (),
     "carry": ("generation.max_lag=2",),
 }
@@ -181,5 +180,4 @@ def test_an_adapter_is_trained_while_the_server_samples(
     found.generator.close()
     after = lora.adapter_tensors(found.policy.model)
     assert found.state.updates == 4 and any(not torch.equal(before[n], after[n]) for n in after)
-    if mode != "stream":
-        assert max(row["staleness/mean"] for row in found.log.metrics_lines) > 0
+    assert max(row["staleness/mean"] for row in found.log.metrics_lines) > 0
