@@ -75,10 +75,13 @@ def restore_run(run: Run, checkpoint: Path) -> None:
 
 
 def _restore_carried(run: Run, tensors: dict[str, Tensor], plain: JsonObject) -> None:
-    """Take over the groups that were under way. Raises ConfigError where they cannot go on."""
+    """Take over the groups that were under way; `rloo replay`, which samples nothing, leaves them.
+
+    Raises ConfigError where they cannot go on.
+    """
     if isinstance(run.ahead, CarrySampler):
         run.ahead.restore(tensors, plain, run.state.step + (run.step_progress is not None))
-    elif plain["groups"] and run.config.generation.backend != "replay":
+    elif plain["groups"] and run.config.generation.overlap != "carry":
         draws = ", ".join(str(group["draw"]) for group in plain["groups"][:5])
         what = f"{len(plain['groups'])} groups are under way in the checkpoint, and would be lost"
         why = f"generation.overlap=carry had begun them (draws {draws}, ...)"

@@ -107,21 +107,16 @@ def agent_config(run: RunConfig) -> EpisodeConfig | None:
     return cast("EpisodeConfig | None", run.agent)
 
 
-def uses_tools(run: RunConfig) -> bool:
-    """Whether the agent's own code is called. Recorded episodes have what it answered."""
-    return run.agent is not None and (run.generation.backend != "replay" or bool(run.held_out))
-
-
 def agent_package_problems(run: RunConfig) -> Iterator[Problem]:
     """Packages that an agent's keys need and `pip install rloo-cli` does not install."""
     agent = agent_config(run)
     parser = str(getattr(agent, "parser", ""))
-    if parser.startswith(VLLM_PREFIX) and uses_tools(run) and find_spec("vllm") is None:
+    if parser.startswith(VLLM_PREFIX) and find_spec("vllm") is None:
         what, why = f"agent.parser = {parser} needs vLLM", "vllm is not installed"
         fix = "pip install 'rloo-cli[vllm]', or agent.parser=auto"
         yield Problem(what, "agent.parser", why, fix)
     renderer = str(getattr(agent, "renderer", ""))
-    if renderer.startswith(RENDERERS) and uses_tools(run) and find_spec("renderers") is None:
+    if renderer.startswith(RENDERERS) and find_spec("renderers") is None:
         what = f"agent.renderer = {renderer} needs a package of that name"
         fix = "pip install 'rloo-cli[renderers]', or agent.renderer=difference"
         yield Problem(what, "agent.renderer", "renderers is not installed", fix)

@@ -304,7 +304,7 @@ def resolved_algorithm_keys(values: JsonObject) -> JsonObject:
     config = values["algorithm"]
     algorithm = registry.algorithm_class(config["name"])
     resolved: JsonObject = algorithm.resolved_values(
-        config, registry.sampler_backend(values), values["generation"]["overlap"]
+        config, values["generation"]["backend"], values["generation"]["overlap"]
     )
     return resolved
 

@@ -18,7 +18,6 @@ RESET_REWARD_MODEL_KEYS: JsonObject = {  # the values with which keys fit debug'
 
 BACKEND_SECTIONS = {
     "transformers": "transformers", "vllm_server": "server", "vllm_colocate": "colocate",
-    "replay": "replay",
 }  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from typing import Any
 from rloo_cli.config.hooks import guard_hooks
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import JsonObject
 
 REGISTRIES = {
     "rewards": "reward", "algorithms": "algorithm", "generation": "generation", "agents": "agent",
@@ -48,16 +47,6 @@ def registered_module(registry: str, name: str) -> ModuleType:
     if is_user_file(registry, name):
         return _algorithm_file(name)
     return importlib.import_module(registry_names(registry)[name])
-
-
-def sampler_backend(values: JsonObject) -> str:
-    """The generation backend that sampled, by the plain values of a run.
-
-    It is the config's own; a backend that samples nothing names another (`sampled_by`).
-    """
-    backend = str(values["generation"]["backend"])
-    module = registered_module("generation", backend)
-    return str(module.sampled_by(values)) if hasattr(module, "sampled_by") else backend
 
 
 def is_user_file(registry: str, name: str) -> bool:

@@ -177,8 +177,7 @@ def user_code_specs(run: RunConfig) -> dict[str, str]:
             if isinstance(spec, str) and spec not in codes.values():
                 codes[f"{key}.{leaf}"] = spec
     agent = config_agent.agent_config(run)
-    used = agent is not None and config_agent.uses_tools(run)
-    return codes | (agent.code_specs() if agent is not None and used else {})
+    return codes | (agent.code_specs() if agent is not None else {})
 
 
 def configured_splits(run: RunConfig) -> dict[str, DataConfig]:
@@ -337,7 +336,7 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
 
 
 def _compiled(run: RunConfig) -> Iterator[Problem]:
-    if run.train.compile and run.generation.backend in ("transformers", "replay"):
+    if run.train.compile and run.generation.backend == "transformers":
         why = "the same layers sample, one token at a time, and would be compiled for that anew"
         fix = "train.compile=false, or generation=vllm_server"
         yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)

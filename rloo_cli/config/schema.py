@@ -252,9 +252,7 @@ class DataConfig(DatasetConfig):
 class GenerationConfig(Frozen):
     """Keys every backend understands; a backend adds its own."""
 
-    backend: str = key(
-        "Who samples: transformers, vllm_server, vllm_colocate; replay = a recorded run has"
-    )
+    backend: str = key("Who samples: transformers, vllm_server, vllm_colocate")
     overlap: Literal["none", "ahead", "carry"] = key(
         "Sampling while training goes on: none = one after the other; ahead = the next step's"
         " completions are sampled with the weights that this step's update starts from; carry ="
@@ -492,8 +490,7 @@ class LoggingConfig(Frozen):
     samples: int = key("Samples printed per logged step on a plain terminal", ge=0)
     samples_every: Positive = key("Steps per file of samples")
     rollouts_every: int = key(
-        "Steps per record of rollouts, from which `rloo replay` computes a step again and"
-        " generation=replay trains; 0 = none",
+        "Steps per record of rollouts, from which `rloo replay` computes a step again; 0 = none",
         ge=0,
     )
     rollouts_keep_last: Positive | None = key(

@@ -1,8 +1,8 @@
 """The files of recorded rollouts: where they lie, what their heads say, which are kept.
 
 `rollouts/step_000010.safetensors` holds all that step 10 was trained from and what came of it
-(`rollout_record` has the content). The head of a file tells, in a few kilobytes, whose it is, so
-that a config is checked against a whole record at once. Imports no torch.
+(`rollout_record` has the content). The head of a file tells, in a few kilobytes, whose it is.
+Imports no torch.
 """
 
 import hashlib
@@ -107,16 +107,6 @@ def content_digest(parts: Iterable[tuple[str, bytes]]) -> str:
         digest.update(name.encode())
         digest.update(data)
     return digest.hexdigest()
-
-
-def holds_episodes(head: JsonObject) -> bool:
-    """Whether a recorded step has episodes of several turns; `head`: of its file."""
-    return bool(head.get("episodes", head["format"] == EPISODE_FORMAT))
-
-
-def read_rollout_heads(folder: Path, steps: Iterable[int]) -> dict[int, JsonObject]:
-    """Step -> head of these recorded steps. Raises DataError, which names the first missing one."""
-    return {step: read_rollout_head(rollout_path(folder, step)) for step in steps}
 
 
 def move_rollout_files(folder: Path, tail: Path, moves: Callable[[int], bool]) -> list[Path]:

@@ -52,6 +52,14 @@ def check_reference_tokenizer(
     raise ConfigError(Problem(what, "model.ref_path", why, fix))
 
 
+def check_vocabulary_sizes(policy_size: int, reference_size: int) -> None:
+    """Raise ConfigError if policy and reference do not have the same number of tokens."""
+    if policy_size != reference_size:
+        why = f"the policy knows {policy_size} tokens, the reference {reference_size}"
+        what = "policy and reference differ in vocabulary"
+        raise ConfigError(Problem(what, "model.ref_path", why, "model.ref_path=null"))
+
+
 def same_token_ids(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase") -> bool:
     """Whether two tokenizers have the same ids for the first one's ordinary tokens."""
     our_vocab, their_vocab, added = ours.get_vocab(), theirs.get_vocab(), ours.get_added_vocab()

@@ -3,13 +3,11 @@
 The backend's file imports no torch, so that the registry can read its `Config`. Its
 `IMPLEMENTATION` (`module:name`, for `registry.load_code`) names the function that makes the
 generator: `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
-prints a line. A file may have `rules(run_config)`, problems of its keys; `check_data(run_config,
-tokenizer, prompts, num_steps)`, a check before any weights load; and `sampled_by(values)`, whose
-rules hold for a correction. The training loop uses nothing of a backend but its `Generator`.
+prints a line. A file may have `rules(run_config)`, problems of its keys. The training loop uses
+nothing of a backend but its `Generator`.
 
     common/        shared by every backend
     hf/            sampling with the trained model
-    replay         no sampler: completions that another run recorded
     transformers   sampling in this process with the trainer's own weights
     vllm/          sampling with vLLM
     vllm_colocate  a vLLM engine on the trainer's own device, in a child process
@@ -17,15 +15,12 @@ rules hold for a correction. The training loop uses nothing of a backend but its
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from rloo_cli.utils.errors import GenerationError, Problem
 
 if TYPE_CHECKING:
     from threading import Event
-
-    from torch import Tensor
 
     from rloo_cli.data.batch import Group
     from rloo_cli.generation.common.open_groups import OpenGroup
@@ -114,36 +109,6 @@ class CarryingGenerator(Generator, Protocol):
         """Give a lost engine up; `make_ready` connects again. Called by the trainer's thread.
 
         Raises GenerationError where it was lost too often.
-        """
-
-
-@dataclass(frozen=True)
-class RecordedDraws:
-    """The prompts of a recorded step."""
-
-    prompt_offsets: list[int]  # P, in the step's order; resampling may have left out others
-    num_draws: int  # prompts that the step consumed
-    greedy_scores: "Tensor | None" = None  # (P,) float64, of algorithms that answer greedily too
-    pending: list[int] | None = None  # `Batch.pending`; with it, seeds are those of the offsets
-    left_out: list[int] = field(default_factory=list)  # `Batch.left_out`
-
-
-@runtime_checkable
-class RecordedGenerator(Generator, Protocol):
-    """A generator that samples nothing for the training: its completions were recorded."""
-
-    def recorded_draws(self, step: int) -> RecordedDraws:
-        """The prompts of step `step`, counted from 0. Raises DataError where it is not recorded."""
-
-    def play_recorded(
-        self,
-        groups: "list[Group]",
-        seeds: list[list[int]],
-        arrived: Callable[[int], None] = ignore_arrival,
-    ) -> None:
-        """Fill groups of the step of `recorded_draws` as `generate` does, from the record alone.
-
-        Raises GenerationError for a prompt or a seed that is not of that step.
         """
 
 

@@ -7,6 +7,7 @@ environment/      the machine and an experiment before a run (torch with --deep)
 first_difference  where two runs part first
 ledger_sums       adds up the prompt ledger
 model_card        the card of a run's model, for a hub
+replay_builder    builds a run whose completions were recorded (imports torch)
 report/           one HTML page that shows a run
 reward_what_if    what another reward would have taught (imports torch)
 resume_proof      trains twice, once with a kill, and compares (starts processes)

@@ -24,8 +24,8 @@ from rloo_cli.data.batch import Batch, Group, Prompt
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.rollout_record import RecordedStep, read_rollout_record
 from rloo_cli.distributed.world import cpu_world
-from rloo_cli.generation.common.record_player import RecordPlayer
 from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.inspection.replay_builder import NoSampler
 from rloo_cli.inspection.step_replay import read_attempt_config
 from rloo_cli.reporting.metrics_lines import read_training_lines
 from rloo_cli.rewards.engine.arguments import TrainerState
@@ -159,31 +159,22 @@ def _reward_config(settings: RunConfig, spec: str) -> RewardConfig:
     return built
 
 
-class _RecordedPrompts:
-    """The prompts of a recorded step, as `Rollouts` asks for them: no data set is opened."""
-
-    def __init__(self, record: RecordedStep):
-        self.conversational = bool(record.head["conversational"])
-        self.groups = {g.prompt_offset: g for g in record.batch.groups}
-
-    def groups_at(self, first: int, count: int) -> list[Group]:
-        """`Prompts.groups_at`."""
-        found = [self.groups[offset] for offset in range(first, first + count)]
-        return [Group(g.prompt_offset, g.example, g.prompt, g.prompt_ids) for g in found]
-
-
 def _scored_batch(folder: Path, record: RecordedStep, settings: RunConfig, reward: Reward) -> Batch:
     """The step's batch with the reward's scores, and its advantages under the recorded KL."""
     algorithm, world = load_algorithm(settings.algorithm), cpu_world()
-    prompts = cast(Prompts, _RecordedPrompts(record))
-    player, clock = RecordPlayer(folder), StepTimer()
-    rollouts = Rollouts(settings, algorithm, prompts, player, [reward], clock, world)
+    # Of prompts, scoring needs this alone: no data set is opened.
+    prompts = cast(Prompts, SimpleNamespace(conversational=bool(record.head["conversational"])))
+    clock = StepTimer()
+    rollouts = Rollouts(settings, algorithm, prompts, NoSampler(), [reward], clock, world)
     state = RunState(**record.head["state"])
     history = read_training_lines(folder / "metrics.jsonl", state.step)
-    batch = rollouts.next_batch(
-        state.step, state.place, _trainer_state(record, state, settings, history)
-    )
     before = record.batch
+    groups = [Group(g.prompt_offset, g.example, g.prompt, g.prompt_ids) for g in before.groups]
+    for group, recorded in zip(groups, before.groups, strict=True):
+        group.take_rollouts(recorded.rollouts)
+    batch = rollouts.recorded_batch(
+        before, groups, _trainer_state(record, state, settings, history)
+    )
     batch.kl = before.kl
     for group, recorded in zip(batch.groups, before.groups, strict=True):
         for name in ("old_logp", "kl_logp", "ref_logp", "value"):

@@ -20,16 +20,15 @@ import torch
 from rloo_cli.checkpoint import manifest, resume
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check
+from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data import rollout_files
 from rloo_cli.data.rollout_record import RecordedStep, read_rollout_record, without_updates
-from rloo_cli.generation.replay import changed_keys
+from rloo_cli.inspection.replay_builder import ReplayBuilder, recorded_groups
 from rloo_cli.inspection.step_differences import StepComparison, compare_steps
 from rloo_cli.reporting.metrics_lines import read_training_lines
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
-from rloo_cli.train.build import build_run
-from rloo_cli.train.loop import sync_weights
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils import process_exit, rng
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -154,14 +153,15 @@ def replay_step(
         notes.append(f"{names}: a Python callable, which is gone; its scores are the recorded ones")
     with tempfile.TemporaryDirectory(prefix="rloo-replay-") as place:
         on_progress(f"building the run at {base.name}")
-        run = _build_at(folder, Path(place), settings, record, base, stand_ins)
+        run = _build_at(Path(place), settings, record, base, stand_ins)
         for other in earlier:
             on_progress(f"making the updates of step {other} again")
             _train_recorded_step(run, read_rollout_record(folder, other))
         on_progress(f"computing step {step}")
         run.log.training_lines = read_training_lines(folder / "metrics.jsonl", run.state.step)
         state = run.state
-        batch = run.rollouts.next_batch(state.step, state.place, state.seen_by_rewards(run))
+        groups = recorded_groups(run, record)
+        batch = run.rollouts.recorded_batch(record.batch, groups, state.seen_by_rewards(run))
         progress = StepProgress(batch)
         update_policy(run, progress)
         here = _computed_here(run)
@@ -172,7 +172,6 @@ def replay_step(
             text = _changes_text(record, here, changed)
             notes.append(f"what computed the run is not what computes here: {text}")
         comparison = compare_steps(record, batch, progress.updates, run, tolerance)
-        run.generator.close()
     return StepReplay(step, base.name, earlier, tolerance, comparison, notes)
 
 
@@ -213,12 +212,28 @@ def _check_same_config(
     folder: Path, settings: RunConfig, other: int, step: int, base: ReplayBase
 ) -> None:
     """Raises ConfigError if an earlier step was trained with other keys than this one."""
-    before = read_attempt_config(folder, read_rollout_record(folder, other))
-    changed = changed_keys(check.dump_config(settings), check.dump_config(before))
+    before = check.dump_config(read_attempt_config(folder, read_rollout_record(folder, other)))
+    differing = resume.config_differences(before, settings)
+    changed = [key for key in differing if _weights_depend_on(key, settings)]
     if changed:
         what = f"step {step} cannot be computed from {base.name}"
         why = f"step {other} between them was trained with other values of {', '.join(changed)}"
         raise ConfigError(Problem(what, "--step", why, f"--step {base.step + 1}"))
+
+
+def _weights_depend_on(key: str, settings: RunConfig) -> bool:
+    """Whether the trained weights depend on a key.
+
+    Which engine sampled, and how it was started, is in the recorded log-probabilities.
+    """
+    free = (*check.KEYS_NOT_HASHED, "data.eval_split")
+    if settings.train.lr_scheduler not in LENGTH_FREE_SCHEDULES:
+        free = tuple(name for name in free if name not in RUN_LENGTH_KEYS)
+    if any(key == name or key.startswith(f"{name}.") for name in free):
+        return False
+    section, _, rest = key.partition(".")
+    of_every_backend = rest.partition(".")[0] in GenerationConfig.model_fields
+    return section != "generation" or (of_every_backend and rest != "backend")
 
 
 class RecordedScores:
@@ -233,31 +248,28 @@ class RecordedScores:
 
 
 def _build_at(
-    folder: Path,
     place: Path,
     settings: RunConfig,
     record: RecordedStep,
     base: ReplayBase,
     stand_ins: Mapping[str, RecordedScores],
 ) -> Run:
-    """The run as it was when `base` was saved, in `place`, with the record as its sampler."""
-    config = _replay_config(folder, place, settings, record, stand_ins)
+    """The run as it was when `base` was saved, in `place`; nothing in it samples."""
+    config = check.resolve_config(_replay_config(place, settings, record, stand_ins))
     target = place / str(config.name)
     target.mkdir()
     process_exit.silence_libraries()
     rng.seed_generators(config.seed)  # as a worker does: new heads are the same
     with contextlib.redirect_stdout(io.StringIO()):
         plan = ResumePlan(target, checkpoint=base.checkpoint)
-        run = build_run(config, target, dict(stand_ins), plan)
+        run = ReplayBuilder(config, plan, record).build_all(dict(stand_ins))
     run.log.display = None
     if run.config.train.micro_batch_tokens is None:  # the free memory chose it, then
         run.forward_limits = replace(run.forward_limits, **record.head["limits"])
-    sync_weights(run)
     return run
 
 
 def _replay_config(
-    folder: Path,
     place: Path,
     settings: RunConfig,
     record: RecordedStep,
@@ -265,10 +277,8 @@ def _replay_config(
 ) -> RunConfig:
     """The run's config for one process that samples, evaluates, saves and sends nothing."""
     values, computed_on = check.dump_config(settings), record.head["computed_on"]
-    common = {n: values["generation"][n] for n in GenerationConfig.model_fields}
-    played = {"backend": "replay", "replay": {"path": str(folder.absolute())}}
     values |= {"root": str(place), "resume": "never", "max_steps": record.head["num_steps"]}
-    values |= {"total_episodes": None, "generation": common | played}
+    values |= {"total_episodes": None}
     values["train"] |= {"epochs": None}
     values["data"] |= {"eval_split": None}
     values["eval"] |= {"sets": {}, "judge": None}
@@ -293,7 +303,6 @@ def _train_recorded_step(run: Run, record: RecordedStep) -> None:
             group.media = run.prompts.groups_at(group.prompt_offset, 1)[0].media
     run.step_progress = StepProgress(batch)
     update_policy(run, run.step_progress)
-    sync_weights(run)
     run.state.advance(batch)
     update_algorithm_state(run, batch)
     run.step_progress = None

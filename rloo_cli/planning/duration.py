@@ -106,8 +106,7 @@ def estimate_step_duration(
 
     policy = batch_flops(forward_cost(inputs.model))
     separate = load_algorithm(settings).forward_plan(run).separate is not None
-    replayed = run.generation.backend == "replay"
-    parts = {} if replayed else _generation(inputs, means, sampler)
+    parts = _generation(inputs, means, sampler)
     # An adapter that is switched off is the reference.
     is_adapter = run.model.lora is not None and settings.needs_reference
     no_grad_passes = (inputs.reference_model is not None or is_adapter) + separate

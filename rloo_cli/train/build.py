@@ -1,7 +1,8 @@
 """Builds a `Run` from a config: every part once, in the order in which mistakes are cheapest.
 
 The phases, each a method of `RunBuilder`: data, rewards, tokenizer, a teacher's server, model,
-engine, generator, layouts. Data and rewards are checked before any weights load.
+engine, generator, layouts. Data and rewards are checked before any weights load. `rloo replay`
+builds a run without a sampler (inspection/replay_builder.py).
 """
 
 import inspect
@@ -98,23 +99,8 @@ def build_run(
     `resume_plan`: where the run resumes; its folder is rolled back once everything fits. Raises
     RunError: DataError (4) and ConfigError (2) before any weights load.
     """
-    resume_plan = resume_plan or ResumePlan(folder)
-    builder = RunBuilder(check.resolve_config(config), resume_plan)
-    try:
-        builder.load_data(functions or {})
-        builder.load_tokenizer()
-        builder.prepare_rewards()
-        builder.connect_teacher()
-        builder.load_model()
-        builder.start_engine()
-        builder.start_generator()
-        builder.choose_layouts()
-        run = builder.assemble_run()
-    except torch.OutOfMemoryError as error:
-        error.add_note(builder.log.current_phase)  # the error names it
-        raise
-    start_attempt(run, resume_plan)
-    return run
+    resolved, plan = check.resolve_config(config), resume_plan or ResumePlan(folder)
+    return RunBuilder(resolved, plan).build_all(functions or {})
 
 
 class RunBuilder:
@@ -159,6 +145,24 @@ class RunBuilder:
             header = panel_header(config, self.algorithm.config.beta, folder)
             self.log.display = Display(header, logging.console, logging.samples)
 
+    def build_all(self, functions: RewardFunctions) -> Run:
+        """Build the run, phase after phase, and take over its folder (`build_run`)."""
+        try:
+            self.load_data(functions)
+            self.load_tokenizer()
+            self.prepare_rewards()
+            self.connect_teacher()
+            self.load_model()
+            self.start_engine()
+            self.start_generator()
+            self.choose_layouts()
+            run = self.assemble_run()
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.log.current_phase)  # the error names it
+            raise
+        start_attempt(run, self.resume_plan)
+        return run
+
     @property
     def prompts(self) -> Prompts:
         """The prompts to train on."""
@@ -167,11 +171,11 @@ class RunBuilder:
     def load_data(self, functions: RewardFunctions) -> None:
         """Open data sets, build rewards, and check that they have the columns they need."""
         self.log.phase("loading data")
-        notes = check_same_code(self.resume_plan, self.config) + user_code_notes(self.config)
+        notes = self.check_user_code()
         with listen_to_progress(self.log.progress):
             self.opened_splits = splits.open_splits(self.config, ranks=self.world)
         self.rewards = build_rewards(self.config, functions)
-        self.tools = agent_build.load_tool_set(self.config)
+        self.tools = self.load_tools()
         for note in [*notes, *rules_model.model_file_notes(self.config)]:
             self.log.note(note)
         check_reward_splits(self.config, self.opened_splits, self.rewards)
@@ -179,6 +183,14 @@ class RunBuilder:
             self.log.phase(f"finding or making {path} in {paths.cache_folder()}")
             with listen_to_progress(self.log.progress):
                 self.world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
+
+    def check_user_code(self) -> list[str]:
+        """Notes on the user's code. Raises ConfigError where it changed since the checkpoint."""
+        return check_same_code(self.resume_plan, self.config) + user_code_notes(self.config)
+
+    def load_tools(self) -> ToolSet | None:
+        """The descriptions of the agent's tools. Raises ConfigError."""
+        return agent_build.load_tool_set(self.config)
 
     def load_tokenizer(self) -> None:
         """Tokenise the prompts, and count the steps. Raises DataError."""
@@ -197,17 +209,18 @@ class RunBuilder:
                 load.read_vocab_size(config.model), self.world,
             )  # fmt: skip
         if any(prompts.media for prompts in self.prompts_by_set.values()):
-            check_image_run(config, bool(device_count.visible_gpus()))
+            self.check_images()
         notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
             log.note(note)
         self.num_steps = count_steps(config, len(self.prompts))
-        backend = registry.registered_module("generation", config.generation.backend)
-        if hasattr(backend, "check_data"):
-            backend.check_data(config, self.tokenizer, self.prompts, self.num_steps)
         log.token_samples = config.logging.token_samples
         log.decode_token = lambda token: str(self.tokenizer.decode([token]))
+
+    def check_images(self) -> None:
+        """Raise ConfigError or DataError where prompts have images, and this run takes none."""
+        check_image_run(self.config, bool(device_count.visible_gpus()))
 
     def prepare_rewards(self) -> None:
         """Let rewards load what they need, and build the judge of held-out completions."""
@@ -276,7 +289,7 @@ class RunBuilder:
             frozen = reference.build_reference(
                 config.model, self.policy, device, self._kl_temperature, config.seed
             )
-        check_same_vocabulary(self.policy, frozen)
+        vocabulary.check_vocabulary_sizes(self.policy.vocab_size, frozen.vocab_size)
         return frozen
 
     def _load_value_model(self) -> ValueModel:
@@ -452,7 +465,7 @@ class RunBuilder:
         )
         if config.generation.overlap == "ahead":
             run.ahead = AheadSampler(run.rollouts)
-        if config.generation.overlap == "carry" and config.generation.backend != "replay":
+        if config.generation.overlap == "carry":
             sampler: Any = getattr(self.generator, "inner", self.generator)
             run.ahead = CarrySampler(run.rollouts, sampler, self.num_steps)
             self.log.note(CARRY_NOTE)
@@ -524,7 +537,7 @@ def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
         why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
     elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
         why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
-    if why and config.generation.backend in ("transformers", "replay"):
+    if why and config.generation.backend == "transformers":
         what = f"{type(model).__name__} cannot be sampled by generation=transformers"
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
 
@@ -567,14 +580,6 @@ def _weights_share(engine: ParallelEngine) -> tuple[float, int]:
     """The share of weights and optimizer that a rank holds, and how many ranks share its memory."""
     share = 1 / engine.world.size if engine.sharded else 1.0
     return share, engine.world.local_world_size
-
-
-def check_same_vocabulary(policy: Policy, reference_model: Policy) -> None:
-    """Raise ConfigError if policy and reference do not have the same tokens."""
-    if policy.vocab_size != reference_model.vocab_size:
-        sizes = f"{policy.vocab_size} tokens, the reference {reference_model.vocab_size}"
-        what, why = "policy and reference differ in vocabulary", f"the policy knows {sizes}"
-        raise ConfigError(Problem(what, "model.ref_path", why, "model.ref_path=null"))
 
 
 def count_steps(config: RunConfig, num_prompts: int) -> int:

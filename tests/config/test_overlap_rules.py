@@ -43,7 +43,6 @@ REFUSED_CARRIED = REFUSED | {
         "generation.repetition_penalty=1.0",
     ),
     "greedy answers": (["algorithm=remax"], "generation.overlap", "greedy"),
-    "a record": (["generation=replay"], "generation.overlap", "needs a sampler of its own"),
 }  # fmt: skip
 
 

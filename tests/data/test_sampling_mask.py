@@ -77,7 +77,7 @@ def test_a_record_holds_the_masks_and_an_older_version_refuses_it(tmp_path: Path
     record = read_rollout_record(tmp_path, 1)
     assert [g.rollouts for g in record.batch.groups] == [g.rollouts for g in batch.groups]
     assert record.head["format"] == rollout_files.MASK_FORMAT > rollout_files.EPISODE_FORMAT
-    assert record.head["sampling_mask"] and not rollout_files.holds_episodes(record.head)
+    assert record.head["sampling_mask"] and not record.head["episodes"]
 
 
 def test_a_newer_record_than_this_version_reads_is_refused(
@@ -114,7 +114,7 @@ def test_an_episode_has_the_masks_of_its_turns_and_a_record_gives_them_back(tmp_
     assert found.turns is not None
     assert [t.sampling_mask for t in found.turns] == [t.sampling_mask for t in turns]
     assert record.batch.groups[0].rollouts[0].sampling_mask is None
-    assert rollout_files.holds_episodes(record.head)
+    assert record.head["episodes"]
 
 
 def test_an_episode_of_which_one_turn_has_no_mask_has_none() -> None:

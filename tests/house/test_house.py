@@ -18,7 +18,6 @@ from rloo_cli.config import check, messages, registry
 from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rloo_cli"
@@ -414,11 +413,6 @@ def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> 
     words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]
     chosen = {"code_tests": ["reward.code_tests.sandbox=bwrap"]}  # it is refused without one
     chosen |= {bits: ["lora=default"] for bits in ("4bit", "8bit")}  # and these without an adapter
-    if choice == "replay":  # it is refused without a record, and by nothing else
-        with pytest.raises(ConfigError, match=r"replay\.path is not set") as caught:
-            built(words, code)
-        assert len(caught.value.problems) == 1
-        return
     game = "agent.environments={game: rloo_cli.data.synthetic.tool_tasks:GuessingGame}"
     chosen["class"], chosen["environment"] = [game], ["agent=class", game]
     chosen["tools"] = ["agent.tools=[rloo_cli.data.synthetic.tool_tasks:multiply]"]

@@ -1,4 +1,4 @@
-"""Recorded episodes: replayed, scored and trained again, without environment and sampler."""
+"""Recorded episodes: computed and scored again, without environment and sampler."""
 
 import os
 from collections.abc import Iterator
@@ -7,15 +7,12 @@ from unittest import mock
 
 import pytest
 from episode_runs import world_words
-from loop_cases import cache, checked
+from loop_cases import cache
 from replay_cases import recorded_run
-from resume_cases import attempt, tensors
 
 from rloo_cli.agents.common import call_parsers
-from rloo_cli.data import rollout_files
 from rloo_cli.data.batch import Turn
 from rloo_cli.data.rollout_record import read_rollout_record
-from rloo_cli.generation import replay
 from rloo_cli.inspection.reward_what_if import judge_reward
 from rloo_cli.inspection.step_replay import replay_step
 
@@ -89,23 +86,3 @@ def test_another_reward_gets_the_conversation(recorded: Path, tmp_path: Path) ->
     )
     assert verdict.whole is not None and verdict.whole.completions == 27
     assert verdict.whole.compared == 27 - failed  # a row that failed has no score under any reward
-
-
-def test_recorded_episodes_train_the_same_weights_without_sampler_or_tools(
-    recorded: Path, tmp_path: Path
-) -> None:
-    words = [w.replace(str(tmp_path), str(recorded.parent)) for w in world_words(tmp_path)]
-    words += ["generation=replay", f"generation.replay.path={recorded}"]
-    assert attempt(tmp_path, *words, "max_steps=3", "name=again", "logging.rollouts_every=1")
-    ends = [tensors(f / "final" / "model.safetensors") for f in (recorded, tmp_path / "again")]
-    assert ends[0] == ends[1]
-    heads = [rollout_files.read_rollout_heads(f, [3])[3] for f in (recorded, tmp_path / "again")]
-    assert heads[0]["digest"] == heads[1]["digest"]
-    assert heads[0]["tools"] == heads[1]["tools"]
-
-
-def test_a_run_without_the_agent_does_not_train_on_episodes(recorded: Path) -> None:
-    head = rollout_files.read_rollout_head(rollout_files.rollout_path(recorded, 1))
-    run = checked((), ("data.eval_split=null", "generation.max_completion_length=256"))
-    (problem,) = replay._length_problems(run, "step 1", head)
-    assert "agent is null" in problem.what

@@ -13,15 +13,16 @@ import torch
 from assert_refused import assert_refused
 from fork_cases import Forked
 from loop_cases import cache, digits
-from replay_cases import RECORD, edit_record, recorded_run
+from replay_cases import HEAD_FACTS, RECORD, edit_record, recorded_run
 from resume_cases import attempt, state
 
 from rloo_cli.cli import main
 from rloo_cli.data import rollout_files
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.rollout_record import read_rollout_record
+from rloo_cli.data.rollout_record import read_rollout_record, write_rollout_record
 from rloo_cli.inspection.reward_what_if import judge_reward, rank_correlation
 from rloo_cli.inspection.step_replay import replay_bases, replay_step
+from rloo_cli.train.build import RunBuilder
 from rloo_cli.utils.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.wide
@@ -126,6 +127,44 @@ def test_value_models_and_tokens_advantages_come_out_bit_for_bit(tmp_path: Path)
     found = replay_step(folder, 1)
     assert not found.found, found.to_json()
     assert {"value", "advantage of a token", "return of a token"} <= {*found.comparison.compared}
+
+
+@pytest.mark.slow
+def test_completions_that_were_sampled_ahead_come_out_bit_for_bit(tmp_path: Path) -> None:
+    folder = recorded_run(tmp_path, "generation.overlap=ahead", "algorithm.beta=0.1")
+    for step in (1, 4):  # of the weights that train on them, and of older ones
+        found = replay_step(folder, step)
+        assert not found.found and not found.tolerance, found.to_json()
+
+
+HEADS = {"tokenizer": (ConfigError, 2, "model.tokenizer"), "fingerprint": (DataError, 4, "data")}
+
+
+@pytest.mark.parametrize("fact", HEADS)
+def test_other_tokens_and_other_data_are_refused_before_a_model_loads(
+    fact: str, copy: Path, sentence
+) -> None:
+    record = read_rollout_record(copy, 1)
+    kept = {name: record.head[name] for name in HEAD_FACTS}
+    write_rollout_record(copy, record.batch, kept | {fact: "1234abcd"})
+    error, code, where = HEADS[fact]
+    with (
+        mock.patch.object(RunBuilder, "load_model", side_effect=AssertionError),
+        pytest.raises(error) as caught,
+    ):
+        replay_step(copy, 1)
+    assert_refused(caught, code, where)
+    sentence(caught, copy.parent)
+
+
+def test_nothing_is_trained_on_that_was_sampled_for_another_prompt(copy: Path) -> None:
+    def change(batch: Batch) -> None:
+        batch.groups[2].prompt_ids[0] += 1
+
+    edit_record(copy, 1, change)
+    offset = read_rollout_record(copy, 1).batch.groups[2].prompt_offset
+    with pytest.raises(DataError, match=f"draw {offset} has another prompt"):
+        replay_step(copy, 1)
 
 
 @pytest.mark.slow

@@ -1,16 +1,14 @@
 """Log-probabilities of completions: equal to the textbook's, whatever the family and the layout."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from assert_refused import assert_refused
 from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make, packed
 
+from rloo_cli.data.vocabulary import check_vocabulary_sizes
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
-from rloo_cli.train.build import check_same_vocabulary
 from rloo_cli.utils.errors import ConfigError
 
 family = pytest.mark.parametrize("name", FAMILIES)
@@ -244,13 +242,9 @@ def test_a_head_in_float32_multiplies_what_bfloat16_rounded_no_further(name):
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def sized(n):
-    return SimpleNamespace(vocab_size=n)
-
-
 def test_policy_and_reference_of_unlike_vocabularies_are_refused_with_both_sizes(sentence):
-    check_same_vocabulary(sized(40), sized(40))
+    check_vocabulary_sizes(40, 40)
     with pytest.raises(ConfigError) as caught:
-        check_same_vocabulary(sized(40), sized(41))
+        check_vocabulary_sizes(40, 41)
     assert_refused(caught, 2, "40 tokens", where="model.ref_path")
     sentence(caught)

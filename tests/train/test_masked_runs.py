@@ -144,27 +144,6 @@ def test_a_recorded_step_with_masks_comes_out_bit_for_bit(recorded: Path) -> Non
     assert record.head["sampling_mask"] is True
 
 
-def replayed(root: Path, recorded: Path, *words: str) -> Path:
-    words = ("data.eval_split=null", "checkpoint.every=2", "generation=replay", *words)
-    assert attempt(root, *words, "name=replayed", f"generation.replay.path={recorded}")
-    return root / "replayed"
-
-
-def test_a_run_that_trains_on_the_record_makes_the_same_weights(
-    recorded: Path, tmp_path: Path
-) -> None:
-    limit = "generation.max_sampling_mask_ids=500"  # changes nothing: it is on-policy all the same
-    folder = replayed(tmp_path, recorded, *MASKED, limit)
-    ours, theirs = (tensors(f / "final" / "model.safetensors") for f in (folder, recorded))
-    assert ours == theirs
-    assert "sampling/ess" not in last_line(folder)
-
-
-def test_a_record_with_masks_is_not_replayed_without_them(recorded: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"return_sampling_mask = False"):
-        replayed(tmp_path, recorded, MASKED[0])
-
-
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(recorded: Path, tmp_path: Path) -> None:
     looks: list[int] = []

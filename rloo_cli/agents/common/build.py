@@ -10,12 +10,11 @@ from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.config import registry
-from rloo_cli.config.agent import AgentConfig, agent_config, uses_tools
+from rloo_cli.config.agent import AgentConfig, agent_config
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.image_rules import why_no_tool_images
-from rloo_cli.generation import Generator, replay
-from rloo_cli.generation.common.record_player import RecordPlayer
+from rloo_cli.generation import Generator
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -32,16 +31,8 @@ def load_tool_set(run: RunConfig) -> ToolSet | None:
     config = agent_config(run)
     if config is None:
         return None
-    if not uses_tools(run):
-        return recorded_tool_set(run)
     found: ToolSet | None = registry.registered_module("agents", config.kind).load_tools(config)
     return found
-
-
-def recorded_tool_set(run: RunConfig) -> ToolSet | None:
-    """The descriptions of the tools of the episodes that generation=replay trains on, if any."""
-    saved = replay.first_recorded_head(run).get("tools")
-    return None if saved is None else ToolSet.from_json(saved)
 
 
 def load_episode_vision(
@@ -70,25 +61,18 @@ def wrap_generator(
 ) -> Generator:
     """A generator of episodes around `inner`; `inner` itself without an agent.
 
-    Recorded episodes are played as they are; held-out prompts alone are then answered with tools.
     `stop_ids` end a turn; `vision` is `load_episode_vision`'s. Raises ConfigError for a chat
     template that tools cannot be used with.
     """
     config = agent_config(run)
     if config is None:
         return inner
-    if not uses_tools(run):
-        return inner
     module = registry.registered_module("agents", config.kind)
     if hasattr(module, "build_generator"):  # an agent that drives its episodes itself
-
-        def drive(sampler: Generator) -> Generator:
-            driven: Generator = module.build_generator(
-                sampler, run, tokenizer, stop_ids, context_length, note
-            )
-            return driven
-
-        return _around_sampler(inner, drive)
+        driven: Generator = module.build_generator(
+            inner, run, tokenizer, stop_ids, context_length, note
+        )
+        return driven
     assert isinstance(config, AgentConfig) and tools is not None
     renderer = build_renderer(run, tokenizer, stop_ids)
     renderer.vision = vision
@@ -104,7 +88,7 @@ def wrap_generator(
     turn_rewards = getattr(run.algorithm, "turn_rewards", "sum")  # an algorithm of the user's own
     images = _tool_images(run, renderer, schemas)
     rules = EpisodeRules(config, tools, renderer, parser, length, context, turn_rewards, images)
-    return _around_sampler(inner, lambda sampler: EpisodeGenerator(sampler, rules))
+    return EpisodeGenerator(inner, rules)
 
 
 def _tool_images(run: RunConfig, renderer: TurnRenderer, schemas: list[JsonObject]) -> ToolImages:
@@ -113,11 +97,3 @@ def _tool_images(run: RunConfig, renderer: TurnRenderer, schemas: list[JsonObjec
     if why is None and not renderer.shows_images(schemas):
         why = "and the chat template shows no images in a message of role tool"
     return ToolImages(why, run.data.max_pixels)
-
-
-def _around_sampler(inner: Generator, wrap: Callable[[Generator], Generator]) -> Generator:
-    """What `wrap` puts around a sampler; of a player of records, around its held-out sampler."""
-    if isinstance(inner, RecordPlayer):
-        inner.wrap_held_out = wrap
-        return inner
-    return wrap(inner)

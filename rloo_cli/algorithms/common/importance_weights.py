@@ -35,8 +35,8 @@ LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infin
 
 class CorrectionConfig(Frozen):
     mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
-        "auto = truncate with vLLM, none with transformers, with replay as docs/replay.md says,"
-        " with generation.overlap as docs/overlap.md says; bypass = old_logp is the sampler's"
+        "auto = truncate with vLLM, none with transformers, with generation.overlap as"
+        " docs/overlap.md says; bypass = old_logp is the sampler's"
     )
     level: Literal["token", "sequence", "geometric"] = key(
         "What has a weight: tokens, completions, or completions by their mean; filter: see floor"

@@ -19,7 +19,6 @@ from rloo_cli.algorithms.common import (
     turn_credit,
 )
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
-from rloo_cli.config import registry
 from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
@@ -109,10 +108,8 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     yield from _kl_warnings(config)
     yield from siblings.sibling_warnings(config)
     filters = inexact_settings(generation)
-    if (
-        filters
-        and importance_weights.correction_mode(config, _sampler(run), generation.overlap) == "none"
-    ):
+    mode = importance_weights.correction_mode(config, generation.backend, generation.overlap)
+    if filters and mode == "none":
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
     share = clipped_by_noise(config, max_length)
     if num_updates > 1 and share > CLIPPED_SHARE:
@@ -239,14 +236,6 @@ def _shaping_problems(config: Switches) -> Iterator[Problem]:
         )
 
 
-def _sampler(run: RunConfig) -> str:
-    """The backend whose rules hold for correction.mode=auto."""
-    backend = run.generation.backend
-    if not hasattr(registry.registered_module("generation", backend), "sampled_by"):
-        return backend
-    return registry.sampler_backend(run.model_dump(mode="json"))
-
-
 def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
     rule, generation = config.correction, run.generation
     if rule.floor > rule.cap:
@@ -265,7 +254,7 @@ def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
             " inside",
             "algorithm.correction.geometric_range=[0.8,1.25], or null",
         )
-    mode = importance_weights.correction_mode(config, _sampler(run), generation.overlap)
+    mode = importance_weights.correction_mode(config, generation.backend, generation.overlap)
     filters = inexact_settings(generation)
     if mode == "none" or not filters:
         return

@@ -6,7 +6,6 @@ carry          groups that go on under the next weights (overlap: carry)
 open_groups    groups whose completions are being sampled
 pacing         how many groups may be begun, so that no token is too old
 rank0_proxy    ranks other than 0 ask rank 0's sampler
-record_player  plays the completions that another run recorded
 rollouts       prompts to a sampled and scored batch
 stop_rule      where a completion ends
 weights_check  whether the sampler had the trainer's weights

@@ -18,7 +18,7 @@ from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.sampling_mask import mask_metrics
 from rloo_cli.distributed.world import World
-from rloo_cli.generation import Generator, RecordedGenerator, ignore_arrival
+from rloo_cli.generation import Generator, ignore_arrival
 from rloo_cli.generation.common import across_ranks
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
@@ -51,10 +51,7 @@ class Rollouts:
 
         With zero_std_groups=resample, groups of equal scores are replaced by new prompts. Raises
         RewardError, GenerationError, and NumbersError when resampling finds nothing to learn from.
-        Recorded completions are those of the record's step, in its order.
         """
-        if isinstance(self.generator, RecordedGenerator):
-            return self._recorded_batch(self.generator, step, prompt_offset, state)
 
         def sample_round(num_sampled: int, missing: int) -> Batch:
             offset = prompt_offset + num_sampled
@@ -71,20 +68,38 @@ class Rollouts:
         """
         context = self._reward_context(state)
 
+        def score_round(num_taken: int, missing: int) -> Batch:
+            return self._score_sampled(step, take_groups(missing), context)
+
+        return self._collect_rounds(score_round, sort=True)
+
+    def recorded_batch(self, recorded: Batch, groups: list[Group], state: TrainerState) -> Batch:
+        """The batch of a recorded step, scored once more; `groups` have its completions.
+
+        Nobody is asked for other prompts or greedy completions: what came of these is recorded.
+        """
+        batch = self._score_sampled(recorded.step, groups, self._reward_context(state))
+        batch.draws, batch.pending = recorded.draws, recorded.pending
+        batch.left_out = recorded.left_out
+        if self.algorithm.config.needs_greedy and recorded.greedy is not None:
+            batch.greedy = recorded.greedy
+            batch.scorable = batch.scorable & ~batch.greedy.isnan()[:, None]
+        self._finalize_batch(batch, recorded.draws)
+        return batch
+
+    def _score_sampled(self, step: int, groups: list[Group], context: RewardContext) -> Batch:
+        """The batch of groups that have their completions."""
+
         def report_arrivals(
             groups: list[Group], seeds: list[list[int]], arrived: Callable[[int], None]
         ) -> None:
             for index in range(len(groups)):
                 arrived(index)
 
-        def score_round(num_taken: int, missing: int) -> Batch:
-            groups = take_groups(missing)
-            seeds = [[r.seed for r in group.rollouts] for group in groups]
-            scores = self._sample_and_score(groups, seeds, context, report_arrivals)
-            scores.raw = poison_tensor("reward", scores.raw)
-            return self._build_batch(step, groups, scores)
-
-        return self._collect_rounds(score_round, sort=True)
+        seeds = [[r.seed for r in group.rollouts] for group in groups]
+        scores = self._sample_and_score(groups, seeds, context, report_arrivals)
+        scores.raw = poison_tensor("reward", scores.raw)
+        return self._build_batch(step, groups, scores)
 
     def _collect_rounds(self, make_round: Callable[[int, int], Batch], sort: bool = False) -> Batch:
         """A whole step of `make_round(prompts so far, prompts missing)`, until none is missing."""
@@ -111,28 +126,6 @@ class Rollouts:
             whole = _select_groups(whole, sorted(range(len(offsets)), key=offsets.__getitem__))
         self._finalize_batch(whole, num_sampled)
         return whole
-
-    def _recorded_batch(
-        self, generator: RecordedGenerator, step: int, prompt_offset: int, state: TrainerState
-    ) -> Batch:
-        """Score the completions that were recorded for this step; there is nobody to resample."""
-        with self.clock.phase("data"):
-            drawn = generator.recorded_draws(step)
-            groups = [self.prompts.groups_at(offset, 1)[0] for offset in drawn.prompt_offsets]
-        seeds = self._sampling_seeds(step, [n - prompt_offset for n in drawn.prompt_offsets])
-        if drawn.pending is not None:
-            seeds = [self.offset_seeds(offset) for offset in drawn.prompt_offsets]
-        context = self._reward_context(state)
-        scores = self._sample_and_score(groups, seeds, context, generator.play_recorded)
-        batch = self._build_batch(step, groups, scores)
-        batch.draws = drawn.num_draws
-        batch.pending, batch.left_out = drawn.pending, drawn.left_out
-        if self.algorithm.config.needs_greedy and drawn.greedy_scores is not None:
-            # The greedy completions themselves were not recorded.
-            batch.greedy = drawn.greedy_scores
-            batch.scorable = batch.scorable & ~batch.greedy.isnan()[:, None]
-        self._finalize_batch(batch, drawn.num_draws)
-        return batch
 
     def _reward_context(self, state: TrainerState) -> RewardContext:
         return RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
