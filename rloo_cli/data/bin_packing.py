@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # a plan asks what a forward costs, and imports no torch
+    from rloo_cli.data.batch import Group
     from rloo_cli.data.packing import GroupSlice
 
 T = TypeVar("T")
@@ -104,6 +105,24 @@ def packing_items(
         flops = cost.group_flops(prompt_length, part)
         items.append(PackingItem(group_slice, tokens, flops, prompt_length + max(part)))
     return items
+
+
+def balance_micro_batches(
+    groups: Sequence[Group],
+    slices: Sequence[GroupSlice],
+    layout: str,
+    budget: int,
+    cost: ForwardCost,
+    ranks: int,
+) -> list[list[list[GroupSlice]]]:
+    """Each rank's micro-batches of equal work; a group above the budget of tokens is cut."""
+    items = []
+    for index, completions in slices:
+        group = groups[index]
+        lengths = {k: len(group.rollouts[k].completion_ids) for k in completions}
+        items += packing_items(index, len(group.prompt_ids), lengths, budget, layout, cost)
+    padded = layout == "padded"
+    return (pack_padded_micro_batches if padded else pack_micro_batches)(items, budget, ranks)
 
 
 def pack_micro_batches(

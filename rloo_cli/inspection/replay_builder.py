@@ -110,8 +110,9 @@ def recorded_groups(run: Run, record: RecordedStep) -> list[Group]:
         group = run.prompts.groups_at(recorded.prompt_offset, 1)[0]
         if not _is_same_prompt(recorded, group):
             what = f"draw {recorded.prompt_offset} has another prompt than in the record"
-            where = f"step {record.step}"
-            raise DataError(Problem(what, where, fix="the data as they were then"))
+            why = "its completions were sampled for the recorded one"
+            fix = "the data and the chat template as they were then"
+            raise DataError(Problem(what, f"step {record.step}", why, fix))
         group.take_rollouts(recorded.rollouts)
         groups.append(group)
     return groups

@@ -226,7 +226,7 @@ def _weights_depend_on(key: str, settings: RunConfig) -> bool:
 
     Which engine sampled, and how it was started, is in the recorded log-probabilities.
     """
-    free = (*check.KEYS_NOT_HASHED, "data.eval_split")
+    free: tuple[str, ...] = (*check.KEYS_NOT_HASHED, "data.eval_split")
     if settings.train.lr_scheduler not in LENGTH_FREE_SCHEDULES:
         free = tuple(name for name in free if name not in RUN_LENGTH_KEYS)
     if any(key == name or key.startswith(f"{name}.") for name in free):

@@ -105,27 +105,12 @@ def cut_micro_batches(
         num_groups = max(1, size // run.config.algorithm.num_generations)
         by_rank = bin_packing.deal_micro_batches(slices, num_groups, run.world.size)
     else:
-        by_rank = _balance_micro_batches(run, batch, slices, grad)
+        budget = limits.tokens if grad else limits.no_grad_tokens
+        by_rank = bin_packing.balance_micro_batches(
+            batch.groups, slices, run.policy.layout, budget, limits.cost, run.world.size
+        )
     # Ranks that meet in every backward pass have at least one micro-batch, be it empty.
     return [[[]] for _ in by_rank] if run.engine.lockstep and not by_rank[0] else by_rank
-
-
-def _balance_micro_batches(
-    run: Run, batch: Batch, slices: Sequence[GroupSlice], grad: bool
-) -> RankMicroBatches:
-    """Micro-batches of equal work under the budget of tokens; a group above it is cut."""
-    limits, layout = run.forward_limits, run.policy.layout
-    budget, items = limits.tokens if grad else limits.no_grad_tokens, []
-    for index, completions in slices:
-        group = batch.groups[index]
-        lengths = {k: len(group.rollouts[k].completion_ids) for k in completions}
-        prompt_length = len(group.prompt_ids)
-        items += bin_packing.packing_items(
-            index, prompt_length, lengths, budget, layout, limits.cost
-        )
-    if layout == "padded":
-        return bin_packing.pack_padded_micro_batches(items, budget, run.world.size)
-    return bin_packing.pack_micro_batches(items, budget, run.world.size)
 
 
 def keeps_groups_whole(plans: Sequence[UpdatePlan]) -> bool:

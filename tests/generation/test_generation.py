@@ -324,7 +324,7 @@ def test_the_registry_reads_the_config_without_torch():
         "import sys; from rloo_cli.config import registry; registry.config_class('generation', "
         "'transformers'); print({'torch', 'transformers'} & set(sys.modules)); "
         "assert list(registry.registry_names('generation')) == "
-        "['replay', 'transformers', 'vllm_colocate', 'vllm_server']"
+        "['transformers', 'vllm_colocate', 'vllm_server']"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
