@@ -20,8 +20,7 @@ from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
-from rloo_cli.generation.common.ahead import AheadSampler
-from rloo_cli.generation.common.carry import CarrySampler
+from rloo_cli.generation.common.batch_source import BatchSource
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.policy.layouts import LayoutChoice
@@ -143,6 +142,7 @@ class Run:
     generator: Generator
     rewards: Sequence[Reward]
     rollouts: Rollouts
+    source: BatchSource  # of each step's batch: the rollouts, or a sampler beside the updates
     optimizer: TrainingOptimizer
     clock: StepTimer
     log: RunLog
@@ -157,8 +157,6 @@ class Run:
     episodes_before: int = 0  # `state.episodes` when this attempt began
     has_atomic_rename: bool = True  # the file system renames folders atomically
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
-    # Of generation.overlap=ahead or carry; None = sampled when needed.
-    ahead: AheadSampler | CarrySampler | None = None
     tools: ToolSet | None = None  # those of the agent; None = one answer to each prompt
     judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
 

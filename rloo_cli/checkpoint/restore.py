@@ -22,8 +22,7 @@ from rloo_cli.config.user_code import code_files, code_fingerprints
 from rloo_cli.data import chat_templates
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.optimizer import TrainingOptimizer
-from rloo_cli.generation.common.ahead import AheadSampler
-from rloo_cli.generation.common.carry import CarrySampler
+from rloo_cli.generation.common.batch_source import SourceState
 from rloo_cli.reporting.update_metrics import without_sums
 from rloo_cli.run import Run, RunState
 from rloo_cli.utils import paths, rng
@@ -57,13 +56,8 @@ def restore_run(run: Run, checkpoint: Path) -> None:
             if not run.world.is_main:  # the saved ones are sums over ranks: rank 0 alone has them
                 run.step_progress.updates = without_sums(run.step_progress.updates)
                 run.step_progress.marked_updates = run.step_progress.updates.copy()
-        if (trainer / f"{CARRY_FILE}.json").is_file():
-            carried = load_file(trainer / f"{CARRY_FILE}.safetensors")
-            _restore_carried(run, carried, read_json(trainer / f"{CARRY_FILE}.json"))
-        if isinstance(run.ahead, AheadSampler) and (trainer / f"{AHEAD_FILE}.json").is_file():
-            drawn = load_file(trainer / f"{AHEAD_FILE}.safetensors")
-            plain = read_json(trainer / f"{AHEAD_FILE}.json")
-            run.ahead.batch = step_state.load_step(drawn, plain, run.prompts).batch
+        next_step = run.state.step + (run.step_progress is not None)
+        run.source.restore(_source_state(trainer, run.prompts), next_step)
         run.rng = states
         rng.restore_random_states(states)
         run.log.restore(values["log"])
@@ -74,19 +68,17 @@ def restore_run(run: Run, checkpoint: Path) -> None:
     run.saved_position = run.position
 
 
-def _restore_carried(run: Run, tensors: dict[str, Tensor], plain: JsonObject) -> None:
-    """Take over the groups that were under way; `rloo replay`, which samples nothing, leaves them.
-
-    Raises ConfigError where they cannot go on.
-    """
-    if isinstance(run.ahead, CarrySampler):
-        run.ahead.restore(tensors, plain, run.state.step + (run.step_progress is not None))
-    elif plain["groups"] and run.config.generation.overlap != "carry":
-        draws = ", ".join(str(group["draw"]) for group in plain["groups"][:5])
-        what = f"{len(plain['groups'])} groups are under way in the checkpoint, and would be lost"
-        why = f"generation.overlap=carry had begun them (draws {draws}, ...)"
-        fix = "generation.overlap=carry, as it was"
-        raise ConfigError(Problem(what, "generation.overlap", why, fix))
+def _source_state(trainer: Path, prompts: Prompts) -> SourceState:
+    """What the checkpoint has of the batches after the step that it is in."""
+    state = SourceState()
+    if (trainer / f"{CARRY_FILE}.json").is_file():
+        state.group_tensors = load_file(trainer / f"{CARRY_FILE}.safetensors")
+        state.groups = read_json(trainer / f"{CARRY_FILE}.json")
+    if (trainer / f"{AHEAD_FILE}.json").is_file():
+        drawn = load_file(trainer / f"{AHEAD_FILE}.safetensors")
+        plain = read_json(trainer / f"{AHEAD_FILE}.json")
+        state.batch = step_state.load_step(drawn, plain, prompts).batch
+    return state
 
 
 def _apply_config_changes(

@@ -27,8 +27,6 @@ from rloo_cli.data import chat_templates
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.gather import CPU
 from rloo_cli.distributed.world import is_rank_lost
-from rloo_cli.generation.common.ahead import AheadSampler
-from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import weight_shape
 from rloo_cli.reporting.update_metrics import UpdateMetrics, sum_over_ranks
@@ -176,12 +174,12 @@ def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
             parts.append((ROLLOUTS_FILE, rollouts))
             # A user's reward may log any value beside a completion, NaN too.
             write_text(trainer / f"{ROLLOUTS_FILE}.json", json.dumps(plain, default=str) + "\n")
-        if isinstance(run.ahead, CarrySampler) and run.ahead.next_offset is not None:
-            carried, plain = run.ahead.dump()
-            parts.append((CARRY_FILE, carried))
-            write_text(trainer / f"{CARRY_FILE}.json", json.dumps(plain) + "\n")
-        if isinstance(run.ahead, AheadSampler) and run.ahead.batch is not None:
-            drawn, plain = step_state.dump_step(StepProgress(run.ahead.batch))
+        sampled = run.source.state()
+        if sampled.groups is not None:
+            parts.append((CARRY_FILE, sampled.group_tensors))
+            write_text(trainer / f"{CARRY_FILE}.json", json.dumps(sampled.groups) + "\n")
+        if sampled.batch is not None:
+            drawn, plain = step_state.dump_step(StepProgress(sampled.batch))
             parts.append((AHEAD_FILE, drawn))
             write_text(trainer / f"{AHEAD_FILE}.json", json.dumps(plain, default=str) + "\n")
         text = json.dumps(_trainer_state(run, state), allow_nan=False)

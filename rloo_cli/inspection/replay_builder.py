@@ -17,6 +17,8 @@ from rloo_cli.data.batch import Group
 from rloo_cli.data.fingerprint import tokenizer_digest
 from rloo_cli.data.rollout_record import RecordedStep
 from rloo_cli.generation import ignore_arrival
+from rloo_cli.generation.common.batch_source import BatchSource
+from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.policy.model import Policy
 from rloo_cli.run import Run
 from rloo_cli.train.build import RunBuilder
@@ -92,11 +94,9 @@ class ReplayBuilder(RunBuilder):
         self.policy.vision = agent_build.load_episode_vision(self.config, self.tokenizer)
         self.generator = NoSampler(self.config.generation.logp_tolerance or math.inf)
 
-    def assemble_run(self) -> Run:
-        """Put the parts into a `Run`, which samples nothing beside its updates."""
-        run = super().assemble_run()
-        run.ahead = None
-        return run
+    def choose_source(self, rollouts: Rollouts) -> BatchSource:
+        """The rollouts: nothing is sampled beside the updates."""
+        return rollouts
 
 
 def recorded_groups(run: Run, record: RecordedStep) -> list[Group]:

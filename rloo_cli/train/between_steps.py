@@ -86,15 +86,14 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     metrics |= step_metrics.advantage_metrics(batch, beta or 0.0, every_kl)
     metrics |= updates.to_metrics() | step_metrics.sampler_metrics(batch)
     metrics |= run.clock.lap()
-    if run.ahead is not None:
-        metrics |= run.ahead.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
+    metrics |= run.source.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))
     metrics |= step_metrics.speed_metrics(
         batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )
     aged, lag_counts = staleness_metrics(batch, state.updates - updates.num_updates)
     metrics |= aged
     gap, lag = metrics.get("sampling/logp_diff_rms"), int(metrics["staleness/max"] > 0)
-    if run.ahead is not None and batch.pending is None and gap is not None:  # all have one lag
+    if run.source.has_one_lag and gap is not None:
         metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
         lag_counts = {f"gap_lag{lag}": float(updates.sums["gap_tokens"])}
     metrics |= {

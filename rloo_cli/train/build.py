@@ -57,6 +57,7 @@ from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judge
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.ahead import AheadSampler
+from rloo_cli.generation.common.batch_source import BatchSource
 from rloo_cli.generation.common.carry import CARRY_NOTE, CarrySampler
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.generation.common.rollouts import Rollouts
@@ -433,7 +434,10 @@ class RunBuilder:
         """Put the parts into a `Run`."""
         config, prompts = self.config, self.prompts
         clock = StepTimer(self.log.phase, choose_phase_clock(self.world.device))
-        run = Run(
+        rollouts = Rollouts(
+            config, self.algorithm, prompts, self.generator, self.rewards, clock, self.world
+        )
+        return Run(
             config=config,
             folder=self.resume_plan.folder,
             world=self.world,
@@ -449,9 +453,8 @@ class RunBuilder:
             value_model=self.value_model,
             generator=self.generator,
             rewards=self.rewards,
-            rollouts=Rollouts(
-                config, self.algorithm, prompts, self.generator, self.rewards, clock, self.world
-            ),
+            rollouts=rollouts,
+            source=self.choose_source(rollouts),
             optimizer=self.optimizer,
             clock=clock,
             log=self.log,
@@ -463,13 +466,17 @@ class RunBuilder:
             tools=self.tools,
             judge=self.judge,
         )
-        if config.generation.overlap == "ahead":
-            run.ahead = AheadSampler(run.rollouts)
-        if config.generation.overlap == "carry":
+
+    def choose_source(self, rollouts: Rollouts) -> BatchSource:
+        """What makes the batches: the rollouts, or a sampler beside the updates."""
+        overlap = self.config.generation.overlap
+        if overlap == "ahead":
+            return AheadSampler(rollouts)
+        if overlap == "carry":
             sampler: Any = getattr(self.generator, "inner", self.generator)
-            run.ahead = CarrySampler(run.rollouts, sampler, self.num_steps)
             self.log.note(CARRY_NOTE)
-        return run
+            return CarrySampler(rollouts, sampler, self.num_steps)
+        return rollouts
 
 
 def _check_vocabularies(

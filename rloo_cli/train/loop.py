@@ -24,10 +24,10 @@ def run_training_loop(run: Run) -> None:
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            source, seen = run.ahead or run.rollouts, state.seen_by_rewards(run)
-            run.step_progress = StepProgress(source.next_batch(state.step, state.place, seen))
+            seen = state.seen_by_rewards(run)
+            run.step_progress = StepProgress(run.source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates
-        start_ahead(run, batch)
+        begin_next_batch(run, batch)
         update_policy(run, run.step_progress)
         sync_weights(run)
         summed = sum_over_ranks(updates, run.world)
@@ -40,17 +40,16 @@ def run_training_loop(run: Run) -> None:
         run.step_progress, run.rng = None, rng.capture_random_states()
 
 
-def start_ahead(run: Run, batch: Batch) -> None:
-    """With overlap=ahead, begin to draw the batch after `batch` with the weights as they are."""
+def begin_next_batch(run: Run, batch: Batch) -> None:
+    """Let the batch after `batch` be sampled beside the update, if the source does that."""
     state = run.state
-    if run.ahead is not None and state.step + 1 < run.num_steps:
+    if state.step + 1 < run.num_steps:
         seen = state.seen_by_rewards(run)
-        run.ahead.start(state.step + 1, state.place + batch.draws, seen)
+        run.source.begin_next(state.step + 1, state.place + batch.draws, seen)
 
 
 def sync_weights(run: Run) -> None:
     """Send the policy's weights to the sampler, with the number of updates as their version."""
     with run.clock.phase("sync"):
-        if run.ahead is not None:  # a step that was resumed behind its updates had no other wait
-            run.ahead.wait()
+        run.source.pause()  # a step that was resumed behind its updates had no other pause
         run.generator.load(run.policy, run.state.updates)

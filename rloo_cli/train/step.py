@@ -160,11 +160,7 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
-    if run.ahead is not None:  # what it drew is checked against the weights that change here
-        with run.clock.phase("exposed"):
-            run.ahead.wait()
-        with run.clock.phase("old_logp"):
-            run.ahead.check_weights(run.policy)
+    run.source.pause(run.policy)  # what it sampled is checked against the weights that change here
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return

@@ -29,7 +29,6 @@ from rloo_cli.distributed.world import (
     is_shared_error,
     rank_lost_error,
 )
-from rloo_cli.generation.common.carry import CarrySampler
 from rloo_cli.reporting.events import Events, EventSender, load_listeners
 from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.run import Run
@@ -166,8 +165,7 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
         raise rank_lost_error(where, str(error).strip().partition("\n")[0]) from error
     finally:
         with contextlib.suppress(OSError):
-            if isinstance(run.ahead, CarrySampler):
-                run.ahead.abandon()  # it would sample on until the process ends
+            run.source.close()
             if run.world.is_main:
                 _write_progress(run)
                 run.log.close()
@@ -188,8 +186,8 @@ def _save_what_is_done(run: Run, error: RunError) -> None:
     """Save a checkpoint. Raises StorageError if a run that was asked to stop cannot be saved."""
     run.log.phase("saving")
     step = run.step_progress
-    if run.ahead is not None and step is not None and not step.iteration:  # no update was made
-        step.rng = run.ahead.abandon() or step.rng
+    if step is not None and not step.iteration:  # no update was made
+        step.rng = run.source.give_up() or step.rng
     run.optimizer.zero_grad()
     asked = signals.stop_requested_at()
     try:

@@ -107,7 +107,7 @@ class LockstepSampler:
                     self.sampler.wait()
                     self.version, place = self.version + 1, place + batch.draws
         finally:
-            self.sampler.abandon()  # a test that fails leaves no thread behind
+            self.sampler.give_up()  # a test that fails leaves no thread behind
 
 
 def lockstep(

@@ -37,7 +37,7 @@ STEPS = 5
 def serial_weights(folder: Path, *words: str) -> tuple[torch.Tensor, list[list[int]]]:
     """All of overlap=ahead without a thread: sample the next batch, update on this one."""
     run = alone(folder, *AHEAD, *words, f"max_steps={STEPS}")
-    run.ahead, lags = None, []
+    run.source, lags = run.rollouts, []
     sync_weights(run)
     batch = sampled(run)
     while run.state.step < STEPS:

@@ -140,8 +140,8 @@ def test_a_step_with_tokens_of_several_versions_is_computed_again_bit_for_bit(
 
 def begun_completions(run: Run) -> list[OpenCompletion]:
     """Those that have tokens and go on."""
-    assert isinstance(run.ahead, CarrySampler)
-    return [c for group in run.ahead.groups for c in group.unfinished if c.ids]
+    assert isinstance(run.source, CarrySampler)
+    return [c for group in run.source.groups for c in group.unfinished if c.ids]
 
 
 @pytest.fixture(scope="module")
@@ -177,25 +177,25 @@ def test_groups_under_way_go_on_from_the_checkpoint_with_the_tokens_they_have(
 ) -> None:
     run, checkpoint = stopped
     other = resumed(run, checkpoint)
-    assert isinstance(run.ahead, CarrySampler) and isinstance(other.ahead, CarrySampler)
-    assert other.ahead.next_offset == run.ahead.next_offset and len(run.ahead.groups) >= 4
+    assert isinstance(run.source, CarrySampler) and isinstance(other.source, CarrySampler)
+    assert other.source.next_offset == run.source.next_offset and len(run.source.groups) >= 4
     kept = {}
-    for before, after in zip(run.ahead.groups, other.ahead.groups, strict=True):
+    for before, after in zip(run.source.groups, other.source.groups, strict=True):
         assert before.completions == after.completions and before.deadline == after.deadline
         assert before.group.prompt_offset == after.group.prompt_offset
         kept |= {c.seed: [*c.ids] for c in after.completions if c.ids}
     assert begun_completions(run)
     found = dict[int, list[int]]()
-    take = other.ahead.next_batch
+    take = other.source.next_batch
 
     def take_batch(*arguments: Any) -> Batch:
         batch = take(*arguments)
         found.update({r.seed: r.completion_ids for g in batch.groups for r in g.rollouts})
         return batch
 
-    with mock.patch.object(other.ahead, "next_batch", take_batch):
+    with mock.patch.object(other.source, "next_batch", take_batch):
         run_training_loop(other)
-    assert other.state.step == STEPS and not other.ahead.groups
+    assert other.state.step == STEPS and not other.source.groups
     assert {*kept} <= {*found}
     assert all(found[seed][: len(ids)] == ids for seed, ids in kept.items())
 
@@ -250,7 +250,7 @@ def test_a_sampler_with_other_weights_stops_the_run_within_a_step(tmp_path: Path
 def test_tokens_under_way_are_held_to_the_weights_as_they_are(tmp_path: Path) -> None:
     with cutting():
         run = carrying(tmp_path, "max_steps=3")
-        sampler: Any = run.ahead
+        sampler: Any = run.source
         check_weights, found = sampler.check_weights, list[str]()
 
         def check_both(policy: Any) -> None:
@@ -288,8 +288,8 @@ def test_flat_groups_are_replaced_and_told(tmp_path: Path) -> None:
     assert audit.fates["resampled"] > 0
     for step in range(1, STEPS + 1):
         assert all(0 <= lag <= MAX_LAG for row in lags(run.folder, step) for lag in row)
-    assert isinstance(run.ahead, CarrySampler)
-    pending = [group.group.prompt_offset for group in run.ahead.groups]
+    assert isinstance(run.source, CarrySampler)
+    pending = [group.group.prompt_offset for group in run.source.groups]
     assert len(audit.pending) == len(pending)
 
 

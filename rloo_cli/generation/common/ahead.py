@@ -15,6 +15,7 @@ import torch
 
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import whole_group_slices
+from rloo_cli.generation.common.batch_source import AsyncSampler, SourceState
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
 from rloo_cli.generation.vllm.engine import EngineLost
@@ -26,16 +27,17 @@ from rloo_cli.utils.timers import StepTimer
 ABANDON_S = 30.0  # a thread that is not wanted any more is waited for this long
 
 
-class AheadSampler:
+class AheadSampler(AsyncSampler):
     """One batch ahead of the training. `rollouts`: the run's own."""
 
+    has_one_lag = True
+
     def __init__(self, rollouts: Rollouts):
-        self.rollouts, self.in_thread = rollouts, replace(rollouts, clock=StepTimer())
+        super().__init__(rollouts, max_lag=1)
+        self.in_thread = replace(rollouts, clock=StepTimer())
         self.batch: Batch | None = None  # drawn, and not trained on yet
         self.hidden_s = 0.0  # seconds beside the training since `step_metrics`
-        self._thread: Thread | None = None
         self._arguments: tuple[int, int, TrainerState] | None = None  # of the batch that is drawn
-        self._error: BaseException | None = None
         self._rng: RandomStates | None = None
         self._started = self._ended = 0.0
 
@@ -44,7 +46,7 @@ class AheadSampler:
         batch, self.batch = self.batch, None
         return batch or self.rollouts.next_batch(step, prompt_offset, state)
 
-    def start(self, step: int, prompt_offset: int, state: TrainerState) -> None:
+    def begin_next(self, step: int, prompt_offset: int, state: TrainerState) -> None:
         """Begin to draw the batch of step `step`, as `Rollouts.next_batch` does."""
         assert self._thread is None, "a batch is being drawn"
         if self.batch is not None:  # a run that was stopped after the update had it
@@ -108,7 +110,7 @@ class AheadSampler:
         generation, tolerance = self.rollouts.config.generation, self.rollouts.generator.tolerance
         check_same_weights(self.batch.step, compared, generation, tolerance)
 
-    def abandon(self) -> RandomStates | None:
+    def give_up(self) -> RandomStates | None:
         """Give up what was drawn beside an update that is not made. -> the random states before it
 
         A resumed run draws it again, with the same weights.
@@ -117,6 +119,13 @@ class AheadSampler:
             self._thread.join(ABANDON_S)
         self._thread, self._error, self.batch = None, None, None
         return self._rng
+
+    def state(self) -> SourceState:
+        return SourceState(self.batch)
+
+    def restore(self, state: SourceState, step: int) -> None:
+        super().restore(state, step)
+        self.batch = state.batch
 
     def step_metrics(self, step_time: float, exposed_s: float) -> dict[str, float]:
         """`overlap/*` of a step that took `step_time` and waited `exposed_s`, in seconds."""

@@ -16,12 +16,12 @@ import time
 from threading import Condition, Event, Thread
 
 import torch
-from torch import Tensor
 
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.generation import CarryingGenerator
 from rloo_cli.generation.common import open_groups, pacing
+from rloo_cli.generation.common.batch_source import AsyncSampler, SourceState
 from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
@@ -30,7 +30,6 @@ from rloo_cli.policy.model import Policy
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import RandomStates
 
 POLL_S = 0.05  # between two looks at the signals
@@ -42,11 +41,12 @@ CARRY_NOTE = (
 )
 
 
-class CarrySampler:
+class CarrySampler(AsyncSampler):
     """Groups under way over several steps. `rollouts`: the run's own."""
 
     def __init__(self, rollouts: Rollouts, generator: CarryingGenerator, num_steps: int):
-        self.rollouts, self.generator, self.num_steps = rollouts, generator, num_steps
+        super().__init__(rollouts, rollouts.config.generation.max_lag)
+        self.generator, self.num_steps = generator, num_steps
         self.groups: list[OpenGroup] = []  # begun and not taken, by their prompts' offsets
         self.next_offset: int | None = None  # of the next prompt to begin; None = not known yet
         self.step = 0  # the number of optimizer steps that the sampler's weights have
@@ -57,8 +57,6 @@ class CarrySampler:
         self._changed = Condition()  # guards all of this
         self._interrupted = Event()
         self._stopping = False
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
 
     @property
     def per_step(self) -> int:
@@ -95,7 +93,7 @@ class CarrySampler:
             assert self.next_offset == decided + len(batch.pending), "a prompt was lost"
         return batch
 
-    def start(self, step: int, prompt_offset: int, state: TrainerState) -> None:
+    def begin_next(self, step: int, prompt_offset: int, state: TrainerState) -> None:
         """Sample beside the update before step `step`; it does so already but in a resumed step."""
         if self._thread is None:
             self._begin(step - 1, step * self.per_step, prompt_offset)
@@ -109,24 +107,33 @@ class CarrySampler:
         elif error is not None:
             raise error
 
-    def abandon(self) -> RandomStates | None:
-        """Interrupt the sampler before a checkpoint or the end; its groups are kept."""
+    def give_up(self) -> RandomStates | None:
+        """Interrupt the sampler before a checkpoint; its groups are kept."""
         self._pause()
         self._error = None
         return None
 
-    def dump(self) -> tuple[dict[str, Tensor], JsonObject]:
-        """The groups under way, as named tensors and plain values; nothing may be running."""
-        tensors, plain = open_groups.dump_groups(self.groups)
-        return tensors, plain | {"next_offset": self.next_offset}
+    def close(self) -> None:
+        """Interrupt the sampler: it would sample on until the process ends."""
+        self.give_up()
 
-    def restore(self, tensors: dict[str, Tensor], plain: JsonObject, step: int) -> None:
-        """Go on with the groups of `dump`; `step` takes the next of them.
+    def state(self) -> SourceState:
+        """The groups under way; nothing may be running."""
+        if self.next_offset is None:  # none was begun
+            return SourceState()
+        tensors, plain = open_groups.dump_groups(self.groups)
+        return SourceState(None, tensors, plain | {"next_offset": self.next_offset})
+
+    def restore(self, state: SourceState, step: int) -> None:
+        """Go on with the groups of `state`; `step` takes the next of them.
 
         Raises ConfigError if another number of prompts per step cannot keep their deadlines.
         """
-        self.groups = open_groups.load_groups(tensors, plain, self.rollouts.prompts)
-        self.next_offset = plain["next_offset"]
+        if state.groups is None:
+            return
+        prompts = self.rollouts.prompts
+        self.groups = open_groups.load_groups(state.group_tensors, state.groups, prompts)
+        self.next_offset = state.groups["next_offset"]
         if not pacing.keeps_deadlines([g.deadline for g in self.groups], step, self.per_step):
             what = "the groups under way cannot all be trained on in time"
             why = f"{len(self.groups)} were begun with another train.prompts_per_step, and"
@@ -168,14 +175,13 @@ class CarrySampler:
         `max_lag` allows: others would only grow old.
         """
         assert self.next_offset is not None, "where its prompts begin is not known"
-        max_lag = self.rollouts.config.generation.max_lag
-        most = pacing.group_capacity(self.step, max_lag, self.per_step, self.num_steps)
+        most = pacing.group_capacity(self.step, self.max_lag, self.per_step, self.num_steps)
         room = min(most - self.claimed, self.depth * self.per_step)
         count = max(0, room - len(self.groups))
         for group in self.rollouts.prompts.groups_at(self.next_offset, count):
             seeds = self.rollouts.offset_seeds(group.prompt_offset)
             completions = [OpenCompletion(seed) for seed in seeds]
-            self.groups.append(OpenGroup(group, completions, self.step + max_lag))
+            self.groups.append(OpenGroup(group, completions, self.step + self.max_lag))
         self.next_offset += count
 
     def _sample(self) -> None:

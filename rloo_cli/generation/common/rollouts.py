@@ -20,6 +20,7 @@ from rloo_cli.data.sampling_mask import mask_metrics
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator, ignore_arrival
 from rloo_cli.generation.common import across_ranks
+from rloo_cli.generation.common.batch_source import BatchSource, SourceState
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.scoring import Scores, ScoringStep
@@ -35,7 +36,7 @@ GROUP_COLUMNS = ("score", "shaped", "scorable", "masked", "greedy", "plain")
 
 
 @dataclass
-class Rollouts:
+class Rollouts(BatchSource):
     """Makes a step's batch: takes prompts, samples completions, scores them."""
 
     config: RunConfig
@@ -58,6 +59,11 @@ class Rollouts:
             return self._sample_round(step, offset, num_sampled, missing, state)
 
         return self._collect_rounds(sample_round)
+
+    def restore(self, state: SourceState, step: int) -> None:
+        """Groups under way are left to a run that samples: `rloo replay` does not."""
+        if self.config.generation.overlap != "carry":
+            super().restore(state, step)
 
     def carried_batch(
         self, step: int, take_groups: Callable[[int], list[Group]], state: TrainerState
