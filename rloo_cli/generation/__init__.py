@@ -15,6 +15,7 @@ nothing of a backend but its `Generator`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from rloo_cli.utils.errors import GenerationError, Problem
@@ -51,7 +52,9 @@ def ignore_arrival(group_index: int) -> None:
 
 
 class Generator(Protocol):
-    """A sampler: it fills groups with completions."""
+    """A sampler: it fills groups with completions. `GeneratorBase` has what most of them share."""
+
+    samples_on_rank0: bool  # whether rank 0 samples for all ranks
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -82,6 +85,89 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release the sampler's resources."""
+
+    def stay_awake(self) -> AbstractContextManager[None]:
+        """Inside, an engine that frees its memory after each call keeps it."""
+
+    def without_recovery(self) -> AbstractContextManager[None]:
+        """Inside, a lost engine ends `generate`: GenerationError's cause is then EngineLost."""
+
+    def forbid_recovery(self) -> None:
+        """Never start a lost engine again."""
+
+    def carrying(self) -> "CarryingGenerator":
+        """What goes on with other weights (overlap=carry). Raises GenerationError if it cannot."""
+
+
+class GeneratorBase:
+    """What a generator can do beside sampling, for one that has no engine of its own."""
+
+    samples_on_rank0 = False
+
+    def stay_awake(self) -> AbstractContextManager[None]:
+        """There is nothing that sleeps."""
+        return nullcontext()
+
+    def without_recovery(self) -> AbstractContextManager[None]:
+        """There is nothing that recovers."""
+        return nullcontext()
+
+    def forbid_recovery(self) -> None:
+        """There is nothing that recovers."""
+
+    def carrying(self) -> "CarryingGenerator":
+        """Raise GenerationError: it begins each completion anew."""
+        what = f"{type(self).__name__} cannot go on with other weights"
+        fix = "generation.overlap=ahead, or none"
+        raise GenerationError(Problem(what, "generation.overlap", fix=fix))
+
+
+class GeneratorWrapper(GeneratorBase):
+    """A generator around another one, `inner`, which can do what that one can."""
+
+    def __init__(self, inner: Generator):
+        self.inner = inner
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the inner generator."""
+        return self.inner.metrics
+
+    @property
+    def tolerance(self) -> float:
+        """That of the inner generator."""
+        return self.inner.tolerance
+
+    def generate(
+        self,
+        groups: "list[Group]",
+        seeds: list[list[int]],
+        greedy: bool = False,
+        temperature: float | None = None,
+        arrived: Callable[[int], None] = ignore_arrival,
+    ) -> None:
+        """`Generator.generate` of the inner one."""
+        self.inner.generate(groups, seeds, greedy, temperature, arrived)
+
+    def load(self, policy: "Policy", version: int) -> None:
+        """Take the policy's weights."""
+        self.inner.load(policy, version)
+
+    def close(self) -> None:
+        """Release the sampler."""
+        self.inner.close()
+
+    def stay_awake(self) -> AbstractContextManager[None]:
+        return self.inner.stay_awake()
+
+    def without_recovery(self) -> AbstractContextManager[None]:
+        return self.inner.without_recovery()
+
+    def forbid_recovery(self) -> None:
+        self.inner.forbid_recovery()
+
+    def carrying(self) -> "CarryingGenerator":
+        return self.inner.carrying()
 
 
 class CarryingGenerator(Generator, Protocol):

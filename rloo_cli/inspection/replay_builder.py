@@ -16,7 +16,7 @@ from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.data.batch import Group
 from rloo_cli.data.fingerprint import tokenizer_digest
 from rloo_cli.data.rollout_record import RecordedStep
-from rloo_cli.generation import ignore_arrival
+from rloo_cli.generation import GeneratorBase, ignore_arrival
 from rloo_cli.generation.common.batch_source import BatchSource
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.policy.model import Policy
@@ -25,7 +25,7 @@ from rloo_cli.train.build import RunBuilder
 from rloo_cli.utils.errors import ConfigError, DataError, GenerationError, Problem
 
 
-class NoSampler:
+class NoSampler(GeneratorBase):
     """The generator of a run whose completions were recorded (`generation.Generator`).
 
     `tolerance`: nats per token by which the policy may differ from what sampled, when it is

@@ -8,7 +8,6 @@ builds a run without a sampler (inspection/replay_builder.py).
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed import device_count, gather, meta_load
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import TrainingOptimizer
-from rloo_cli.distributed.world import World, join_world
+from rloo_cli.distributed.world import join_world
 from rloo_cli.distributed.zero import build_engine
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judge
@@ -354,7 +353,9 @@ class RunBuilder:
         else:
             if engine.sharded:
                 policy.gather_weights = weights
-            self.generator = _forbid_engine_restart(self._build_backend(), world)
+            self.generator = self._build_backend()
+            if world.size > 1:  # no rank can send weights alone: all gather them, or send handles
+                self.generator.forbid_recovery()
 
     def _build_backend(self, model: PreTrainedModel | None = None) -> Generator:
         """Build the generator of the config's backend, with the policy's model or another."""
@@ -473,9 +474,8 @@ class RunBuilder:
         if overlap == "ahead":
             return AheadSampler(rollouts)
         if overlap == "carry":
-            sampler: Any = getattr(self.generator, "inner", self.generator)
             self.log.note(CARRY_NOTE)
-            return CarrySampler(rollouts, sampler, self.num_steps)
+            return CarrySampler(rollouts, self.generator.carrying(), self.num_steps)
         return rollouts
 
 
@@ -557,17 +557,6 @@ def _sampler_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
     name = arguments.engine_dtype(config, getattr(config.generation, section))
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _forbid_engine_restart(generator: Generator, world: World) -> Generator:
-    """Do not restart a lost engine with several ranks.
-
-    No rank can send weights alone, since all ranks gather them, or exchange memory handles.
-    """
-    sampler = getattr(generator, "inner", generator)  # what an agent's episodes are sampled with
-    if world.size > 1 and hasattr(sampler, "max_engine_losses"):
-        sampler.max_engine_losses = 0
-    return generator
 
 
 def _compile_layers(policy: Policy, reference_model: Reference | None, log: RunLog) -> None:

@@ -18,6 +18,7 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.fsdp import FSDPEngine
 from rloo_cli.distributed.optimizer import gather_full_tensor
 from rloo_cli.distributed.world import World
+from rloo_cli.generation import GeneratorBase
 from rloo_cli.generation.common import across_ranks
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.policy.model import Policy
@@ -105,7 +106,7 @@ def test_reducing_last_gives_the_update_of_reducing_each_and_sends_gradients_onc
 GROUPS = 4  # of two ranks: two for each
 
 
-class Slow:
+class Slow(GeneratorBase):
     """A sampler that draws the last group once others have been scored, or not at all soon."""
 
     tolerance = 1.0

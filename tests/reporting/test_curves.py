@@ -171,7 +171,7 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
         folder=tmp_path,
         generator=SimpleNamespace(close=lambda: did.append("generator")),
         teacher=None,
-        ahead=None,
+        source=SimpleNamespace(close=lambda: None),
     )
 
     def ends(*given):

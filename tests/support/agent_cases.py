@@ -16,7 +16,7 @@ from rloo_cli.agents.tools import Config as ToolsConfig
 from rloo_cli.config import registry
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.render import render_prompt
-from rloo_cli.generation import ignore_arrival
+from rloo_cli.generation import GeneratorBase, ignore_arrival
 
 STOP = "<|im_end|>"
 CHATML = (
@@ -80,7 +80,7 @@ def chat_tokenizer(template: str = "chatml") -> PreTrainedTokenizerFast:
     return fast
 
 
-class ScriptedSampler:
+class ScriptedSampler(GeneratorBase):
     """A `Generator` that says `script(prompt_text, seed)`, and notes what it is asked."""
 
     def __init__(self, tokenizer: Any, script: Callable[[str, int], str], version: int = 0):

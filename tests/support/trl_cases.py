@@ -184,7 +184,7 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
             group.rollouts = [rollout(seed) for seed in own]
             arrived(place)
 
-    run.rollouts.generator = SimpleNamespace(generate=generate, metrics={})
+    run.rollouts.generator = SimpleNamespace(generate=generate, metrics={}, samples_on_rank0=False)
 
 
 def settings(run: Run, steps: int) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_equal_words_with_other_images_are_not_scored_from_the_cache(tmp_path):
             group.rollouts = [Rollout([5, 6], "", "length", False, seed, 0) for seed in own]
             arrived(place)
 
-    run.rollouts.generator = SimpleNamespace(generate=generate, metrics={})
+    run.rollouts.generator = SimpleNamespace(generate=generate, metrics={}, samples_on_rank0=False)
     sampled(run)
     assert len(asked) == 4 and len({*asked}) == 2
 

@@ -16,6 +16,7 @@ from trl_cases import both, gaps
 from rloo_cli.agents.common.call_parsers import parse_hermes
 from rloo_cli.agents.common.turn_rendering import call_message
 from rloo_cli.data.batch import Rollout
+from rloo_cli.generation import GeneratorBase
 
 pytestmark = pytest.mark.trl
 
@@ -40,7 +41,7 @@ WORDS = (
 )  # fmt: skip
 
 
-class Talker:
+class Talker(GeneratorBase):
     """A sampler whose turns depend on the seed alone: calls, and answers of some lengths."""
 
     tolerance = 0.0

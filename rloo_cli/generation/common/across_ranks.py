@@ -40,7 +40,7 @@ def sample_and_score(
         scoring.count_all_ranks(len(groups) * scoring.table.k)
         return scoring
 
-    if getattr(generator, "samples_on_rank0", False) and world.size > 1:
+    if generator.samples_on_rank0 and world.size > 1:
         scoring = make_for_all_ranks(share) if share else None
         with clock.phase("generation"):
             _sample_for_all_ranks(len(groups), indices, sample_groups, scoring)
@@ -79,7 +79,7 @@ def sample_only(
     sample_groups: Callable[[Sequence[int]], None],
 ) -> None:
     """Fill every group's rollouts, on every rank, where nothing is scored."""
-    if world.size == 1 or getattr(generator, "samples_on_rank0", False):
+    if world.size == 1 or generator.samples_on_rank0:
         sample_groups(range(len(groups)))
         return
 

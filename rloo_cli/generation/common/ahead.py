@@ -6,10 +6,8 @@ is drawn is what `Rollouts` would have drawn at the same point (docs/overlap.md)
 """
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from threading import Thread
-from typing import Any
 
 import torch
 
@@ -59,10 +57,8 @@ class AheadSampler(AsyncSampler):
 
     def _draw(self) -> None:
         assert self._arguments is not None
-        sampler: Any = getattr(self.rollouts.generator, "inner", self.rollouts.generator)
-        without_recovery = getattr(sampler, "without_recovery", nullcontext)
         try:
-            with without_recovery():
+            with self.rollouts.generator.without_recovery():
                 self.batch = self.in_thread.next_batch(*self._arguments)
         except BaseException as error:
             self._error = error

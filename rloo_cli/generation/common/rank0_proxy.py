@@ -6,6 +6,7 @@ log-probabilities when it compares them, and receive the completions, or the err
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import GroupSlice, MicroBatch
 from rloo_cli.distributed.world import World
-from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.generation import CarryingGenerator, Generator, GeneratorBase, ignore_arrival
 
 if TYPE_CHECKING:
     from rloo_cli.policy.model import LogProbs, Policy
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 WeightIterator = Iterator[dict[str, Tensor]]  # all weights, whole, unit by unit
 
 
-class Rank0Proxy:
+class Rank0Proxy(GeneratorBase):
     """The sampler of every rank: `build_generator` makes the real one, on rank 0 alone."""
 
     samples_on_rank0 = True
@@ -75,6 +76,15 @@ class Rank0Proxy:
         """Close the sampler."""
         if self.inner is not None:
             self.inner.close()
+
+    def stay_awake(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.inner is None else self.inner.stay_awake()
+
+    def without_recovery(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.inner is None else self.inner.without_recovery()
+
+    def carrying(self) -> CarryingGenerator:
+        return super().carrying() if self.inner is None else self.inner.carrying()
 
     def _run_on_rank0(
         self, work: Callable[[Generator], None], on_group: Callable[..., None] | None = None

@@ -23,6 +23,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.sampling_mask import SamplingMask, too_many_ids
 from rloo_cli.generation import (
+    GeneratorBase,
     check_prompt_lengths,
     ignore_arrival,
     logprob_tolerance,
@@ -45,7 +46,7 @@ from rloo_cli.utils.fault_injection import trigger_fault
 log = logging.getLogger(__name__)
 
 
-class TransformersGenerator:
+class TransformersGenerator(GeneratorBase):
     """Samples with `model` itself, so it always has the policy's weights.
 
     `context_length` is the model's largest number of positions; None = not known, not checked.
@@ -114,6 +115,10 @@ class TransformersGenerator:
                 arrived(row.group_index)
 
         self._decode_all(sequences, greedy, temperature, ended)
+
+    def carrying(self) -> "TransformersGenerator":
+        """This one: decoding can be interrupted."""
+        return self
 
     def make_ready(self, groups: list[Group]) -> None:
         """Check the prompts' lengths; there is nothing to connect to."""

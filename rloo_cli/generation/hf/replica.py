@@ -9,27 +9,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo_cli.data.batch import Group
-from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.generation import Generator, GeneratorWrapper
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy
 
 GatherWeights = Callable[[], Iterator[dict[str, Tensor]]]  # all weights, whole, unit by unit
 
 
-class ReplicaGenerator:
+class ReplicaGenerator(GeneratorWrapper):
     """`inner` samples with `copy`. All ranks call `gather_weights` together.
 
     Of a model with an adapter the adapter alone is gathered, by the names of peft's files.
     """
 
     def __init__(self, inner: Generator, copy: PreTrainedModel, gather_weights: GatherWeights):
-        self.inner, self.gather_weights = inner, gather_weights
+        super().__init__(inner)
+        self.gather_weights = gather_weights
         adapted = lora.has_adapter(copy)
         self.parameters: dict[str, Tensor] = (
             {**lora.adapter_tensors(copy)} if adapted else {**dict(copy.named_parameters())}
         )
-        self.metrics, self.tolerance = inner.metrics, inner.tolerance
 
     @torch.no_grad()
     def load(self, policy: Policy, version: int) -> None:
@@ -38,18 +37,3 @@ class ReplicaGenerator:
             for name, tensor in unit.items():
                 self.parameters[name].copy_(tensor)
         self.inner.load(policy, version)
-
-    def generate(
-        self,
-        groups: list[Group],
-        seeds: list[list[int]],
-        greedy: bool = False,
-        temperature: float | None = None,
-        arrived: Callable[[int], None] = ignore_arrival,
-    ) -> None:
-        """`Generator.generate`."""
-        self.inner.generate(groups, seeds, greedy, temperature, arrived)
-
-    def close(self) -> None:
-        """`Generator.close`."""
-        self.inner.close()

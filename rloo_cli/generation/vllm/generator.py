@@ -24,6 +24,7 @@ from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.device_count import gpu_uuids, visible_gpus
 from rloo_cli.generation import (
+    GeneratorBase,
     check_prompt_lengths,
     ignore_arrival,
     logprob_tolerance,
@@ -52,7 +53,7 @@ PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
 LOST_FIX = "read in the sampler's log why it ended, then go on with resume=auto"
 
 
-class VllmGenerator:
+class VllmGenerator(GeneratorBase):
     """Samples with an engine that `weight_sync` keeps at the trainer's weights.
 
     `max_engine_losses`: how often one call may lose its engine. `image_token_ids`: those that are
@@ -235,6 +236,14 @@ class VllmGenerator:
             yield
         finally:
             self.max_engine_losses = most
+
+    def forbid_recovery(self) -> None:
+        """Never start a lost engine again."""
+        self.max_engine_losses = 0
+
+    def carrying(self) -> "VllmGenerator":
+        """This one: an engine can be interrupted."""
+        return self
 
     def close(self) -> None:
         """Close the engine."""
