@@ -129,7 +129,7 @@ def _trials_that_fit(jobs: int, gpus: Sequence[str], runs: Sequence[RunConfig] =
     if not gpus:
         return None
     memory = device.find_device(None).memory_bytes
-    with_engines = any(run.generation.backend == "vllm_colocate" for run in runs)
+    with_engines = any(run.generation.shares_device for run in runs)
     return rules.max_open_trials(min(jobs, len(gpus)), memory, with_engines)
 
 

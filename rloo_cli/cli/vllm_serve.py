@@ -50,7 +50,7 @@ def run(args: list[str]) -> int:
         args = [*[w for w in args if not w.startswith("generation=")], BACKEND_OVERRIDE]
         composed = compose_config(args)
     settings = check.check_config(composed)
-    if settings.generation.backend != "vllm_server":
+    if not settings.generation.is_server:
         what, why = (
             f"{BACKEND_OVERRIDE} does not hold",
             f"the backend is {settings.generation.backend!r}",

@@ -160,7 +160,7 @@ def judge_problems(run: RunConfig) -> Iterator[Problem]:
     if not run.held_out:
         why, fix = "nothing is held out", "data.eval_split=test"
         yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
-    if judge.against != AGAINST_REFERENCE and run.generation.backend == "vllm_server":
+    if judge.against != AGAINST_REFERENCE and run.generation.is_server:
         why = "rollout servers hold one model, and that is model.path"
         fix = "generation=vllm_colocate or generation=transformers"
         what = f"eval.judge.against = {judge.against!r} cannot be sampled"

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.schema import DatasetConfig, ModelConfig, RunConfig
 
-VLLM_SECTIONS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
 # Tokens of the longest prompt where data.max_prompt_length is null. To plan memory, or size an
 # engine, for a whole context of 131,072 tokens would be a waste: hardly any prompt is that long.
 DEFAULT_MAX_PROMPT_TOKENS = 4096
@@ -59,6 +58,5 @@ def describe_prompt_limit(run: RunConfig, context_length: int | None) -> str:
 
 def _engine_limit(run: RunConfig) -> tuple[str, int | None]:
     """The name of the backend's key max_model_len, and its value; None without vLLM, or if null."""
-    section = VLLM_SECTIONS.get(run.generation.backend, "")
-    engine = getattr(run.generation, section, None) if section else None
-    return f"generation.{section}.max_model_len", getattr(engine, "max_model_len", None)
+    name = f"generation.{run.generation.section}.max_model_len"
+    return name, run.generation.own_keys.max_model_len if run.generation.is_engine else None

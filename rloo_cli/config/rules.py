@@ -336,7 +336,7 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
 
 
 def _compiled(run: RunConfig) -> Iterator[Problem]:
-    if run.train.compile and run.generation.backend == "transformers":
+    if run.train.compile and run.generation.samples_here:
         why = "the same layers sample, one token at a time, and would be compiled for that anew"
         fix = "train.compile=false, or generation=vllm_server"
         yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)

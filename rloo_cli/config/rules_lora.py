@@ -12,7 +12,6 @@ from rloo_cli.config.hf_cache import ADAPTER_CONFIG_FILE
 from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
-VLLM_BACKENDS = ("vllm_server", "vllm_colocate")
 LAYER_KEYS = {"target_modules", "exclude_modules", "modules_to_save"}
 WHOLE_ENGINES = ("single", "ddp")
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 allocates
@@ -130,7 +129,7 @@ def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
 
 def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
     """Why vLLM cannot sample with an adapter of these keys: it computes plain LoRA only."""
-    if run.generation.backend not in VLLM_BACKENDS:
+    if not run.generation.is_engine:
         return
     top, whole = VLLM_LORA_RANKS[-1], "vLLM takes no whole layers from an adapter"
     other = keys.peft_type != "LORA"
@@ -146,8 +145,7 @@ def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
             key = f"model.lora.{name}"
             what = f"{key} = {getattr(keys, name)} cannot be sampled by {run.generation.backend}"
             yield Problem(what, key, why, f"generation=transformers, or {key}={good}")
-    section = f"generation.{run.generation.backend.removeprefix('vllm_')}"
-    engine = getattr(run.generation, section.partition(".")[2])
+    section, engine = f"generation.{run.generation.section}", run.generation.own_keys
     if engine.transfer in ("nccl", "ipc"):
         key = f"{section}.transfer"
         why = "an adapter is small: it travels as bytes, over a connection of its own"
@@ -161,7 +159,7 @@ def _quantized(run: RunConfig) -> Iterator[Problem]:
     if run.model.lora is None:
         why = "weights of a few bits take no gradient; an adapter over them does"
         yield Problem("model.quantization needs model.lora", where, why, "lora=default")
-    if run.generation.backend in VLLM_BACKENDS:
+    if run.generation.is_engine:
         why = "the engine would sample from weights that are not the trainer's, which are rounded"
         what = f"{where} cannot be sampled by {run.generation.backend}"
         yield Problem(what, where, why, "generation=transformers, or model.quantization=null")

@@ -52,11 +52,9 @@ def init_kwargs_problems(run: RunConfig) -> Iterator[Problem]:
             fix = f"leave out model.init_kwargs.{name}"
             why = f"set by {RESERVED_INIT_KWARGS[name]}"
             yield Problem(what, "model.init_kwargs", why, fix)
-    section = run.generation.backend.removeprefix("vllm_")
-    engine = getattr(run.generation, section, None)
-    extra = getattr(engine, "extra", None)
-    if extra is None:  # the trainer's own weights sample
+    if not run.generation.is_engine:  # the trainer's own weights sample
         return
+    section, extra = run.generation.section, run.generation.own_keys.extra
     told = extra.get("hf_overrides") or extra.get("hf-overrides") or {}
     for name, value in run.model.init_kwargs.items():
         plain = name in LOADING_ARGUMENTS or name in RESERVED_INIT_KWARGS

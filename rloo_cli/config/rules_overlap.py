@@ -11,19 +11,18 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
 
 OVERLAP = "generation.overlap"
-SAMPLERS = ("vllm_server", "transformers")  # that can sample while this process trains
 
 
 def overlap_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything in the way of sampling while training goes on."""
-    mode, backend = run.generation.overlap, run.generation.backend
+    generation, mode = run.generation, run.generation.overlap
     if mode == "none":
         return
     asked = f"{OVERLAP}={mode}"
-    if backend not in SAMPLERS:
-        why = f"generation={backend} does not sample while this process trains"
+    if not (generation.is_server or generation.samples_here):
+        why = f"generation={generation.backend} does not sample while this process trains"
         yield Problem(f"{asked} needs a sampler of its own", OVERLAP, why, "generation=vllm_server")
-    if backend == "transformers" and run.model.lora is not None:
+    if generation.samples_here and run.model.lora is not None:
         why = "generation=transformers samples with a copy of the weights, which has no adapter"
         fix = f"generation=vllm_server, or {OVERLAP}=none"
         yield Problem(f"{asked} and model.lora do not go together here", "model.lora", why, fix)

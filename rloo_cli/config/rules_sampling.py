@@ -32,7 +32,7 @@ def cutting_settings(generation: GenerationConfig) -> list[str]:
 
 def _cutting_kwargs(generation: GenerationConfig) -> tuple[str, ...]:
     """Names of generation.kwargs that cut the distribution, where the sampler's masks show it."""
-    forms = (STRUCTURED,) if generation.backend == "transformers" else ()
+    forms = (STRUCTURED,) if generation.samples_here else ()
     return (*CUTTING_KWARGS, *forms)
 
 

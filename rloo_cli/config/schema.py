@@ -7,7 +7,7 @@ unknown key, a string for a number or a NaN is an error.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -250,7 +250,18 @@ class DataConfig(DatasetConfig):
 
 
 class GenerationConfig(Frozen):
-    """Keys every backend understands; a backend adds its own."""
+    """Keys every backend understands; a backend adds its own, and says what it is."""
+
+    section: ClassVar[str] = ""  # where its own keys are; "" = it has none
+    samples_here: ClassVar[bool] = False  # in the trainer's process, with the trainer's weights
+    is_engine: ClassVar[bool] = False  # an inference engine with weights of its own, which are sent
+    is_server: ClassVar[bool] = False  # an engine elsewhere: other machines may have it
+    shares_device: ClassVar[bool] = False  # an engine on the trainer's device
+
+    @property
+    def own_keys(self) -> Any:
+        """The backend's own section; None without one."""
+        return getattr(self, self.section) if self.section else None
 
     backend: str = key("Who samples: transformers, vllm_server, vllm_colocate")
     overlap: Literal["none", "ahead", "carry"] = key(

@@ -12,7 +12,6 @@ import numpy as np
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.agent import agent_config
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.vision_models import VISION_FAMILIES, has_tower, text_model_problem
 from rloo_cli.data.batch import Group
@@ -35,11 +34,12 @@ def check_image_run(config: RunConfig, has_gpu: bool | None) -> None:
     values = _model_values(config.model.path, config.model.revision)
     if values and not has_tower(values):
         raise DataError(text_model_problem(config.model.path, values))
-    backend, kind = config.generation.backend, str(values.get("model_type"))
+    generation, kind = config.generation, str(values.get("model_type"))
     problems = [*_obstacles(config, kind if values else None)]
-    if has_gpu is not None and backend in VLLM_SECTIONS and _engine_is_here(config):
+    if has_gpu is not None and generation.is_engine and _engine_is_here(config):
         why, fix = _vllm_obstacle(kind, has_gpu)
-        problems += [Problem(f"{backend} samples", "generation", why, fix)] if why else []
+        if why:
+            problems.append(Problem(f"{generation.backend} samples", "generation", why, fix))
     if problems:
         raise ConfigError(
             *[replace(p, what=f"the prompts have images, and {p.what}") for p in problems]
@@ -78,8 +78,8 @@ def _obstacles(config: RunConfig, kind: str | None) -> Iterator[Problem]:
 
 def _engine_is_here(config: RunConfig) -> bool:
     """Whether this machine runs the engine, and no server elsewhere."""
-    keys = getattr(config.generation, VLLM_SECTIONS[config.generation.backend])
-    return getattr(keys, "base_url", None) is None
+    generation = config.generation
+    return not generation.is_server or generation.own_keys.base_url is None
 
 
 def _vllm_obstacle(kind: str | None, has_gpu: bool) -> tuple[str, str]:

@@ -31,7 +31,7 @@ def local_server_gpus(run: RunConfig) -> int:
     """GPUs that a rollout server takes which this run starts beside its trainer; 0 where it starts
     none: another backend, a server elsewhere, nodes of their own that serve."""
     keys: Any = run.generation
-    if keys.backend != "vllm_server" or keys.server.base_url is not None or keys.server.num_nodes:
+    if not keys.is_server or keys.server.base_url is not None or keys.server.num_nodes:
         return 0
     return gpus_per_server(run)
 

@@ -222,7 +222,7 @@ def _generator_of_ranks(
     settings: RunConfig, world: World, policy: Policy, build: Callable[[], Generator]
 ) -> Generator:
     """The generator of this rank, or of all: a server is one for all of them."""
-    if world.size == 1 or settings.generation.backend != "vllm_server":
+    if world.size == 1 or not settings.generation.is_server:
         return build()
     engine = ParallelEngine(world, settings)  # each rank has the whole model
 

@@ -32,6 +32,8 @@ class TransformersSection(Frozen):
 
 
 class Config(GenerationConfig):
+    section, samples_here = "transformers", True
+
     backend: Literal["transformers"] = key("Sampler: this process, with the trainer's weights")
     transformers: TransformersSection
 

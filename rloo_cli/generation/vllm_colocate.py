@@ -32,6 +32,8 @@ class ColocateSection(EngineKeys):
 
 
 class Config(GenerationConfig):
+    section, is_engine, shares_device = "colocate", True, True
+
     backend: Literal["vllm_colocate"] = key("Sampler: vLLM on the trainer's device")
     allow_untested: bool = key(
         "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"

@@ -50,6 +50,8 @@ class ServerSection(EngineKeys):
 
 
 class Config(GenerationConfig):
+    section, is_engine, is_server = "server", True, True
+
     backend: Literal["vllm_server"] = key("Sampler: vLLM servers")
     allow_untested: bool = key(
         "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"

@@ -208,7 +208,7 @@ def managed_server(
     where GPUs would have to be shared.
     """
     keys = cast("ServerConfig", run.generation)
-    if keys.backend != "vllm_server" or keys.server.base_url is not None:
+    if not keys.is_server or keys.server.base_url is not None:
         yield lambda: None, {}
         return
     running, gpus = server_file.running_server(folder), arguments.visible_gpus()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from rloo_cli.algorithms.common.base import load_algorithm
 from rloo_cli.config.agent import agent_config, observation_token_limit
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.planning import overlap_times
@@ -251,8 +250,7 @@ def prefilled_tokens(inputs: PlanInputs, means: MeanLengths) -> float:
     """
     run, later = inputs.run, means.turns - 1
     prompts = run.train.prompts_per_step * means.prompt
-    section = VLLM_SECTIONS.get(run.generation.backend)
-    if section is not None and getattr(run.generation, section).enable_prefix_caching:
+    if run.generation.is_engine and run.generation.own_keys.enable_prefix_caching:
         return prompts + run.episodes_per_step * (means.completion - means.sampled)
     grown = means.completion / means.turns * later * means.turns / 2  # sum of all histories
     return prompts + run.episodes_per_step * (later * means.prompt + grown)

@@ -33,7 +33,7 @@ def plan_on_this_machine(run: RunConfig) -> RunPlan:
     A CPU's speeds are assumed: a dry run imports no torch.
     """
     here = device.find_device(None, small=True, measured=False)
-    if here.kind == "cpu" and run.generation.backend == "transformers":
+    if here.kind == "cpu" and run.generation.samples_here:
         found = plan.make_run_plan(run, here, PlanOptions())
         if found.fits:
             return found

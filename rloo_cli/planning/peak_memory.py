@@ -274,7 +274,7 @@ def _optimizer_step_memory(inputs: PlanInputs, static: StaticMemory) -> NamedByt
 def _rollout_memory(inputs: PlanInputs) -> NamedBytes:
     """Decoding by the trainer's own weights; nothing if vLLM samples."""
     run, model, size = inputs.run, inputs.model, inputs.bytes_per_weight
-    if run.generation.backend != "transformers":
+    if not run.generation.samples_here:
         return {}
     parts: NamedBytes = {}
     # A whole copy: decoding token by token would gather the weights for each token, and what
@@ -286,7 +286,7 @@ def _rollout_memory(inputs: PlanInputs) -> NamedBytes:
     if inputs.max_turns > 1:  # a later turn goes on from all that its own episode has so far
         k, prompts, c = 1, completions, run.generation.max_completion_length
         p += inputs.max_completion_tokens - c
-    batch_tokens = getattr(run.generation, "transformers").batch_tokens  # noqa: B009
+    batch_tokens = run.generation.own_keys.batch_tokens
     if batch_tokens is not None:
         completions = min(completions, max(1, batch_tokens // (p + c)))
         prompts = -(-completions // k)

@@ -228,7 +228,7 @@ def possible_changes(plan: RunPlan) -> Iterator[Change]:
     if fewer < plan.memory.forward.tokens and run.train.micro_batch_size is None:
         override = f"train.micro_batch_tokens={fewer}"
         yield override, lambda r: _with_section(r, "train", micro_batch_tokens=fewer)
-    if run.generation.backend == "transformers":
+    if run.generation.samples_here:
         tokens = max(64, 4 * (case.max_prompt_tokens + case.max_completion_tokens))
         override = f"generation.transformers.batch_tokens={tokens}"
         yield override, lambda r: _with_generation_section(r, "transformers", batch_tokens=tokens)

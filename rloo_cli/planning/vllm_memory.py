@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.planning.plan_inputs import PlanInputs
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ UTILIZATION_STEP = 0.05
 class EngineMemory:
     """One copy of the model in vLLM, on one of its GPUs, in bytes."""
 
-    backend: str
+    colocated: bool  # on the trainer's own device
     tensor_parallel_size: int  # GPUs of one copy
     copies: int  # of the model, over all engines
     weight_bytes: float
@@ -49,10 +48,6 @@ class EngineMemory:
     def kv_cache_bytes(self) -> float:
         """Bytes that are left for keys and values."""
         return self.total_bytes - self.weight_bytes - self.forward_bytes
-
-    @property
-    def colocated(self) -> bool:
-        return self.backend == "vllm_colocate"
 
     @property
     def extra_gpus(self) -> int:
@@ -81,17 +76,16 @@ class EngineMemory:
 def estimate_engine_memory(inputs: PlanInputs) -> EngineMemory | None:
     """The engine of a run on GPUs; None without an engine, or without a GPU."""
     run, model = inputs.run, inputs.model
-    section = VLLM_SECTIONS.get(run.generation.backend)
-    if section is None or inputs.device.kind != "cuda":
+    if not run.generation.is_engine or inputs.device.kind != "cuda":
         return None
-    keys: EngineKeys = getattr(run.generation, section)
+    keys: EngineKeys = run.generation.own_keys
     s, parallel = model.sizes, keys.tensor_parallel_size
     size = inputs.bytes_per_weight if keys.dtype == "auto" else inputs.dtype_bytes(keys.dtype)
     each = {"fp8": 1.0, "bitsandbytes": 0.5}.get(keys.quantization or "", float(size))
     cached = 1 if "fp8" in (keys.kv_cache_dtype or "") else size
     heads = max(s.kv_heads / parallel, 1.0)  # a head is not cut: it is there more than once
     token = 2.0 * s.layers * heads * s.head_dim * cached
-    if section == "colocate":
+    if run.generation.shares_device:
         copies = max(inputs.ranks // parallel, 1)
         sleep: str = cast("ColocateSection", keys).sleep
     else:
@@ -104,7 +98,7 @@ def estimate_engine_memory(inputs: PlanInputs) -> EngineMemory | None:
     prompts = -(-sequences // k) if keys.enable_prefix_caching else sequences
     batched = keys.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
     return EngineMemory(
-        backend=run.generation.backend,
+        colocated=run.generation.shares_device,
         tensor_parallel_size=parallel,
         copies=copies,
         weight_bytes=each * model.total_params / parallel,

@@ -216,9 +216,9 @@ def _free_bytes(
     if policy.device.type != "cuda":
         total /= held_share[1]
     else:
-        if generation.backend == "vllm_colocate":
+        if generation.shares_device:
             _check_engine_fits(generation, held, total)
-        contexts = 2 if generation.backend == "vllm_colocate" else 1  # of a trial that waits
+        contexts = 2 if generation.shares_device else 1  # of a trial that waits
         total = gpu_bytes_left(total, generation)
         total -= contexts * environment.offloaded_trials_bytes()
     return max(total - held, 0.0)

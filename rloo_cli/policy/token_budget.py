@@ -66,7 +66,7 @@ def gpu_bytes_left(device_bytes: float, generation: GenerationConfig) -> float:
     An engine that drops its weights while we train leaves its share to us.
     """
     left = device_bytes * (1 - CUDA_CONTEXT_SHARE)
-    if generation.backend != "vllm_colocate":
+    if not generation.shares_device:
         return left
     engine = generation.colocate  # type: ignore[attr-defined]
     return left if engine.sleep == "weights" else left * (1 - engine.gpu_memory_utilization)
@@ -74,7 +74,7 @@ def gpu_bytes_left(device_bytes: float, generation: GenerationConfig) -> float:
 
 def samples_beside_training(generation: GenerationConfig) -> bool:
     """Whether completions are decoded in the trainer's process while it trains."""
-    return generation.backend == "transformers" and generation.overlap != "none"
+    return generation.samples_here and generation.overlap != "none"
 
 
 def choose_token_budget(max_useful: int, max_group_tokens: int, tokens_that_fit: float) -> int:

@@ -30,13 +30,11 @@ from rloo_cli.config import (
     check,
     hf_cache,
     registry,
-    rules_lora,
     rules_model,
     rules_paths,
     synthetic,
 )
 from rloo_cli.config.agent import completion_token_limit
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.config.value_model import choose_value_init, needs_value_model
@@ -333,9 +331,9 @@ class RunBuilder:
         policy.vision = agent_build.load_episode_vision(config, self.tokenizer)
         end_ids = stop_ids(self.tokenizer, policy.model, config.generation)
         vocabulary.check_stop_tokens(end_ids, policy.vocab_size, config.generation)
-        name = config.generation.backend
-        if name in VLLM_SECTIONS:  # an engine of its own takes a minute to start
-            self.log.phase(f"waiting for the sampler ({name}) to answer")
+        generation = config.generation
+        if generation.is_engine:  # it takes a minute to start
+            self.log.phase(f"waiting for the sampler ({generation.backend}) to answer")
 
         def weights() -> Iterator[dict[str, Tensor]]:
             if lora.has_adapter(policy.model):
@@ -343,13 +341,13 @@ class RunBuilder:
             dtype = _sampler_dtype(config, policy)
             return gather.iter_gathered_weights(engine, policy.model, dtype)
 
-        if name == "vllm_server" and (world.size > 1 or engine.sharded):
+        if generation.is_server and (world.size > 1 or engine.sharded):
             self.generator = Rank0Proxy(world, policy, weights, self._build_backend)
-        elif name == "transformers" and (engine.sharded or config.generation.overlap != "none"):
+        elif generation.samples_here and (engine.sharded or generation.overlap != "none"):
             # Its weights, or its adapter's, are replaced before it samples.
             copy = lora.load_trained_model(config.model, None, world.device, config.seed)
-            generator = self._build_backend(copy.eval().requires_grad_(False))
-            self.generator = ReplicaGenerator(generator, copy, weights)
+            inner = self._build_backend(copy.eval().requires_grad_(False))
+            self.generator = ReplicaGenerator(inner, copy, weights)
         else:
             if engine.sharded:
                 policy.gather_weights = weights
@@ -502,14 +500,14 @@ def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
     Raises ConfigError if the inference engine cannot apply that, or an adapter in a vision tower.
     """
     has_adapter = lora.has_adapter(policy.model)
-    if has_adapter and config.generation.backend in rules_lora.VLLM_BACKENDS:
+    if has_adapter and config.generation.is_engine:
         _check_adapted_tower(config, policy.model)
     parts = lora.adapted_parameters(policy.model) if has_adapter else []
     if not parts:
         return
     kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in parts}))
     linear = ",".join(lora.linear_targets(policy.model))
-    if config.generation.backend in rules_lora.VLLM_BACKENDS:
+    if config.generation.is_engine:
         why = f"adapted parameters that are not linear layers: {kinds}; vLLM does not take those"
         fix = f"model.lora.target_modules=[{linear}], or generation=transformers"
         what = f"this adapter cannot be sampled by {config.generation.backend}"
@@ -544,17 +542,16 @@ def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
         why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
     elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
         why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
-    if why and config.generation.backend == "transformers":
+    if why and config.generation.samples_here:
         what = f"{type(model).__name__} cannot be sampled by generation=transformers"
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
 
 
 def _sampler_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
     """The dtype that the sampler computes in: shards are cast to it before they are sent."""
-    section = VLLM_SECTIONS.get(config.generation.backend)
-    if section is None:
+    if not config.generation.is_engine:
         return policy.dtype
-    name = arguments.engine_dtype(config, getattr(config.generation, section))
+    name = arguments.engine_dtype(config, config.generation.own_keys)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

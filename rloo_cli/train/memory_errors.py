@@ -49,14 +49,14 @@ def describe_longest(settings: RunConfig, run: Run | None) -> str:
 
 def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
     """What to write to need less memory in a phase, what helps most first."""
-    backend = settings.generation.backend
+    generation = settings.generation
     colocated = "generation.colocate.gpu_memory_utilization lower"
     if phase.startswith(BUILDING):
         yield from _loading_keys(settings)
     elif phase in SAMPLING or phase == "evaluation":
         if phase == "evaluation":
             yield f"eval.batch_size lower than {settings.eval.batch_size}"
-        if backend == "transformers":
+        if generation.samples_here:
             yield "generation.transformers.batch_tokens=N, tokens decoded at once"
         yield f"generation.max_completion_length below {settings.generation.max_completion_length}"
     elif phase == "reward":
@@ -69,7 +69,7 @@ def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
         yield "train.micro_batch_tokens lower"
         if settings.model.gradient_checkpointing is not True and phase not in SAVING:
             yield "model.gradient_checkpointing=true"
-    if backend == "vllm_colocate":
+    if generation.shares_device:
         yield colocated
 
 
@@ -83,5 +83,5 @@ def _loading_keys(settings: RunConfig) -> Iterator[str]:
         yield "quantization=4bit"
     if settings.algorithm.needs_reference and not settings.model.ref_offload:
         yield "model.ref_offload=true"
-    if settings.generation.backend == "transformers":
+    if settings.generation.samples_here:
         yield "generation=vllm_server on another GPU"

@@ -79,7 +79,7 @@ def check_same_weights(
         f" version {', '.join(map(str, versions))}"
     )
     fix = "somebody else may have changed the server's weights"
-    if generation.backend == "transformers":
+    if generation.samples_here:
         cause = "this model's decoding with a cache differs from its forward pass"
         fix = f"there is no server: {cause}; generation=vllm_server, or another model"
     what = f"step {step + 1}: the sampler had other weights than the trainer"

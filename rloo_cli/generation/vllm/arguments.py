@@ -11,7 +11,7 @@ from typing import Any
 
 from rloo_cli.config import rules_model, synthetic
 from rloo_cli.config.agent import completion_token_limit
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS, max_prompt_tokens, model_context_length
+from rloo_cli.config.prompt_limit import max_prompt_tokens, model_context_length
 from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
@@ -122,7 +122,7 @@ def weight_transfer_backend(run: RunConfig, keys: EngineKeys) -> str:
         return lora_slot.ADAPTER_TRANSFER
     if keys.transfer != "auto":
         return keys.transfer
-    on_gpu = "nccl" if run.generation.backend == "vllm_server" else "ipc"
+    on_gpu = "nccl" if run.generation.is_server else "ipc"
     return on_gpu if visible_gpus() else "gloo"
 
 
@@ -201,21 +201,22 @@ def engine_problems(
     `engine_is_local`: an engine is started here, whatever base_url says. `local_ranks`: processes
     that train here.
     """
-    backend = run.generation.backend
-    if backend not in VLLM_SECTIONS:
+    generation = run.generation
+    if not generation.is_engine:
         return
-    keys = getattr(run.generation, VLLM_SECTIONS[backend])
-    if backend == "vllm_server" and os.environ.get(PICKLE_VARIABLE, "0") not in ("", "0"):
+    keys = generation.own_keys
+    if generation.is_server and os.environ.get(PICKLE_VARIABLE, "0") not in ("", "0"):
         why = "a server would run what whoever connects has pickled"
         yield Problem(f"{PICKLE_VARIABLE} is set", "environment", why, f"unset {PICKLE_VARIABLE}")
     if getattr(keys, "base_url", None) is not None and not engine_is_local:
         return  # the engine is another machine's business
     if sys.platform != "linux":
         why, fix = f"this is {sys.platform}; vLLM runs on Linux", "generation=transformers"
-        yield Problem(f"generation.backend = {backend!r}", "generation.backend", why, fix)
+        what = f"generation.backend = {generation.backend!r}"
+        yield Problem(what, "generation.backend", why, fix)
         return
     yield from _version_problems(run)
-    section = f"generation.{VLLM_SECTIONS[backend]}"
+    section = f"generation.{generation.section}"
     yield from versions.old_vllm_problems(
         installed_vllm_version(), section, keys, run.model.lm_head_fp32
     )
@@ -227,10 +228,10 @@ def engine_problems(
 
 def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[Problem]:
     """What was written for GPUs and has not run on one. `make gpu` has a row for each."""
-    section = f"generation.{VLLM_SECTIONS[run.generation.backend]}"
+    section = f"generation.{run.generation.section}"
     why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
     untested = ", or generation.allow_untested=true to be the first"
-    beside = run.generation.backend == "vllm_colocate"
+    beside = run.generation.shares_device
     if beside and local_ranks > 1:
         what = f"an engine beside each of {local_ranks} processes was never tried"
         fix = (
@@ -276,10 +277,9 @@ def mask_problems(run: RunConfig, engine_is_local: bool = False) -> Iterator[Pro
 
     `engine_is_local`: an engine is started here, whatever base_url says.
     """
-    backend = run.generation.backend
-    if backend not in VLLM_SECTIONS or not keeps_masks(run.generation):
+    if not run.generation.is_engine or not keeps_masks(run.generation):
         return
-    keys = getattr(run.generation, VLLM_SECTIONS[backend])
+    keys = run.generation.own_keys
     if getattr(keys, "base_url", None) is not None and not engine_is_local:
         return  # the engine is another machine's business
     version = installed_vllm_version()

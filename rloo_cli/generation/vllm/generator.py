@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 
 from rloo_cli.config import rules_model
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.rules_sampling import keeps_masks
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
@@ -417,7 +416,7 @@ def run_tolerance(run: RunConfig) -> Callable[..., float]:
     config: Any = run.generation
     if (fixed := config.logp_tolerance) is not None:
         return lambda *dtypes: float(fixed)
-    keys = getattr(config, VLLM_SECTIONS[config.backend])
+    keys = config.own_keys
     cache = keys.kv_cache_dtype not in (None, "auto", "bfloat16", "float16")
     coarse = bool(keys.quantization or cache or rules_model.expert_count_key(run))
     return partial(logprob_tolerance, on_gpu=bool(visible_gpus()), coarse=coarse)

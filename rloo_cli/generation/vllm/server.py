@@ -24,7 +24,6 @@ from typing import Any
 
 from rloo_cli.config import check
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import (
     VISIBLE_DEVICES_VARIABLE,
@@ -89,7 +88,7 @@ def _remove_server_files(folder: Path, scratch: str | None) -> None:
 
 
 def _run_server(folder: Path, by: str, run: RunConfig) -> None:
-    keys: ServerSection = getattr(run.generation, VLLM_SECTIONS["vllm_server"])
+    keys: ServerSection = run.generation.own_keys
     token = _server_token()
     server_socket = bind_server_socket(keys.host, keys.port)
     host, port = server_socket.getsockname()[:2]

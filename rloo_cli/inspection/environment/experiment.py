@@ -202,7 +202,7 @@ def check_asked_ports(lines: CheckLines, run: RunConfig) -> None:
     keys: Any = run.generation
     folder = Path(run.root, str(run.name))
     server = server_file.running_server(folder)
-    if keys.backend == "vllm_server" and keys.server.base_url is None and server is None:
+    if keys.is_server and keys.server.base_url is None and server is None:
         asked.append(("generation.server.port", keys.server.host, keys.server.port))
     where = rules.parse_address(run.distributed.rdzv or "")
     if where is not None and where[0] in (*LOOPBACK_HOSTS, platform.node()):
@@ -225,7 +225,7 @@ def check_asked_ports(lines: CheckLines, run: RunConfig) -> None:
 def check_rollout_servers(lines: CheckLines, run: RunConfig) -> None:
     """The servers that sample for this run: those of base_url, or that of its server.json."""
     keys = cast(ServerSection, getattr(run.generation, "server", None))
-    if run.generation.backend != "vllm_server":
+    if not run.generation.is_server:
         return
     if keys.base_url is not None:
         urls = [keys.base_url] if isinstance(keys.base_url, str) else keys.base_url

@@ -175,7 +175,7 @@ def check_compilers(lines: CheckLines, run: RunConfig) -> None:
         name
         for name, wanted in (
             ("DeepSpeed", run.distributed.engine.startswith("zero")),
-            ("vLLM", run.generation.backend.startswith("vllm")),
+            ("vLLM", run.generation.is_engine),
             ("train.compile", run.train.compile),
         )
         if wanted

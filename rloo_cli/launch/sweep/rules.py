@@ -104,30 +104,30 @@ def vllm_trial_problems(run: RunConfig, has_gpu: bool) -> Iterator[Problem]:
     `has_gpu`: members share GPUs. In the CPU's memory engines wait beside each other.
     """
     keys: Any = run.generation
-    server, own = "vllm_server", "each member has an engine of its own"
-    if keys.backend == server and keys.server.base_url is not None:
+    own = "each member has an engine of its own"
+    if keys.is_server and keys.server.base_url is not None:
         key, why = "generation.server.base_url", f"{own}; a server has the weights of one trainer"
         what = f"{key} = {keys.server.base_url} is not for a sweep"
         yield Problem(what, key, why, f"{key}=null, or generation=transformers")
-    elif keys.backend == server and keys.server.num_nodes:
+    elif keys.is_server and keys.server.num_nodes:
         key, why = "generation.server.num_nodes", f"{own}, on this machine"
         what = f"{key} = {keys.server.num_nodes} is not for a sweep"
         yield Problem(what, key, why, f"{key}=0, or rloo train --multirun ...")
-    elif keys.backend == server and has_gpu:
+    elif keys.is_server and has_gpu:
         key, why = "generation.backend", "its server would hold a GPU while other members train"
         fix = "generation=vllm_colocate generation.colocate.sleep=weights, generation=transformers"
-        yield Problem(f"{key} = {server} is not for a sweep on GPUs", key, why, f"{fix}, or"
+        yield Problem(f"{key} = {keys.backend} is not for a sweep on GPUs", key, why, f"{fix}, or"
                       " rloo train --multirun ...")  # fmt: skip
-    elif keys.backend == "vllm_colocate" and has_gpu and keys.colocate.sleep != "weights":
+    elif keys.shares_device and has_gpu and keys.colocate.sleep != "weights":
         key = "generation.colocate.sleep"
         why = "the engine would hold weights or keys and values on the GPU while others train"
         what = f"{key} = {keys.colocate.sleep} is not for a sweep on GPUs"
         yield Problem(what, key, why, f"{key}=weights, or generation=transformers")
-    elif keys.backend == "vllm_colocate" and has_gpu and not keys.allow_untested:
+    elif keys.shares_device and has_gpu and not keys.allow_untested:
         key = "generation.backend"
         why = "engines that take turns on one GPU were not yet tried on one"
         fix = "generation.allow_untested=true, or generation=transformers"
-        yield Problem(f"{key} = vllm_colocate in a sweep on GPUs", key, why, fix)
+        yield Problem(f"{key} = {keys.backend} in a sweep on GPUs", key, why, fix)
 
 
 def max_open_trials(devices: int, memory: float, with_engines: bool = False) -> int:

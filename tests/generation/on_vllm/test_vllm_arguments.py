@@ -45,7 +45,7 @@ def run_of(*words: str) -> RunConfig:
 
 
 def keys_of(run: RunConfig) -> Any:
-    return getattr(run.generation, arguments.VLLM_SECTIONS[run.generation.backend])
+    return run.generation.own_keys
 
 
 def engine(*words: str, seed: int = 0) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_every_argument_of_an_engine_is_known_to_it(
     words = ["+recipe=smoke", f"generation={backend}", "model.path=make:tiny", "+model/lora=lora"]
     words = words[:-1]
     run = check.check_config(compose_config(words))
-    keys = getattr(run.generation, arguments.VLLM_SECTIONS[backend])
+    keys = run.generation.own_keys
     given = arguments.build_engine_arguments(run, keys, 0)
     assert given["worker_extension_cls"] == versions.WORKER_CALLS
     known = set(recorded("vllm.engine.arg_utils:EngineArgs") or [])
