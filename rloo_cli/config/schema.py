@@ -357,6 +357,31 @@ class AlgorithmConfig(Frozen):
         return False
 
     @property
+    def compares_siblings(self) -> bool:
+        """Whether a group of equal scores has advantages of 0, but for a KL in the rewards."""
+        return True
+
+    @property
+    def scales_by_batch(self) -> bool:
+        """Whether advantages are divided by the standard deviation of the whole batch."""
+        return False
+
+    @property
+    def kl_weight(self) -> float:
+        """The factor of the KL to the reference; 0 = no KL is in the objective."""
+        return 0.0
+
+    @property
+    def trains_kl_of_unscored(self) -> bool:
+        """Whether the loss has the KL of completions without an advantage, too."""
+        return False
+
+    @property
+    def turn_reward_kind(self) -> str:
+        """What the rewards of an episode's turns become: `turn_rewards` of Switches."""
+        return "sum"
+
+    @property
     def teacher_jsd_beta(self) -> float | None:
         """The teacher's share in a divergence over the whole vocabulary; None = not measured."""
         return None

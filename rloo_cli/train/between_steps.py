@@ -77,13 +77,11 @@ def _save_for_clone(run: Run) -> str | None:
 def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     """Log a finished step: its metrics, and the number of values under each mean."""
     state, settings = run.state, run.config.algorithm
-    by_batch = getattr(settings, "advantage_scale", None) == "batch"
-    # Not every algorithm has every key.
-    beta = 0.0 if getattr(settings, "kl_in", None) == "none" else getattr(settings, "beta", None)
-    every_kl = getattr(settings, "trains_kl_of_unscored", False)
-    by_group = getattr(settings, "compares_siblings", True)
-    metrics: JsonObject = step_metrics.rollout_metrics(batch, by_batch, by_group)
-    metrics |= step_metrics.advantage_metrics(batch, beta or 0.0, every_kl)
+    every_kl = settings.trains_kl_of_unscored
+    metrics: JsonObject = step_metrics.rollout_metrics(
+        batch, settings.scales_by_batch, settings.compares_siblings
+    )
+    metrics |= step_metrics.advantage_metrics(batch, settings.kl_weight, every_kl)
     metrics |= updates.to_metrics() | step_metrics.sampler_metrics(batch)
     metrics |= run.clock.lap()
     metrics |= run.source.step_metrics(metrics["step_time"], metrics.get("time/exposed", 0.0))

@@ -85,7 +85,7 @@ def wrap_generator(
     length = run.generation.max_completion_length
     headroom = prompt_headroom(run, context_length)
     context = None if headroom is None else headroom + length
-    turn_rewards = getattr(run.algorithm, "turn_rewards", "sum")  # an algorithm of the user's own
+    turn_rewards = run.algorithm.turn_reward_kind
     images = _tool_images(run, renderer, schemas)
     rules = EpisodeRules(config, tools, renderer, parser, length, context, turn_rewards, images)
     return EpisodeGenerator(inner, rules)

@@ -33,6 +33,21 @@ class Switches(
         return self.baseline in ("loo", "group_mean") and self.turn_rewards != "credit"
 
     @property
+    def scales_by_batch(self) -> bool:
+        """Whether advantages are divided by the standard deviation of the whole batch."""
+        return self.advantage_scale == "batch"
+
+    @property
+    def kl_weight(self) -> float:
+        """The factor of the KL to the reference; 0 = no KL is in the objective."""
+        return 0.0 if self.kl_in == "none" else self.beta
+
+    @property
+    def turn_reward_kind(self) -> str:
+        """What the rewards of an episode's turns become."""
+        return self.turn_rewards
+
+    @property
     def trains_kl_of_unscored(self) -> bool:
         """Whether the loss has the KL of completions without an advantage, too."""
         return self.kl_in == "loss" and self.beta > 0
