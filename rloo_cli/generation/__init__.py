@@ -174,7 +174,10 @@ class CarryingGenerator(Generator, Protocol):
     """A generator that can be interrupted, and goes on with other weights from what it has."""
 
     stop_rule: "StopRule"
-    version: int  # of the weights that it samples with
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it samples with."""
 
     def make_ready(self, groups: "list[Group]") -> None:
         """Connect, and check that the sampler has the weights; called by the trainer's thread."""
