@@ -265,6 +265,14 @@ class Batch:
     left_out: list[int] = field(default_factory=list)  # offsets that resampling replaced, then
 
     @property
+    def group_columns(self) -> dict[str, Tensor | None]:
+        """The tensors with a row for each group, which sampling and scoring make."""
+        return {
+            "score": self.score, "shaped": self.shaped, "scorable": self.scorable,
+            "masked": self.masked, "greedy": self.greedy, "plain": self.plain,
+        }  # fmt: skip
+
+    @property
     def plain_values(self) -> JsonObject:
         """What is neither a tensor nor of a rollout, for those that write a batch down."""
         carried = CARRIED_VALUES if self.pending is not None else ()

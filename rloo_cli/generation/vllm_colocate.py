@@ -7,8 +7,8 @@ GPU the weights are sent by CUDA IPC, which copies nothing twice; without a GPU 
 from collections.abc import Iterator
 from typing import Literal, cast
 
-from rloo_cli.config.schema import GenerationConfig, RunConfig, key
-from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
+from rloo_cli.config.schema import RunConfig, key
+from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys, engine_key_problems
 from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
 from rloo_cli.utils.errors import Problem
 
@@ -30,14 +30,15 @@ class ColocateSection(EngineKeys):
     request_timeout_s: float = key("Seconds without a token from the engine", gt=0, le=1e6)
     max_restarts: int = key("Most restarts of the engine in a run", ge=0)
 
+    @property
+    def freed_between_steps(self) -> str:
+        return self.sleep
 
-class Config(GenerationConfig):
-    section, is_engine, shares_device = "colocate", True, True
+
+class Config(EngineConfig):
+    section, shares_device = "colocate", True
 
     backend: Literal["vllm_colocate"] = key("Sampler: vLLM on the trainer's device")
-    allow_untested: bool = key(
-        "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"
-    )
     colocate: ColocateSection
 
 

@@ -9,8 +9,8 @@ through HTTP, and no request is answered without the server's token.
 from collections.abc import Iterator
 from typing import Literal, cast
 
-from rloo_cli.config.schema import GenerationConfig, Positive, RunConfig, Text, key
-from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
+from rloo_cli.config.schema import Positive, RunConfig, Text, key
+from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys, engine_key_problems
 from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
 from rloo_cli.utils.errors import Problem
 
@@ -48,14 +48,23 @@ class ServerSection(EngineKeys):
     retries: int = key("Times a batch is started again after a server was lost", ge=0)
     max_restarts: int = key("Most restarts of the run's own server", ge=0)
 
+    @property
+    def is_external(self) -> bool:
+        return self.base_url is not None
 
-class Config(GenerationConfig):
-    section, is_engine, is_server = "server", True, True
+    @property
+    def is_local(self) -> bool:
+        return self.host in LOOPBACK_HOSTS
+
+    @property
+    def num_api_processes(self) -> int:
+        return self.api_server_count or 1
+
+
+class Config(EngineConfig):
+    section, is_server = "server", True
 
     backend: Literal["vllm_server"] = key("Sampler: vLLM servers")
-    allow_untested: bool = key(
-        "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"
-    )
     server: ServerSection
 
 

@@ -46,9 +46,9 @@ def _is_due(step: int, every: int) -> bool:
 
 def _wait_for_time_slice(run: Run) -> None:
     """Wait for this trial's time slice; the wait does not count in the run's own time."""
-    judge = getattr(run.judge, "reward", None)
-    codes = [getattr(reward, "code", None) for reward in (*run.rewards, judge)]
-    scorers = [getattr(code, "model", None) for code in codes if code is not None]
+    judge = None if run.judge is None else run.judge.reward
+    codes = [reward.code for reward in (*run.rewards, judge) if reward is not None]
+    scorers = [getattr(code, "model", None) for code in codes]  # a reward's code may be a user's
     models = [p.model for p in (run.policy, run.reference, run.value_model) if p is not None]
     models += [s.model for s in scorers if isinstance(s, RewardModelScorer)]
     moved: list[tuple[Tensor, torch.device]] = []

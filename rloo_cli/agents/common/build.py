@@ -68,12 +68,12 @@ def wrap_generator(
     if config is None:
         return inner
     module = registry.registered_module("agents", config.kind)
-    if hasattr(module, "build_generator"):  # an agent that drives its episodes itself
+    if not isinstance(config, AgentConfig):  # an agent that drives its episodes itself
         driven: Generator = module.build_generator(
             inner, run, tokenizer, stop_ids, context_length, note
         )
         return driven
-    assert isinstance(config, AgentConfig) and tools is not None
+    assert tools is not None
     renderer = build_renderer(run, tokenizer, stop_ids)
     renderer.vision = vision
     for environment in tools.environments.values():

@@ -6,10 +6,10 @@ same ids between two turns as the difference does; else they are refused before 
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rloo_cli.agents.common.turn_rendering import PROBE, TurnRenderer, tool_message
-from rloo_cli.config.agent import RENDERERS, RENDERERS_PREFIX
+from rloo_cli.config.agent import RENDERERS, RENDERERS_PREFIX, EpisodeConfig
 from rloo_cli.config.old_names import list_nearest_first, nearest_names
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
@@ -96,7 +96,7 @@ def build_renderer(
     run: RunConfig, tokenizer: "PreTrainedTokenizerBase", stop_ids: set[int]
 ) -> TurnRenderer:
     """The renderer that `agent.renderer` names. Raises ConfigError where it does not fit."""
-    asked = str(getattr(run.agent, "renderer", "difference"))
+    asked = cast(EpisodeConfig, run.agent).renderer
     template_kwargs = run.generation.chat_template_kwargs
     if not asked.startswith(RENDERERS):
         return TurnRenderer(tokenizer, template_kwargs, stop_ids)

@@ -32,7 +32,6 @@ from rloo_cli.utils.rng import sampling_seed
 from rloo_cli.utils.timers import StepTimer
 
 # Tensors of a batch whose first dimension is P.
-GROUP_COLUMNS = ("score", "shaped", "scorable", "masked", "greedy", "plain")
 
 
 @dataclass
@@ -309,8 +308,7 @@ def _add_sampled_facts(batch: Batch, drawn: list[Batch]) -> None:
 
 def _select_groups(batch: Batch, group_indices: list[int]) -> Batch:
     columns: JsonObject = {"raw": batch.raw[:, group_indices]}
-    for name in GROUP_COLUMNS:
-        column = getattr(batch, name)
+    for name, column in batch.group_columns.items():
         columns[name] = None if column is None else column[group_indices]
     k = batch.score.shape[1]
     indices = [i * k + j for i in group_indices for j in range(k)]
@@ -322,8 +320,8 @@ def _concatenate_batches(batches: list[Batch], num_sampled: int) -> Batch:
     if len(batches) == 1:
         return batches[0]
     columns: JsonObject = {"raw": torch.cat([p.raw for p in batches], dim=1)}
-    for name in GROUP_COLUMNS:
-        parts = [part for p in batches if (part := getattr(p, name)) is not None]
+    for name in batches[0].group_columns:
+        parts = [part for p in batches if (part := p.group_columns[name]) is not None]
         columns[name] = torch.cat(parts) if parts else None
     metrics: dict[str, float] = {}
     for name in {n for p in batches for n in p.facts}:  # times are summed, others averaged

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rloo_cli.config import rules_model, synthetic
 from rloo_cli.config.agent import completion_token_limit
@@ -17,7 +17,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
 from rloo_cli.generation.vllm import lora_slot, model_runner, versions
-from rloo_cli.generation.vllm.config import EngineKeys
+from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys
 from rloo_cli.generation.vllm.versions import (
     MIN_UNTESTED_VERSION,
     MIN_VLLM_VERSION,
@@ -25,17 +25,16 @@ from rloo_cli.generation.vllm.versions import (
 from rloo_cli.generation.vllm.versions import (
     installed_vllm_version as installed_vllm_version,
 )
-from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
 PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
-SAME_NAME_KEYS = (
+SAME_NAME_KEYS = {
     "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",
     "enable_prefix_caching", "quantization", "model_impl",
-)  # fmt: skip
+}  # fmt: skip
 
 # vLLM's own defaults on its smallest GPUs, and the most rows that it decodes at once on a large one
 DEFAULT_DECODED_ROWS, MAX_DECODED_ROWS = 256, 1024
@@ -66,7 +65,7 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         "generation_config": "vllm",  # a model's own sampling settings would be silent
         "weight_transfer_config": {"backend": f"rloo_{weight_transfer_backend(run, keys)}"},
         "disable_log_stats": True,
-        **{name: getattr(keys, name) for name in SAME_NAME_KEYS},
+        **keys.model_dump(include=SAME_NAME_KEYS),
         **(decode_row_arguments(run, keys) if on_gpu else {}),
         **lora_slot.lora_engine_arguments(run),
         **versions.old_engine_arguments(installed_vllm_version()),
@@ -175,10 +174,7 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
     values |= model_runner.runner_environment(
         run, keys, installed_vllm_version(), bool(visible_gpus())
     )
-    if (
-        getattr(keys, "host", LOOPBACK_HOSTS[0]) in LOOPBACK_HOSTS
-        and Path("/sys/class/net/lo").exists()
-    ):
+    if keys.is_local and Path("/sys/class/net/lo").exists():
         # Its processes meet on this machine; else vLLM takes the address that others reach.
         values |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
         values |= {"GLOO_SOCKET_IFNAME": "lo"}
@@ -208,7 +204,7 @@ def engine_problems(
     if generation.is_server and os.environ.get(PICKLE_VARIABLE, "0") not in ("", "0"):
         why = "a server would run what whoever connects has pickled"
         yield Problem(f"{PICKLE_VARIABLE} is set", "environment", why, f"unset {PICKLE_VARIABLE}")
-    if getattr(keys, "base_url", None) is not None and not engine_is_local:
+    if keys.is_external and not engine_is_local:
         return  # the engine is another machine's business
     if sys.platform != "linux":
         why, fix = f"this is {sys.platform}; vLLM runs on Linux", "generation=transformers"
@@ -222,7 +218,7 @@ def engine_problems(
     )
     yield from _missing_gpu_problems(section, keys)
     yield from mask_problems(run, engine_is_local=True)
-    if visible_gpus() and not getattr(run.generation, "allow_untested", False):
+    if visible_gpus() and not cast(EngineConfig, generation).allow_untested:
         yield from _untested_problems(run, keys, local_ranks)
 
 
@@ -267,7 +263,7 @@ def _version_problems(run: RunConfig) -> Iterator[Problem]:
     why = f"vLLM {found} is here; rloo was tried with 0.32"
     if numbers < MIN_UNTESTED_VERSION:
         yield Problem(f"vLLM {found} is too old", where, f"{why}, and needs 0.22", install)
-    elif not getattr(run.generation, "allow_untested", False):
+    elif not cast(EngineConfig, run.generation).allow_untested:
         fix = f"{install}, or generation.allow_untested=true"
         yield Problem(f"vLLM {found} is untested", where, why, fix)
 
@@ -280,7 +276,7 @@ def mask_problems(run: RunConfig, engine_is_local: bool = False) -> Iterator[Pro
     if not run.generation.is_engine or not keeps_masks(run.generation):
         return
     keys = run.generation.own_keys
-    if getattr(keys, "base_url", None) is not None and not engine_is_local:
+    if keys.is_external and not engine_is_local:
         return  # the engine is another machine's business
     version = installed_vllm_version()
     what, fix = f"{MASK_KEY} = true needs vLLM's model runner V2", f"{MASK_KEY}=false"
@@ -295,9 +291,9 @@ def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:
     if visible_gpus():
         return
     why = "this machine shows no GPU"
-    if getattr(keys, "sleep", "none") != "none":
+    if keys.freed_between_steps != "none":
         key = f"{section}.sleep"
-        yield Problem(f"{key} = {keys.sleep} needs a GPU", key, why, f"{key}=none")
+        yield Problem(f"{key} = {keys.freed_between_steps} needs a GPU", key, why, f"{key}=none")
     if keys.batch_invariant:
         key = f"{section}.batch_invariant"
         yield Problem(f"{key} = true needs a GPU", key, why, f"{key}=false")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.schema import Frozen, Positive, Text, key
+from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, Text, key
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -69,6 +69,36 @@ class EngineKeys(Frozen):
         "How weights travel; auto = nccl (server) or ipc (colocated) on GPUs, gloo without"
     )
     extra: JsonObject = key("Any further argument of vLLM's engine, by its own name")
+
+    @property
+    def is_external(self) -> bool:
+        """Whether somebody else runs the engine, and the config has its address."""
+        return False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all who talk to the engine are on its machine."""
+        return True
+
+    @property
+    def freed_between_steps(self) -> str:
+        """What the engine frees while the trainer trains: none, kv or weights."""
+        return "none"
+
+    @property
+    def num_api_processes(self) -> int:
+        """Processes that take requests, where the config says how many."""
+        return 1
+
+
+class EngineConfig(GenerationConfig):
+    """Keys of both backends that have a vLLM engine."""
+
+    is_engine = True
+
+    allow_untested: bool = key(
+        "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"
+    )
 
 
 @functools.cache

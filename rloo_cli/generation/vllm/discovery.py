@@ -86,16 +86,18 @@ class ServerFinder:
                 return server
             return None
 
-        key, limit = "ready_timeout_s", self._run_server_timeout_s()
+        key, asked = "ready_timeout_s", self.keys.ready_timeout_s
+        limit = self._run_server_timeout_s()
         if reconnecting and external:
-            key, limit = "reconnect_timeout_s", self.keys.reconnect_timeout_s
+            key, asked = "reconnect_timeout_s", self.keys.reconnect_timeout_s
+            limit = asked
         try:
             return poll_until_ready(
                 limit, f"a server in {server_file.server_file_path(self.folder, number)}", found
             )
         except EngineLost as lost:  # the whole patience is used up: no second wait
             what, where = "no rollout server answers", f"generation.server.{key}"
-            longer = f"{where}={2 * getattr(self.keys, key):g}"
+            longer = f"{where}={2 * asked:g}"
             fix = f"see that it runs (its log is in logs/server), or {longer}"
             raise GenerationError(Problem(what, where, str(lost), fix)) from None
 

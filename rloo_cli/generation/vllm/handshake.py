@@ -145,9 +145,9 @@ class ExpectedServer:
 
     def _differences(self, server_info: JsonObject, url: str) -> Iterator[Problem]:
         same = SAME_CONFIG
-        for name in ("model", "dtype", "tokenizer"):
-            ours, theirs = getattr(self, name), server_info.get(name, getattr(self, name))
-            if ours != theirs:
+        mine = {"model": self.model, "dtype": self.dtype, "tokenizer": self.tokenizer}
+        for name, ours in mine.items():
+            if ours != (theirs := server_info.get(name, ours)):
                 what = f"the server at {url} has another {name}"
                 yield Problem(what, "generation.server", f"expected {ours}, found {theirs}", same)
         ours, theirs = self.transfer, server_info.get("transfer", self.transfer)

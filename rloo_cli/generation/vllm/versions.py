@@ -108,14 +108,13 @@ def old_vllm_problems(
     has `keys`, e.g. generation.server."""
     if not is_old_vllm(version):
         return
-    if getattr(keys, "sleep", "none") == "kv":
+    if keys.freed_between_steps == "kv":
         key = f"{section}.sleep"
         why = f"vLLM {version} cannot free the KV cache alone (release_kv_cache_memory)"
         yield Problem(f"{key} = kv needs vLLM 0.32", key, why, f"{key}=weights, or {key}=none")
-    if (getattr(keys, "api_server_count", None) or 1) > 1:
+    if (count := keys.num_api_processes) > 1:
         key = f"{section}.api_server_count"
         why = f"vLLM {version} keeps pauses and labels of weights in the API process that was asked"
-        count = getattr(keys, "api_server_count", None)
         yield Problem(f"{key} = {count} needs vLLM 0.32", key, why, f"{key}=null")
     if lm_head_fp32:
         key = "model.lm_head_fp32"

@@ -84,8 +84,7 @@ class WeightSync:
     def set_policy(self, policy: Policy, version: int) -> None:
         """The engine should have these weights from now on. Sends nothing."""
         self.policy, self.version = policy, version
-        policy_dtype = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
-        self.tolerance = self.tolerance_of_dtypes(str(self.dtype), str(policy_dtype))
+        self.tolerance = self.tolerance_of_dtypes(str(self.dtype), str(policy.dtype))
         self.metrics["vllm/weight_version"] = float(version)
 
     def ensure_synced(self) -> None:
@@ -119,7 +118,7 @@ class WeightSync:
         return self.source
 
     def _make_weight_source(self, model: nn.Module) -> WeightSource:
-        is_sharded = getattr(self.policy, "gather_weights", None) is not None
+        is_sharded = self.policy.gather_weights is not None
 
         def gather_weights() -> Iterator[dict[str, Tensor]]:
             # The policy may be another one by the time the weights are gathered.

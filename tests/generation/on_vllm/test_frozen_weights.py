@@ -47,7 +47,7 @@ def test_what_is_frozen_is_sent_again_to_an_engine_that_lost_it_alone(parts: lis
     freeze_parts(model, parts)
     engine = Engine()
     sync = WeightSync(engine, torch.float32, "run", print)  # type: ignore[arg-type]
-    policy: Any = SimpleNamespace(model=model, dtype=torch.float32)
+    policy: Any = SimpleNamespace(model=model, dtype=torch.float32, gather_weights=None)
 
     def update(version: int) -> None:
         sync.set_policy(policy, version)
