@@ -14,8 +14,8 @@ seconds of sampling are fitted to its steps as `a * longest + b * tokens`.
 adds two numbers, 30 steps. Runs lie in runs/overlap; each that ends is a row of bench/overlap.jsonl
 and is not done again.
 
-`lengths`: the mean completion length of each of the first ten steps, with a learning rate of 0, so
-that a step's lengths depend only on which groups it takes. The policy samples for itself.
+`lengths`: the mean completion length of 2,000 prompts, with a learning rate of 0, so that a step's
+lengths depend only on which groups it takes. The policy samples for itself.
 """
 
 import argparse
@@ -65,7 +65,7 @@ CURVES: dict[str, tuple[str, ...]] = {
 SEEDS = {"none": 5, "ahead": 5, "carry": 5}  # the others: 2
 REAL = ("none", "ahead", "carry")
 LENGTH_MODES = ("none", "carry", "carry, max_lag 4")
-LENGTH_STEPS = 10
+LENGTH_STEPS, LENGTH_PROMPTS = 125, 16
 
 
 def make_model(folder: Path) -> None:
@@ -171,7 +171,8 @@ def lengths(modes: Sequence[str]) -> None:
             name = mode.replace(", ", "-").replace(" ", "")
             words = words_of(
                 model, *CURVES[mode], f"root={place}", f"name={name}",
-                "generation=transformers", "train.learning_rate=0", "train.prompts_per_step=16",
+                "generation=transformers", "train.learning_rate=0",
+                f"train.prompts_per_step={LENGTH_PROMPTS}",
                 f"generation.stop_token_ids=[{stops}]", "generation.max_completion_length=256",
                 f"max_steps={LENGTH_STEPS}", "logging.rollouts_every=0",
             )  # fmt: skip
@@ -179,20 +180,28 @@ def lengths(modes: Sequence[str]) -> None:
                 [w for w in words if w != "generation=vllm_server"], os.sched_getaffinity(0)
             )
             means = [step["completions/mean_length"] for step in steps_of(folder)]
-            results.append(
-                [{"stage": "lengths", "mode": mode, "commit": commit(), "means": means}], ROWS
-            )
+            last = json.loads((folder / "ledger.jsonl").read_text().splitlines()[-1])
+            row = {"stage": "lengths", "mode": mode, "commit": commit(), "means": means,
+                   "in_flight": len(last.get("pending", []))}  # fmt: skip
+            results.append([row], ROWS)
 
 
 def print_lengths() -> None:
-    """The table of the stage `lengths`: the last run of each mode at each commit."""
-    rows = {(row["commit"], row["mode"]): row["means"] for row in rows_of("lengths")}
+    """The table of the stage `lengths`: the last run of each mode at each commit.
+
+    The standard error of a mean is that of its steps' means, which have equally many completions.
+    """
+    rows = {(row["commit"], row["mode"]): row for row in rows_of("lengths") if "in_flight" in row}
     if rows:
-        print("\n| commit | overlap | mean length of steps 1 to 10 | deviation |")
-        print("|---|---|---|---|")
-    for (measured, mode), means in rows.items():
-        shown = ", ".join(f"{mean:.0f}" for mean in means)
-        print(f"| {measured} | {mode} | {shown} | {statistics.stdev(means):.1f} |")
+        print("\n| commit | overlap | prompts | mean length | of the first ten steps "
+              "| groups in flight at the end |\n|---|---|---|---|---|---|")  # fmt: skip
+    for (measured, mode), row in rows.items():
+        means = row["means"]
+        error = statistics.stdev(means) / math.sqrt(len(means))
+        first = ", ".join(f"{mean:.0f}" for mean in means[:10])
+        print(f"| {measured} | {mode} | {LENGTH_PROMPTS * len(means)} "
+              f"| {statistics.mean(means):.2f} +- {error:.2f} | {first} "
+              f"| {row['in_flight']} |")  # fmt: skip
 
 
 def speed_row(mode: str, number: int, folder: Path) -> Row:
