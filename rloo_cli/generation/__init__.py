@@ -90,7 +90,7 @@ class Generator(Protocol):
         """Inside, an engine that frees its memory after each call keeps it."""
 
     def without_recovery(self) -> AbstractContextManager[None]:
-        """Inside, a lost engine ends `generate`: GenerationError's cause is then EngineLost."""
+        """Inside, a lost engine ends the sampling: GenerationError's cause is then EngineLost."""
 
     def forbid_recovery(self) -> None:
         """Never start a lost engine again."""
@@ -118,8 +118,9 @@ class GeneratorBase:
     def carrying(self) -> "CarryingGenerator":
         """Raise GenerationError: it begins each completion anew."""
         what = f"{type(self).__name__} cannot go on with other weights"
+        why = "overlap=carry interrupts completions, and this generator begins each of them anew"
         fix = "generation.overlap=ahead, or none"
-        raise GenerationError(Problem(what, "generation.overlap", fix=fix))
+        raise GenerationError(Problem(what, "generation.overlap", why, fix))
 
 
 class GeneratorWrapper(GeneratorBase):

@@ -59,7 +59,7 @@ from rloo_cli.generation.common.carry import CARRY_NOTE, CarrySampler
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.stop_rule import stop_ids
-from rloo_cli.generation.hf.replica import ReplicaGenerator
+from rloo_cli.generation.hf.generator import ReplicaGenerator
 from rloo_cli.generation.vllm import arguments
 from rloo_cli.generation.vllm.teacher import TeacherServer
 from rloo_cli.policy import layouts, load, lora, memory, reference, reward_load, value

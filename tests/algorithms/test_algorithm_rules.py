@@ -16,7 +16,7 @@ from rloo_cli.algorithms import rloo as rloo_algorithm
 from rloo_cli.algorithms.common import policy_loss, rules
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
-from rloo_cli.config.registry import registry_names
+from rloo_cli.config.registry import registered_module, registry_names
 from rloo_cli.utils.errors import ConfigError
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
@@ -41,7 +41,9 @@ def a_run(
     )
     return SimpleNamespace(
         algorithm=rloo.Config(**values),
-        generation=SimpleNamespace(**generation),
+        generation=registered_module("generation", generation["backend"]).Config.model_construct(
+            **generation
+        ),
         train=SimpleNamespace(prompts_per_step=prompts, old_logp="auto"),
         model=SimpleNamespace(disable_dropout=dropout),
         rewards={name: SimpleNamespace(weight=weight) for name, weight in (rewards or {}).items()},

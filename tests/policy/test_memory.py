@@ -9,6 +9,7 @@ from loop_cases import alone
 from plan_cases import checked
 from policy_cases import fresh
 
+from rloo_cli.config.registry import registered_module
 from rloo_cli.data import packing
 from rloo_cli.data.bin_packing import forward_tokens
 from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
@@ -27,7 +28,9 @@ def policy(name="qwen3", **changes):
     return found
 
 
-def config(checkpointing="auto", tokens=None, size=None, no_grad=None, backend="transformers"):
+def config(
+    checkpointing="auto", tokens=None, size=None, no_grad=None, backend="transformers", **keys
+):
     return SimpleNamespace(
         model=SimpleNamespace(gradient_checkpointing=checkpointing),
         train=SimpleNamespace(
@@ -36,7 +39,9 @@ def config(checkpointing="auto", tokens=None, size=None, no_grad=None, backend="
             no_grad_batch_size=no_grad,
             keep_logits_gb=2.0,
         ),
-        generation=SimpleNamespace(backend=backend, overlap="none"),
+        generation=registered_module("generation", backend).Config.model_construct(
+            overlap="none", **keys
+        ),
     )
 
 
@@ -151,9 +156,9 @@ def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkey
     count = sum(p.numel() for p in model.parameters())
     there = SimpleNamespace(model=model, device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 1e8)
-    one = config(backend="vllm_colocate")
     for sleep, share in (("none", 0.7), ("kv", 0.7), ("weights", 1.0)):
-        one.generation.colocate = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
+        engine = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
+        one = config(backend="vllm_colocate", colocate=engine)
         assert memory._free_bytes(there, one, True) == pytest.approx(
             0.98 * share * 1e8 - 20 * count
         )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from plan_cases import case
 
+from rloo_cli.config.registry import registered_module
 from rloo_cli.planning import peak_memory, static_memory
 from rloo_cli.policy import token_budget
 from rloo_cli.policy.token_budget import ActivationMemory, choose_token_budget
@@ -83,7 +84,7 @@ def test_a_budget_is_a_multiple_of_256_that_cuts_no_group_in_vain(
 ])  # fmt: skip
 def test_an_engine_on_the_same_gpu_has_its_share(backend: str, sleep: str, share: float) -> None:
     engine = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
-    generation: Any = SimpleNamespace(backend=backend, colocate=engine)
+    generation = registered_module("generation", backend).Config.model_construct(colocate=engine)
     assert token_budget.gpu_bytes_left(1e9, generation) == pytest.approx(0.98 * share * 1e9)
 
 

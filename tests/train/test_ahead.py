@@ -153,7 +153,7 @@ def moody(completion_ids: Any, **_: Any) -> list[float]:
 @contextmanager
 def stopped_at(module: Any, name: str, step: int) -> Iterator[None]:
     """A stop where this function is called with so many steps done; the thread draws at once."""
-    inner, start = getattr(module, name), AheadSampler.start
+    inner, start = getattr(module, name), AheadSampler.begin_next
 
     def stop(run: Any, *arguments: Any) -> Any:
         if run.state.step == step:
@@ -167,7 +167,7 @@ def stopped_at(module: Any, name: str, step: int) -> Iterator[None]:
 
     with (
         mock.patch.object(module, name, stop),
-        mock.patch.object(AheadSampler, "start", draw_at_once),
+        mock.patch.object(AheadSampler, "begin_next", draw_at_once),
     ):
         yield
 

@@ -31,7 +31,8 @@ class AheadSampler(AsyncSampler):
     has_one_lag = True
 
     def __init__(self, rollouts: Rollouts):
-        super().__init__(rollouts, max_lag=1)
+        super().__init__(rollouts.clock, max_lag=1)
+        self.rollouts = rollouts
         self.in_thread = replace(rollouts, clock=StepTimer())
         self.batch: Batch | None = None  # drawn, and not trained on yet
         self.hidden_s = 0.0  # seconds beside the training since `step_metrics`

@@ -5,7 +5,6 @@ beside the updates before it. The training loop knows a source by these methods 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,9 +14,7 @@ from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import RandomStates
-
-if TYPE_CHECKING:
-    from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.utils.timers import StepTimer
 
 
 @dataclass
@@ -90,11 +87,11 @@ class AsyncSampler(BatchSource):
     """A source that samples on a thread of its own beside the updates, up to `max_lag` of them.
 
     Nothing runs between `pause` and the next batch: evaluation, checkpoints and a stop find all
-    that was sampled at rest. `rollouts`: the run's own.
+    that was sampled at rest. `clock`: the training's, which counts what it waits.
     """
 
-    def __init__(self, rollouts: "Rollouts", max_lag: int):
-        self.rollouts, self.max_lag = rollouts, max_lag
+    def __init__(self, clock: StepTimer, max_lag: int):
+        self.clock, self.max_lag = clock, max_lag
         self._thread: Thread | None = None
         self._error: BaseException | None = None  # of the thread
 
@@ -102,9 +99,9 @@ class AsyncSampler(BatchSource):
         if policy is None:
             self.wait()
             return
-        with self.rollouts.clock.phase("exposed"):
+        with self.clock.phase("exposed"):
             self.wait()
-        with self.rollouts.clock.phase("old_logp"):
+        with self.clock.phase("old_logp"):
             self.check_weights(policy)
 
     @abstractmethod

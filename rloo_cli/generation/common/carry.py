@@ -45,8 +45,8 @@ class CarrySampler(AsyncSampler):
     """Groups under way over several steps. `rollouts`: the run's own."""
 
     def __init__(self, rollouts: Rollouts, generator: CarryingGenerator, num_steps: int):
-        super().__init__(rollouts, rollouts.config.generation.max_lag)
-        self.generator, self.num_steps = generator, num_steps
+        super().__init__(rollouts.clock, rollouts.config.generation.max_lag)
+        self.rollouts, self.generator, self.num_steps = rollouts, generator, num_steps
         self.groups: list[OpenGroup] = []  # begun and not taken, by their prompts' offsets
         self.next_offset: int | None = None  # of the next prompt to begin; None = not known yet
         self.step = 0  # the number of optimizer steps that the sampler's weights have

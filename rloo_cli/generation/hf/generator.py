@@ -10,12 +10,13 @@ that no pad id can be taken for EOS.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rloo_cli.config.rules_sampling import keeps_masks
@@ -23,7 +24,9 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.sampling_mask import SamplingMask, too_many_ids
 from rloo_cli.generation import (
+    Generator,
     GeneratorBase,
+    GeneratorWrapper,
     check_prompt_lengths,
     ignore_arrival,
     logprob_tolerance,
@@ -36,6 +39,7 @@ from rloo_cli.generation.hf.grammar import Grammar, load_grammar
 from rloo_cli.generation.hf.repeated_prefix import RepeatedPrefix, can_select_sequences
 from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.generation.transformers import Config
+from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy, in_eval_mode
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.policy.vision import image_token_ids
@@ -44,6 +48,8 @@ from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 
 log = logging.getLogger(__name__)
+
+GatherWeights = Callable[[], Iterator[dict[str, Tensor]]]  # all weights, whole, unit by unit
 
 
 class TransformersGenerator(GeneratorBase):
@@ -296,6 +302,31 @@ class TransformersGenerator(GeneratorBase):
             behaviour_logp=sequence.logp,
             sampling_mask=sequence.sampling_mask,
         )
+
+
+class ReplicaGenerator(GeneratorWrapper):
+    """`inner` samples with `copy`, a whole copy of weights that are sharded or change meanwhile.
+
+    It receives them before each step: decoding waits for no other rank. All ranks call
+    `gather_weights` together. Of a model with an adapter the adapter alone is gathered, by the
+    names of peft's files.
+    """
+
+    def __init__(self, inner: Generator, copy: PreTrainedModel, gather_weights: GatherWeights):
+        super().__init__(inner)
+        self.gather_weights = gather_weights
+        adapted = lora.has_adapter(copy)
+        self.parameters: dict[str, Tensor] = (
+            {**lora.adapter_tensors(copy)} if adapted else {**dict(copy.named_parameters())}
+        )
+
+    @torch.no_grad()
+    def load(self, policy: Policy, version: int) -> None:
+        """Copy the trainer's current weights."""
+        for unit in self.gather_weights():
+            for name, tensor in unit.items():
+                self.parameters[name].copy_(tensor)
+        self.inner.load(policy, version)
 
 
 def _add_tokens(completion: OpenCompletion, sequence: DecodeSequence, version: int) -> None:
