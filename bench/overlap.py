@@ -65,7 +65,7 @@ CURVES: dict[str, tuple[str, ...]] = {
 SEEDS = {"none": 5, "ahead": 5, "carry": 5}  # the others: 2
 REAL = ("none", "ahead", "carry")
 LENGTH_MODES = ("none", "carry", "carry, max_lag 4")
-LENGTH_STEPS, LENGTH_PROMPTS = 125, 16
+LENGTH_STEPS, LENGTH_PROMPTS = 50, 40
 
 
 def make_model(folder: Path) -> None:
@@ -166,14 +166,14 @@ def lengths(modes: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
         model = Path(place) / "model"
         make_model(model)
-        stops = ",".join(map(str, range(2, VOCABULARY, 50)))  # completions of 50 tokens
+        stops = ",".join(map(str, range(2, VOCABULARY, 16)))  # completions of 16 tokens
         for mode in modes:
             name = mode.replace(", ", "-").replace(" ", "")
             words = words_of(
                 model, *CURVES[mode], f"root={place}", f"name={name}",
                 "generation=transformers", "train.learning_rate=0",
                 f"train.prompts_per_step={LENGTH_PROMPTS}",
-                f"generation.stop_token_ids=[{stops}]", "generation.max_completion_length=256",
+                f"generation.stop_token_ids=[{stops}]", "generation.max_completion_length=128",
                 f"max_steps={LENGTH_STEPS}", "logging.rollouts_every=0",
             )  # fmt: skip
             folder = train(
