@@ -189,4 +189,6 @@ def test_of_two_ranks_one_asks_for_all_and_the_numbers_are_those_of_one(forked, 
         rows = strict(forked.folder / "runs" / name / "metrics.jsonl")
         kl.append([row["kl"] for row in rows if "step_time" in row])
         assert len(asked_rows(served)) == 1 + 2 * 16  # what compares the ids, and two steps
-    assert len(kl[0]) == 2 and kl[1] == pytest.approx(kl[0], rel=1e-4, abs=1e-8)
+    assert len(kl[0]) == 2 and kl[1] == pytest.approx(
+        kl[0], rel=1e-4, abs=1e-7
+    )  # float32's rounding
