@@ -14,6 +14,7 @@ from reward_cases import PLAIN, reward
 from test_optim import config
 from torch.distributed.tensor.debug import CommDebugMode
 
+from rloo_cli.config.registry import registered_module
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.fsdp import FSDPEngine
 from rloo_cli.distributed.optimizer import gather_full_tensor
@@ -167,8 +168,30 @@ def test_the_first_groups_of_each_rank_are_scored_before_the_last_group_is_drawn
     assert one["raw"] == other["raw"] == [[[float(p)] * 2 for p in range(GROUPS)]]
 
 
-def test_with_several_ranks_an_engine_that_is_lost_is_not_started_again():
-    for size, most in ((1, 3), (2, 0)):
-        generator: Any = SimpleNamespace(max_engine_losses=3)
-        world = World(0, size, torch.device("cpu"))
-        assert build._forbid_engine_restart(generator, world).max_engine_losses == most
+class Engine(GeneratorBase):
+    """A sampler that notes whether it may start a lost engine again."""
+
+    restarts = True
+
+    def forbid_recovery(self) -> None:
+        self.restarts = False
+
+
+def test_with_several_ranks_an_engine_that_is_lost_is_not_started_again(monkeypatch):
+    for check in ("_check_adapter", "_check_kv_cache", "stop_ids"):
+        monkeypatch.setattr(build, check, lambda *_: [])
+    monkeypatch.setattr(build.agent_build, "load_episode_vision", lambda *_: None)
+    monkeypatch.setattr(build.vocabulary, "check_stop_tokens", lambda *_: None)
+    keys = registered_module("generation", "vllm_colocate").Config.model_construct(
+        backend="vllm_colocate"
+    )
+    for size in (1, 2):
+        sampler = Engine()
+        builder: Any = SimpleNamespace(
+            config=SimpleNamespace(generation=keys), world=World(0, size, torch.device("cpu")),
+            policy=SimpleNamespace(model=None, vocab_size=4), tokenizer=None,
+            engine=SimpleNamespace(sharded=False), log=SimpleNamespace(phase=lambda text: None),
+            _build_backend=lambda sampler=sampler: sampler,
+        )  # fmt: skip
+        build.RunBuilder.start_generator(builder)
+        assert builder.generator is sampler and sampler.restarts == (size == 1)

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from reward_cases import PLAIN, group, reward
 from test_ranks import WORDS, spread
 
 from rloo_cli.distributed.world import World, is_shared_error
+from rloo_cli.generation import GeneratorBase
 from rloo_cli.generation.common import across_ranks
 from rloo_cli.rewards.engine.scoring import ScoringStep
 from rloo_cli.utils.errors import RewardError
@@ -123,7 +123,7 @@ def rated(world: World) -> list[str]:
         one = reward(score, scope="row", on_error="none", max_error_rate=rate)
         try:
             across_ranks.sample_and_score(
-                world, SimpleNamespace(), groups,
+                world, GeneratorBase(), groups,
                 lambda places, arrived: [arrived(i) for i in range(len(places))],
                 lambda own, one=one: ScoringStep([one], own, PLAIN, 4), StepTimer(),
             )  # fmt: skip
@@ -180,7 +180,7 @@ def score_or_fail(world: World, what: Any, on_error: Any) -> Any:
     mine = reward(score, scope="row", on_error=on_error, timeout_s=limit)
     try:
         scores = across_ranks.sample_and_score(
-            world, SimpleNamespace(), groups,
+            world, GeneratorBase(), groups,
             lambda places, arrived: [arrived(i) for i in range(len(places))],
             lambda own: ScoringStep([mine], own, PLAIN, 4), StepTimer(),
         )  # fmt: skip
