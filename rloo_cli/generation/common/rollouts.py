@@ -31,8 +31,6 @@ from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import sampling_seed
 from rloo_cli.utils.timers import StepTimer
 
-# Tensors of a batch whose first dimension is P.
-
 
 @dataclass
 class Rollouts(BatchSource):
@@ -81,7 +79,7 @@ class Rollouts(BatchSource):
     def recorded_batch(self, recorded: Batch, groups: list[Group], state: TrainerState) -> Batch:
         """The batch of a recorded step, scored once more; `groups` have its completions.
 
-        Nobody is asked for other prompts or greedy completions: what came of these is recorded.
+        No other prompts and no greedy completions are sampled: the record has their results.
         """
         batch = self._score_sampled(recorded.step, groups, self._reward_context(state))
         batch.draws, batch.pending = recorded.draws, recorded.pending

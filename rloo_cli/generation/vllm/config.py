@@ -72,7 +72,7 @@ class EngineKeys(Frozen):
 
     @property
     def is_external(self) -> bool:
-        """Whether somebody else runs the engine, and the config has its address."""
+        """Whether the engine is a server started elsewhere, at an address of the config."""
         return False
 
     @property
