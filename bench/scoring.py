@@ -20,10 +20,11 @@ from rich.table import Table
 
 from rloo_cli.config import check, compose
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.rewards.engine import process_pool
+from rloo_cli.rewards.engine import worker_calls
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.scoring import ScoringStep, score_groups
+from rloo_cli.utils.worker_pool import close_worker_pools
 
 CODE = """
 import asyncio, time
@@ -112,10 +113,10 @@ def main() -> None:
             "async, scope row (limit: 1.0)": reward(path, "together", scope="row"),
         }
         begun = time.perf_counter()
-        process_pool.start_reward_workers([*ways.values()])
+        worker_calls.start_reward_workers([*ways.values()])
         for one in ways.values():
             if one.config.workers:
-                score_groups([one], groups(len(one.idle_workers) * K), PLAIN)
+                score_groups([one], groups(one.config.workers * K), PLAIN)
         warm = time.perf_counter() - begun
         stage: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(given.rounds):
@@ -126,7 +127,7 @@ def main() -> None:
         show(f"{given.rows} completions, {given.sleep} s each, {given.rounds} rounds", stage)
         print(f"24 workers started and first asked in {warm:.1f} s, once a run")
         _waits(path, given)
-        process_pool.stop_reward_workers()
+        close_worker_pools()
 
 
 def _waits(path: Path, given: argparse.Namespace) -> None:
@@ -137,9 +138,9 @@ def _waits(path: Path, given: argparse.Namespace) -> None:
         "sync, 1 worker, scope batch": reward(path, "sync", workers=1, timeout_s=600),
         "sync, 8 workers, scope group": reward(path, "sync", workers=8, scope="group"),
     }
-    process_pool.start_reward_workers([*ways.values()])
+    worker_calls.start_reward_workers([*ways.values()])
     for one in ways.values():
-        score_groups([one], groups(len(one.idle_workers) * K or K), PLAIN)
+        score_groups([one], groups(one.config.workers * K or K), PLAIN)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(given.rounds):
         for name, one in ways.items():

@@ -9,13 +9,8 @@ nothing below and nothing above it knows of turns.
     tools      Python functions
     proxy      agents written by others, behind an OpenAI-shaped address
     class_     environments: classes whose public methods are tools (agent=class)
-    http       environments of a server of the user's own
-    openenv    environments of an OpenEnv server
     rollout    a function of the user's that plays the episodes
-    verifiers  environments of the package verifiers, in a Python of their own
     common/    the tools' descriptions, parsers of calls, rendering, the episodes
-    foreign/   the proxy: its server, the agents' processes, their conversations
-    processes/ where tools and environments run
+    external/  the proxy: its server, the agents' processes, their conversations
     rollout_function/ what the function of agent=rollout samples with, and checks of its rows
-    remote/    sessions at servers of environments
 """

@@ -2,10 +2,12 @@
 
 The run listens on an address of its own, and gives each episode a key. An agent's requests are
 sampled by the run's generator, token ids in and token ids out; what was sampled is what is trained.
-The agent is a command that is started for each episode, or comes by itself and asks for one.
+The agent is a command that is started for each episode or plays all of them, or comes by itself and
+asks for one.
 """
 
 import os
+import secrets
 import shlex
 import shutil
 from collections.abc import Callable
@@ -24,9 +26,16 @@ if TYPE_CHECKING:
 LEAST_TOKEN = 16  # characters
 
 
-class ForeignConfig(ParsedConfig):
-    """Keys of every kind of agent that is behind the proxy."""
-
+class Config(ParsedConfig):
+    kind: Literal["proxy"] = key("proxy: agents written by others")
+    command: Text | None = key("What is started, without a shell; null = agents come by themselves")
+    lifetime: Literal["episode", "run"] = key(
+        "episode: the command is started for each episode. run: one process plays all episodes of"
+        " the run; it asks RLOO_PROXY_URL for them, with RLOO_TOKEN"
+    )
+    token_env: Text | None = key(
+        "Environment variable with the token of agents that come by themselves; null with a command"
+    )
     max_seconds: float = key(
         "Seconds of an episode in which the agent does not wait for the policy; then it is killed."
         " Also how long a run waits for one that comes by itself, while none plays",
@@ -47,30 +56,24 @@ class ForeignConfig(ParsedConfig):
         return True
 
 
-class Config(ForeignConfig):
-    kind: Literal["proxy"] = key("proxy: agents written by others")
-    command: Text | None = key(
-        "What is started for each episode, without a shell; null = agents come by themselves"
-    )
-    token_env: Text | None = key(
-        "Environment variable with the token of agents that come by themselves; null with a command"
-    )
-
-
 def load_tools(config: Config) -> None:
     """Nothing: the agent has its tools. Raises ConfigError where no agent could be started."""
     if config.command is None:
+        if config.lifetime == "run":
+            what, why = "agent.lifetime = run needs agent.command", "it is what plays all episodes"
+            fix = "agent.command='python agent.py', or agent.lifetime=episode"
+            raise ConfigError(Problem(what, "agent.lifetime", why, fix))
         _check_token(config.token_env)
     else:
         if config.token_env is not None:
             what = "agent.token_env is set, and agents are started by agent.command"
             why = "only agents that come by themselves show a token"
             raise ConfigError(Problem(what, "agent.token_env", why, "agent.token_env=null"))
-        check_command(split_command(config.command), "agent.command")
-    check_address(config)
+        _check_command(_split_command(config.command))
+    _check_address(config)
 
 
-def split_command(command: str) -> list[str]:
+def _split_command(command: str) -> list[str]:
     """The words of a command. Raises ConfigError for quotes without an end, or no word."""
     try:
         words = shlex.split(command)
@@ -78,16 +81,16 @@ def split_command(command: str) -> list[str]:
         what, fix = f"agent.command cannot be read: {command}", "close the quotes in agent.command"
         raise ConfigError(Problem(what, "agent.command", str(error), fix)) from None
     if not words:
-        why, fix = "it is started for each episode", "agent.command='python agent.py'"
+        why, fix = "it is what plays the episodes", "agent.command='python agent.py'"
         raise ConfigError(Problem("agent.command is empty", "agent.command", why, fix))
     return words
 
 
-def check_command(words: list[str], where: str) -> None:
+def _check_command(words: list[str]) -> None:
     """Raises ConfigError where there is no such program."""
     if shutil.which(words[0]) is None:
-        what, why = f"{where}: there is no program {words[0]}", "it is started for each episode"
-        raise ConfigError(Problem(what, where, why, "a path, or a name that PATH finds"))
+        what, why = f"agent.command: there is no program {words[0]}", "it plays the episodes"
+        raise ConfigError(Problem(what, "agent.command", why, "a path, or a name that PATH finds"))
 
 
 def _check_token(variable: str | None) -> None:
@@ -103,7 +106,7 @@ def _check_token(variable: str | None) -> None:
         raise ConfigError(Problem(what, "agent.token_env", why, fix))
 
 
-def check_address(config: ForeignConfig) -> None:
+def _check_address(config: Config) -> None:
     """Raises ConfigError where the proxy cannot listen."""
     try:
         bind_tcp_socket(config.host, config.port).close()
@@ -125,11 +128,12 @@ def build_generator(
 
     Raises ConfigError, also for a chat template that cannot go on after an answer.
     """
-    from rloo_cli.agents.foreign import generator  # lazy: the registry reads schemas without torch
+    from rloo_cli.agents.external import generator  # lazy: the registry reads schemas without torch
 
     config = run.agent
     assert isinstance(config, Config)
-    command = None if config.command is None else split_command(config.command)
-    token = os.environ.get(config.token_env or "", "")
-    launch = generator.AgentLaunch(command, {}, token)
+    command = None if config.command is None else _split_command(config.command)
+    per_run = config.lifetime == "run"
+    token = secrets.token_urlsafe(32) if per_run else os.environ.get(config.token_env or "", "")
+    launch = generator.AgentLaunch(command, token, per_run)
     return generator.build_proxy(inner, run, launch, tokenizer, stop_ids, context_length, note)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from rloo_cli.compat.migrate.commands import convert_other_command
 from rloo_cli.compat.migrate.convert import choose_dialect, convert_to_recipe
-from rloo_cli.compat.migrate.foreign import refuse_trainer_name
 from rloo_cli.compat.migrate.old_run import OldRun
+from rloo_cli.compat.migrate.other_trainers import refuse_trainer_name
 from rloo_cli.compat.migrate.parse import USAGE, read_command, read_settings, split_command
 from rloo_cli.compat.migrate.tables import DIALECTS
 from rloo_cli.config.pasted import guess_name

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field
 
 from rloo_cli.config import registry
+from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import Frozen, Positive, RunConfig, key
 from rloo_cli.utils.errors import Problem
@@ -179,7 +180,9 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
         yield Problem(f"{name} is set, and there is no agent", name, why, fix)
     elif not isinstance(kind, str) or kind not in names:
         what, why = f"agent.kind = {kind!r}: there is no such agent", f"one of: {', '.join(names)}"
-        yield Problem(what, "agent.kind", why, f"agent={guess_name(str(kind), names)}")
+        gone = find_old_name(f"agent={kind}")
+        fix = gone.fix if gone is not None else f"agent={guess_name(str(kind), names)}"
+        yield Problem(what, "agent.kind", why, fix)
 
 
 def agent_problems(run: RunConfig) -> Iterator[Problem]:
@@ -193,7 +196,7 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
             what,
             f"reward.{asked[0]}.type",
             why,
-            "agent=class, http, openenv, verifiers or proxy, which may have one",
+            "agent=class or agent=proxy, which may have one",
         )
     yield from _prompt_problems(run)
     if agent is None:
@@ -221,7 +224,7 @@ def _prompt_problems(run: RunConfig) -> Iterator[Problem]:
     if agent is None or not agent.opens_prompts():
         what = "data.prompt_column is null, and there is no environment whose reset says a prompt"
         why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
-        fix = "data.prompt_column=COLUMN, or agent=class, http or openenv"
+        fix = "data.prompt_column=COLUMN, or agent=class"
         yield Problem(what, "data.prompt_column", why, fix)
 
 

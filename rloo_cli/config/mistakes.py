@@ -66,7 +66,8 @@ def suggest_for_choice(group: str, choice: str, value: str) -> str:
         return f"reward={value.replace(choice, 'model')} reward.model.path={choice}"
     if group == "algorithm" and choice.endswith(".py"):
         return f"algorithm.name={choice}"
-    return ""
+    gone = find_old_name(f"{group}={choice}")
+    return gone.fix if gone is not None else ""
 
 
 def _as_recipe(value: str, recipes: Iterable[str]) -> str:

@@ -256,7 +256,7 @@ def _text(node: yaml.Node) -> str:
     return " ".join(part.value for part in parts if isinstance(part, yaml.ScalarNode))
 
 
-def load_foreign_yaml(text: str) -> Any:
+def load_plain_yaml(text: str) -> Any:
     """The values of YAML from elsewhere, by libyaml: Python's own reader takes time with the square
     of nested brackets. Raises one of YAML_ERRORS."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)

@@ -22,6 +22,7 @@ from typing import Any
 from rloo_cli.config.hooks import guard_hooks
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.paths import ROOT
 
 REGISTRIES = {
     "rewards": "reward", "algorithms": "algorithm", "generation": "generation", "agents": "agent",
@@ -108,13 +109,19 @@ def algorithm_class(name: str) -> Any:
 
 
 def split_code_spec(spec: str) -> tuple[str, str]:
-    """`file.py:name` -> its two halves. Raises ConfigError when there is no colon."""
+    """`file.py:name` -> its two halves. Raises ConfigError when there is no colon.
+
+    A file of `scripts/` that the current folder lacks is the one that comes with rloo.
+    """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
         why = "expected path/to/file.py:name or package.module:name"
         what, given = f"{spec!r} does not name code", "config or command line"
         fix = f"{where or ('' if colon else name) or 'file.py'}:NAME, of a function or class in it"
         raise ConfigError(Problem(what, given, why, fix))
+    shipped = ROOT / where
+    if Path(where).parts[:1] == ("scripts",) and not Path(where).is_file() and shipped.is_file():
+        return str(shipped), name
     return where, name
 
 

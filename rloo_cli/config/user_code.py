@@ -29,7 +29,7 @@ LIBRARIES = (
 CALLERS = tuple(
     PACKAGE + name
     for name in (
-        "rewards/engine/reward_calls.py", "rewards/engine/process_worker.py", "config/user_code.py",
+        "rewards/engine/reward_calls.py", "rewards/engine/worker.py", "config/user_code.py",
         "utils/exit_guard.py", "config/registry.py",
     )
 )  # fmt: skip

@@ -338,8 +338,8 @@ NOT_RECOMPUTED = {
     "vllm/restarts": "needs a server: tests/generation/on_vllm",
     "vllm/weight_version": "needs a server: tests/generation/on_vllm",
     "vllm/synced_bytes": "needs a server: tests/generation/on_vllm",
-    "agent/refused": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
-    "agent/wrong_keys": "needs an agent behind the proxy: tests/agents/test_foreign_agents.py",
+    "agent/refused": "needs an agent behind the proxy: tests/agents/test_external_agents.py",
+    "agent/wrong_keys": "needs an agent behind the proxy: tests/agents/test_external_agents.py",
     "algorithm/<name>": "needs an algorithm of one's own: tests/house/test_add_an_algorithm.py",
     "win_rate/length_controlled": "a fitted regression: tests/evaluation holds it by simulation",
 }

@@ -10,7 +10,6 @@ Requests are made at once, up to `concurrency`. One that gets no answer fails th
 group` makes calls smaller); a missing number never counts as zero.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -23,6 +22,7 @@ from rloo_cli.rewards.common.http_client import EndpointError, HttpService, Json
 from rloo_cli.rewards.common.text import Columns, Completion, texts
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.http import gather_or_cancel
 
 HTTP_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
 
@@ -94,15 +94,10 @@ async def score(
         read_scores = _read_vllm_scores
     service = HttpService(url, config.api_key_env, config.concurrency, config.request_timeout_s)
     async with JsonClient(service, config.timeout_s * HTTP_TIMEOUT_SHARE) as client:
-        requests = [
-            asyncio.ensure_future(_request_scores(client, path, count, body, read_scores, config))
+        answers = await gather_or_cancel(
+            _request_scores(client, path, count, body, read_scores, config)
             for count, body in bodies
-        ]
-        try:
-            answers = await asyncio.gather(*requests)
-        finally:
-            for request in requests:
-                request.cancel()
+        )
     return [value for answer in answers for value in answer]
 
 

@@ -8,7 +8,6 @@ reward does not apply (None), where a column of `template` is empty. The samples
 `judge_said`.
 """
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -21,6 +20,7 @@ from rloo_cli.rewards.common import chat_client, http_client
 from rloo_cli.rewards.common.http_client import JsonClient
 from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.http import gather_or_cancel
 
 JUDGE_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
 
@@ -75,8 +75,8 @@ async def score(
             questions[i] = template.fill_template(config.template, values)
     service = chat_client.chat_service(config)
     async with JsonClient(service, config.timeout_s * JUDGE_TIMEOUT_SHARE) as client:
-        requests = [chat_client.ask_chat_model(client, config, q) for q in questions.values()]
-        answers = dict(zip(questions, await asyncio.gather(*requests), strict=True))
+        requests = (chat_client.ask_chat_model(client, config, q) for q in questions.values())
+        answers = dict(zip(questions, await gather_or_cancel(requests), strict=True))
     log_extra("judge_said", [answers.get(i) for i in range(len(prompts))])
     scores: list[float | None] = [None] * len(prompts)
     for i, answer in answers.items():

@@ -9,9 +9,9 @@ exit_guard       user code cannot end the process
 fault_injection  fault injection for tests
 files            write whole files or none; wait for a pipe or socket
 heartbeat        signs of life of a process for the one that started it
-http             one JSON request with a deadline; an event loop on a thread
+http             the HTTP client: limits, retries, an event loop on a thread
 main_thread_calls  user code that needs a main thread is noticed
-message_socket   messages between a parent and its own child
+message_socket   messages over a socket between a parent and its own child
 paths            the folders of conf, recipes and cache
 ports            who listens where, and a socket of our own
 process_exit     how a worker process ends; libraries kept quiet
@@ -21,4 +21,7 @@ scratch_folder   temporary folders that do not outlive a killed owner for long
 signals          whether a signal has asked the run to end
 sweep_time_slices  a trial's side of a sweep's time slices
 timers           seconds of the phases of a step
+web_addresses    which addresses are of the open network
+worker_pool      worker processes with deadlines, forked when one is needed
+worker_process   the process that forks them, and what runs in a worker
 """

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import psutil
 
-from rloo_cli.utils import paths
+from rloo_cli.utils import console, paths
 from rloo_cli.utils.files import JsonObject
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def start_child(
     env: its variables, beside ours where it is to inherit them. log: the file that stdout and
     stderr are appended to; there is no stdin then. death_signal: what the kernel sends the process
     when the thread that called this has ended; 0 sends nothing. label: each line of its stdout and
-    stderr is printed to our stderr and written to the log behind these words. streams: other
+    stderr is printed to our stderr and written to the log behind these words, its control
+    characters shown. streams: other
     arguments of Popen.
     """
     with contextlib.ExitStack() as stack:
@@ -97,7 +98,7 @@ def _relay_lines(source: int, label: str) -> None:
     # User code in this process may close descriptors that are not its own.
     with contextlib.suppress(OSError), open(source, encoding="utf-8", errors="replace") as file:
         while line := file.readline(MAX_LINE_CHARS):
-            text = f"{label}: {line.rstrip()}"
+            text = f"{label}: {console.show_control_characters(line.rstrip())}"
             log.info("%s", text)
             print(text, file=sys.stderr, flush=True)
 

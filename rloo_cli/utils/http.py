@@ -1,42 +1,55 @@
-"""JSON over HTTP: one request with a deadline, and an event loop on a thread of its own.
+"""The HTTP client: a request with limits, when it is sent again, an event loop on a thread.
 
-The clients of rollout servers and of served rewards stand on it; they decide what an answer means
-and what is asked again. Proxies of the environment are not used but where one is passed, and no
-redirect is followed: a key goes to the address of the config and nowhere else.
+Clients of rollout servers, teachers, rewards, judges and images stand on it; they decide what an
+answer means. No proxy of the environment is used unless one is passed, and no redirect is
+followed: a token goes to the address of the config and nowhere else.
 """
 
 import asyncio
+import email.utils
+import itertools
 import json
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeVar
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import aiohttp
+    from yarl import URL
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 2.0  # for the other side of a WebSocket to say farewell
 POLL_S = 0.1  # seconds between two calls of `poll`
+MAX_TRIES = 5
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # of the pauses between two tries, which double
+# Its own source of chance: a pause must not move the random state of a training.
+_jitter_rng = random.Random()
 FailureReason = Literal[
     "address", "certificate", "connection", "timeout", "closed", "broken", "answer"
 ]
+RETRY_REASONS: frozenset[FailureReason] = frozenset({"connection", "timeout", "closed", "broken"})
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class RequestFailed(Exception):
-    """A request had no answer. `reason` says why:
+    """A request had no answer: `why` in words, `tries` so far, and `reason`:
 
     address (it is not a URL), certificate, connection (none was made), timeout, closed (by the
-    server before it answered), broken (the network's error), answer (it ended in the middle).
+    server before it answered), broken (the network's error), answer (too long, or cut).
     """
 
-    def __init__(self, reason: FailureReason, message: str):
-        super().__init__(message)
-        self.reason = reason
+    def __init__(self, reason: FailureReason, why: str, url: str = ""):
+        super().__init__(f"{url}: {why}" if url else why)
+        self.reason, self.why, self.tries = reason, why, 1
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,14 @@ class HttpAnswer:
     """What a server answered."""
 
     status: int
-    text: str
+    content: bytes
     headers: Mapping[str, str]
+    tries: int = 1  # that it took
+
+    @cached_property
+    def text(self) -> str:
+        """The content as text."""
+        return self.content.decode("utf-8", errors="replace")
 
     @property
     def is_html(self) -> bool:
@@ -62,180 +81,154 @@ class HttpAnswer:
 
 
 def open_session(
-    max_connections: int, keepalive_s: float | None = None, keep_alive: bool = True
+    max_connections: int = 0,
+    keepalive_s: float = 15.0,
+    decompress: bool = True,
+    headers: Mapping[str, str] | None = None,
 ) -> "aiohttp.ClientSession":
-    """Open a session; call it on the loop that uses it. 0 connections: no limit."""
-    import aiohttp  # lazy: rewards that ask no service do not need it
+    """Open a session; call it on the loop that uses it.
 
-    connector = (
-        aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s or 15.0)
-        if keep_alive
-        else aiohttp.TCPConnector(limit=max_connections, force_close=True)
-    )
-    timeout = aiohttp.ClientTimeout(total=None)
-    trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(_refuse_redirect)  # a WebSocket would follow it
-    return aiohttp.ClientSession(
-        connector=connector, timeout=timeout, trust_env=False, trace_configs=[trace]
-    )
-
-
-async def _refuse_redirect(session: object, context: object, parameters: Any) -> None:
-    target = parameters.response.headers.get("Location", "another address")
-    what = f"{parameters.url} redirects to {target!r:.200}, which is not followed"
-    raise RequestFailed("address", what)
-
-
-async def send_json(
-    session: "aiohttp.ClientSession",
-    method: str,
-    url: str,
-    body: object,
-    key: str,
-    timeout_s: float,
-    proxy: str | None = None,
-    max_bytes: int | None = None,
-) -> HttpAnswer:
-    """Send one request, with `body` as JSON and `key` as bearer token ("" for none).
-
-    `max_bytes`: of the answer; None = any number. Raises RequestFailed; an answer of any status is
-    returned.
+    `max_connections`: 0 = no limit. `keepalive_s`: for how long a connection may be idle and be
+    used again; 0 = it serves one request. `headers`: of every request.
     """
     import aiohttp  # lazy: rewards that ask no service do not need it
 
-    with _named_failures(url, timeout_s):
+    connector = aiohttp.TCPConnector(
+        limit=max_connections,
+        keepalive_timeout=keepalive_s or None,
+        force_close=not keepalive_s,
+    )
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None),
+        auto_decompress=decompress,
+        headers=headers,
+        trust_env=False,
+    )
+
+
+async def send_request(
+    session: "aiohttp.ClientSession",
+    method: str,
+    url: "str | URL",
+    timeout_s: float,
+    token: str = "",
+    body: object = None,
+    proxy: str | None = None,
+    max_bytes: float = math.inf,
+    tls_name: str | None = None,
+) -> HttpAnswer:
+    """Send one request, with `body` as JSON and `token` as bearer token ("" for none).
+
+    `max_bytes`: of the answer. `tls_name`: whose certificate it must be; None = the URL's host. An
+    answer of any status is returned. Raises RequestFailed.
+    """
+    import aiohttp  # lazy: rewards that ask no service do not need it
+
+    connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
+    try:
         async with session.request(
             method,
             url,
             json=body,
-            headers=_token_header(key),
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_connect_limit(timeout_s)),
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s),
             allow_redirects=False,
             proxy=proxy,
+            server_hostname=tls_name,
         ) as response:
-            text = await _read_text(response, max_bytes)
+            content = bytearray()
+            async for piece in response.content.iter_any():
+                content += piece
+                if len(content) > max_bytes:
+                    raise RequestFailed("answer", f"it has more than {max_bytes} bytes", str(url))
             if response.status != 200:
                 response.close()  # and with it the connection: servers hang up after an error
-            return HttpAnswer(response.status, text, response.headers)
+            return HttpAnswer(response.status, bytes(content), response.headers)
+    except (aiohttp.ClientError, OSError) as error:
+        raise _named_failure(error, str(url), timeout_s, connect_s) from None
 
 
-class TextSocket:
-    """A WebSocket whose messages are answered one by one.
-
-    It reads at all times, since that is how a server's pings are answered: most servers close a
-    connection that leaves one without an answer for 20 seconds, and a turn may take longer.
-    """
-
-    def __init__(self, socket: "aiohttp.ClientWebSocketResponse", url: str):
-        self.socket, self.url = socket, url
-        self.heard: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
-        self.reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        while True:
-            message = await self.socket.receive()
-            self.heard.put_nowait(message)
-            if self.socket.closed:
-                return
-
-    async def exchange_text(self, text: str, timeout_s: float, limit_s: float) -> str:
-        """Send a message, and return the one that answers it. Raises RequestFailed.
-
-        `limit_s` is what an error says: the time for all, of which `timeout_s` is left.
-        """
-        import aiohttp  # lazy: rewards that ask no service do not need it
-
-        with _named_failures(self.url, limit_s):
-            async with asyncio.timeout(timeout_s):
-                if not self.socket.closed:
-                    await self.socket.send_str(text)
-                message = await self.heard.get()
-        if message.type is aiohttp.WSMsgType.TEXT:
-            return str(message.data)
-        if self.socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-            raise RequestFailed("answer", f"{self.url}: it answered with too long a message")
-        why = f"{self.url}: the connection was closed ({self.socket.close_code})"
-        raise RequestFailed("closed", why)
-
-    async def close(self, last_text: str) -> None:
-        """Send a last message, and close the connection."""
-        with suppress(OSError):
-            await self.socket.send_str(last_text)
-        self.reader.cancel()
-        with suppress(OSError):
-            await self.socket.close()
-
-
-async def open_websocket(
-    session: "aiohttp.ClientSession", url: str, key: str, timeout_s: float, max_bytes: int
-) -> TextSocket:
-    """Open a WebSocket, with `key` as bearer token. Raises RequestFailed.
-
-    `max_bytes`: of a message; a longer one ends the connection.
-    """
+def _named_failure(error: Exception, url: str, timeout_s: float, connect_s: float) -> RequestFailed:
+    """What aiohttp raised, as a RequestFailed that says why."""
     import aiohttp  # lazy: rewards that ask no service do not need it
 
-    with _named_failures(url, timeout_s):
-        async with asyncio.timeout(timeout_s):
-            socket = await session.ws_connect(
-                url,
-                headers=_token_header(key),
-                max_msg_size=max_bytes,
-                timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
-            )
-    return TextSocket(socket, url)
+    why = str(error) or type(error).__name__
+    reason: FailureReason = "answer"
+    match error:
+        case aiohttp.InvalidURL():
+            reason, why = "address", "it is not an address"
+        case aiohttp.ConnectionTimeoutError():
+            reason, why = "connection", f"no connection within {round(connect_s, 2):g} s"
+        case TimeoutError():
+            reason, why = "timeout", f"no answer within {round(timeout_s, 2):g} s"
+        case aiohttp.ClientSSLError() | aiohttp.ClientConnectorCertificateError():
+            reason = "certificate"
+        case aiohttp.ClientConnectorError():
+            reason, why = "connection", f"no connection: {error.os_error}"
+        case aiohttp.ServerDisconnectedError():
+            reason, why = "closed", f"the connection broke: {why}"
+        case OSError():
+            reason, why = "broken", f"the connection broke: {why}"
+        case aiohttp.ClientPayloadError():
+            why = "it ended in the middle"
+        case aiohttp.ClientResponseError():  # its text has the proxy's password
+            why = f"{error.status} {error.message}"
+    return RequestFailed(reason, why, url)
 
 
-def _token_header(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
+async def send_with_retries(
+    send: Callable[[], Awaitable[HttpAnswer]],
+    deadline: float = math.inf,
+    reasons: frozenset[FailureReason] = RETRY_REASONS,
+    statuses: frozenset[int] = RETRY_STATUSES,
+    max_tries: int = MAX_TRIES,
+) -> HttpAnswer:
+    """Call `send`, and again after these failures and statuses, until `deadline` (the loop's time).
+
+    Between two tries it waits as long as a Retry-After says, or twice as long each time; but not
+    after the first connection that the server closed, which may have been an idle one. Returns the
+    last answer, or raises the last RequestFailed.
+    """
+    now, backoff_s = asyncio.get_running_loop().time, FIRST_BACKOFF_S
+    for tries in itertools.count(1):
+        wait_s, last_failure = backoff_s * _jitter_rng.uniform(0.5, 1.5), None
+        try:
+            answer = replace(await send(), tries=tries)
+            if answer.status not in statuses:
+                return answer
+            wait_s = _retry_after_seconds(answer.headers.get("Retry-After", ""), wait_s)
+        except RequestFailed as failure:
+            if failure.reason not in reasons:
+                raise
+            failure.tries, last_failure = tries, failure
+            if failure.reason == "closed" and tries == 1:
+                wait_s = 0.0
+        if tries == max_tries or wait_s >= deadline - now():
+            break
+        await asyncio.sleep(wait_s)
+        backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+    if last_failure is not None:
+        raise last_failure
+    return answer
 
 
-def _connect_limit(timeout_s: float) -> float:
-    return min(timeout_s, CONNECT_TIMEOUT_S)
+def _retry_after_seconds(header: str, default_s: float) -> float:
+    """What a Retry-After header says, in seconds or as a date; else `default_s`."""
+    with suppress(ValueError):
+        return max(0.0, float(header))
+    with suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    return default_s
 
 
-@contextmanager
-def _named_failures(url: str, timeout_s: float) -> Iterator[None]:
-    """What aiohttp raises, as a RequestFailed that says why."""
-    import aiohttp  # lazy: rewards that ask no service do not need it
-
-    connect_s = _connect_limit(timeout_s)
-    try:
-        yield
-    except aiohttp.InvalidURL:
-        raise RequestFailed("address", f"{url} is not an address") from None
-    except aiohttp.ConnectionTimeoutError:
-        message = f"{url}: no connection within {round(connect_s, 2):g} s"
-        raise RequestFailed("connection", message) from None
-    except TimeoutError:
-        raise RequestFailed(
-            "timeout", f"{url}: no answer within {round(timeout_s, 2):g} s"
-        ) from None
-    except (aiohttp.ClientSSLError, aiohttp.ClientConnectorCertificateError) as error:
-        raise RequestFailed("certificate", f"{url}: {error}") from None
-    except aiohttp.ClientConnectorError as error:
-        raise RequestFailed("connection", f"{url}: no connection: {error.os_error}") from None
-    except aiohttp.ServerDisconnectedError as error:
-        raise RequestFailed("closed", f"{url}: the connection broke: {error}") from None
-    except OSError as error:
-        message = f"{url}: the connection broke: {str(error) or type(error).__name__}"
-        raise RequestFailed("broken", message) from None
-    except aiohttp.ClientError as error:
-        raise RequestFailed("answer", f"{url}: {str(error) or type(error).__name__}") from None
-
-
-async def _read_text(response: "aiohttp.ClientResponse", max_bytes: int | None) -> str:
-    """The body, read piece by piece where it has a limit. Raises RequestFailed."""
-    if max_bytes is None:
-        return await response.text(errors="replace")
-    pieces, size = [], 0
-    async for piece in response.content.iter_any():
-        pieces.append(piece)
-        size += len(piece)
-        if size > max_bytes:
-            response.close()
-            raise RequestFailed("answer", f"{response.url}: it answered over {max_bytes} bytes")
-    return b"".join(pieces).decode("utf-8", errors="replace")
+def environment_proxy(url: str) -> str | None:
+    """The proxy that the environment names for a URL; None for a host that needs none."""
+    parts = urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+        return None
+    return proxy if "//" in proxy else f"http://{proxy}"
 
 
 class EventLoopThread:
@@ -249,7 +242,7 @@ class EventLoopThread:
     def run(
         self,
         work: Coroutine[object, object, T],
-        timeout_s: float | None = None,
+        timeout_s: float = math.inf,
         poll: Callable[[], None] = lambda: None,
     ) -> T:
         """Do `work` on the loop and wait for it. `poll` is called meanwhile.
@@ -258,17 +251,13 @@ class EventLoopThread:
         so that servers abort them. Raises what `work` and `poll` raise, and RequestFailed.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         try:
-            while True:
-                try:
-                    return future.result(POLL_S)
-                except TimeoutError:
-                    if future.done():  # in this very moment; or it is the work's own TimeoutError
-                        return future.result()
+            while not wait([future], POLL_S).done:
                 poll()
-                if end is not None and time.monotonic() > end:
+                if time.monotonic() > end:
                     raise RequestFailed("timeout", f"no answer within {timeout_s:g} s")
+            return future.result()
         finally:
             future.cancel()
 
@@ -294,3 +283,27 @@ async def _end_tasks(last_work: Coroutine[object, object, None] | None) -> None:
     if last_work is not None:
         await last_work
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+async def gather_or_cancel(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """The results of all, in order. An error of one cancels the others, which closes their
+    requests, so that servers abort them."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_in_event_loop(
+    work: Coroutine[object, object, T], poll: Callable[[], None] = lambda: None
+) -> T:
+    """Do `work` on an event loop of its own. `poll` is called meanwhile; when it raises, the work
+    is cancelled, which closes its requests."""
+    thread = EventLoopThread("questions")
+    try:
+        return thread.run(work, poll=poll)
+    finally:
+        thread.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from agent_cases import call_text, class_agent, episode_generator, play, tools_agent, write_file
 
-from rloo_cli.agents.processes.tool_pool import ToolPool
+from rloo_cli.agents.common.tool_processes import ToolProcesses
 
 pytestmark = pytest.mark.process
 
@@ -175,7 +175,7 @@ def test_a_run_may_hold_more_files_than_select_takes(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    pool = ToolPool([f"{path}:World"], keep=1)
+    pool = ToolProcesses([f"{path}:World"], keep=1)
     try:
         message = {"do": "reset", "spec": f"{path}:World", "row": {}, "seed": 1}
         answer = pool.take_new().request(message | {"max_characters": 100}, 60.0)

@@ -25,6 +25,10 @@ SCORECARD: dict[str, Case] = {
     "BC-2 a key that is added": train("+algorithm.betta=3", fix="mean algorithm.beta?"),
     "BC-3 a recipe with a slip": Case(["train", "+recipe=tldr_1B"], "tldr_1B", fix="tldr_1b"),
     "a key of an agent that is not there": train("agent.max_turns=3", rule=True),
+    "an agent that is gone": train("agent=openenv", key="'openenv'", fix="agent=class"),
+    "the kind of an agent that is gone": train(
+        "agent.kind=verifiers", key="agent.kind", fix="agent.lifetime=run"
+    ),
     "BC-5 a key as a flag": train(
         "--algorithm.beta=0.1", key="--algorithm.beta", fix="algorithm.beta=0.1", rule=True
     ),

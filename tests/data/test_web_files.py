@@ -1,6 +1,7 @@
 """URLs that a data set names: what is asked, what is not, for how long. The servers are real."""
 
 import base64
+import gzip
 import io
 import os
 import socket
@@ -17,6 +18,7 @@ from PIL import Image
 from rloo_cli.data import images, web_files
 from rloo_cli.data.images import BadImage, ImageReader
 from rloo_cli.data.web_files import FetchLimits, FetchRefused, fetch_web_file
+from rloo_cli.utils import web_addresses
 
 HERE = FetchLimits(num_bytes=1 << 20, seconds=5.0, private=True)
 OUTSIDE = FetchLimits(num_bytes=1 << 20, seconds=5.0)
@@ -138,7 +140,7 @@ def test_the_connection_goes_to_the_address_that_was_looked_at(
         return [(2, 1, 6, "", ("127.0.0.1" if len(looked) == 1 else "10.9.9.9", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(web_files, "is_public_address", lambda ip: ip == "127.0.0.1")
+    monkeypatch.setattr(web_addresses, "is_public_address", lambda ip: ip == "127.0.0.1")
     site.pages["/a"] = gives(b"content")
     assert fetch_web_file(site.url("/a", "images.example.org"), OUTSIDE) == b"content"
     assert looked == ["images.example.org"]
@@ -146,7 +148,7 @@ def test_the_connection_goes_to_the_address_that_was_looked_at(
 
 def test_open_addresses_are_open() -> None:
     for address in ("93.184.216.34", "8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"):
-        assert web_files.is_public_address(address), address
+        assert web_addresses.is_public_address(address), address
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_a_redirect_to_this_machine_is_refused_as_an_address_of_it(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.pages["/a"] = gives(b"", 302, Location=site.url("/secret", "127.0.0.2"))
-    monkeypatch.setattr(web_files, "is_public_address", lambda ip: ip == "127.0.0.1")
+    monkeypatch.setattr(web_addresses, "is_public_address", lambda ip: ip == "127.0.0.1")
     said = refusal(site.url("/a"), OUTSIDE)
     assert "127.0.0.2" in said and "of this machine" in said
     assert site.asked == ["/a"]
@@ -191,6 +193,9 @@ def test_a_file_has_a_limit_of_bytes_also_where_it_says_less(site: Site) -> None
     assert len(fetch_web_file(site.url("/fits"), limits)) == 1000
     site.pages["/cut"] = gives(b"x" * 10, Content_Length="50")
     assert "in the middle" in refusal(site.url("/cut"), limits)
+    packed = gzip.compress(bytes(100_000))  # it may be a bomb: what was sent is what counts
+    site.pages["/packed"] = gives(packed, Content_Encoding="gzip")
+    assert fetch_web_file(site.url("/packed"), limits) == packed
 
 
 def drips(handler: BaseHTTPRequestHandler) -> None:
@@ -203,11 +208,17 @@ def drips(handler: BaseHTTPRequestHandler) -> None:
         time.sleep(0.05)
 
 
+def redirects_slowly(handler: BaseHTTPRequestHandler) -> None:
+    time.sleep(0.2)
+    gives(b"", 302, Location=handler.path)(handler)
+
+
 def test_a_server_that_sends_a_byte_now_and_then_is_left_in_time(site: Site) -> None:
-    site.pages["/slow"] = drips
+    site.pages = {"/slow": drips, "/round": redirects_slowly}
     before = time.monotonic()
     limits = FetchLimits(num_bytes=1 << 20, seconds=0.3, private=True)
     assert "within 0.3 s" in refusal(site.url("/slow"), limits)
+    assert "within 0.3 s" in refusal(site.url("/round"), limits)
     assert time.monotonic() - before < 2
 
 

@@ -10,13 +10,9 @@ from loop_cases import make
 from vllm_cases import Real
 
 from rloo_cli.evaluation.evaluate import evaluate_run
-from rloo_cli.rewards.common.http_client import (
-    EndpointError,
-    HttpService,
-    JsonClient,
-    run_in_event_loop,
-)
+from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
 from rloo_cli.utils import signals
+from rloo_cli.utils.http import run_in_event_loop
 
 pytestmark = pytest.mark.vllm
 # The server's context has room for 48 tokens, each a byte: short prompts and a short question.

@@ -55,7 +55,7 @@ WHERE = {
     "rloo samples vowels": "test_samples.py: two steps write none of its samples",
     "kill-orphans": "test_leftovers.py: it wants a run that was killed",
     "runs/tldr_1b": "scripts of a cluster",
-    "agent=proxy": "test_foreign_agents_trained.py: an agent in a process of its own",
+    "agent=proxy": "test_external_agents_trained.py: an agent in a process of its own",
     "turn_rewards=credit": "test_turn_credit.py: a run of several turns, which +debug=cpu has not",
     "runs/real_model": "bench/real_model.py makes these runs",
 }

@@ -418,7 +418,6 @@ def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> 
     chosen["tools"] = ["agent.tools=[rloo_cli.data.synthetic.tool_tasks:multiply]"]
     chosen["opd"] = chosen["gkd"] = ["model.ref_path=make:tiny"]  # a teacher
     chosen["proxy"] = ["agent.command=python agent.py"]
-    chosen["verifiers"] = ["agent.id=my-env"]
     chosen["rollout"] = ["agent.rollout=rloo_cli.data.synthetic.tool_tasks:multiply"]
     built([*words, *chosen.get(choice, [])], code)
 

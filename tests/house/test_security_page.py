@@ -20,8 +20,9 @@ ONLY = {
         "utils/message_socket.py",  # between a parent and its own child
         "distributed/world.py",  # between the ranks of a run
         "config/compose.py",  # copies of what Hydra composed, within the process
-        "rewards/engine/process_worker.py",  # writes, and reads only whether it can be written
-        "rewards/engine/process_pool.py",  # names the error of writing
+        "utils/worker_pool.py",  # messages to a worker; its answers are bytes
+        "rewards/engine/worker.py",  # a reward's results: the user's own code on both sides
+        "rewards/engine/worker_calls.py",
     },
     "zipfile": {"data/synthetic/smollm2.py"},  # a wheel that pip has checked against its hash
 }

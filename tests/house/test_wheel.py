@@ -56,7 +56,7 @@ def test_the_wheel_holds_the_package_with_its_yaml_and_nothing_else(wheel: Path)
     for folder in (paths.CONF, paths.RECIPES):
         for path in folder.rglob("*.yaml"):
             assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
-    for path in paths.SLURM.iterdir():
+    for path in (*paths.SLURM.iterdir(), *(ROOT / "scripts").glob("*/*.py")):
         assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
     assert not [name for name in names if "__pycache__" in name or "/runs/" in name]
 
@@ -86,6 +86,8 @@ def test_help_and_recipes_are_those_of_the_checkout(installed: Rloo) -> None:
         assert ours.out == theirs.out
     ended = installed("train", "+recipe=quickstart", "algorithm.num_generation=4")
     assert ended.code == 2 and "did you mean algorithm.num_generations" in ended.err
+    script = installed("train", "+recipe=openenv_echo", "--dry-run")  # it names a file of scripts/
+    assert script.code == 0, script.said
     assert installed.left() == ["runs", "runs/slurm"]  # where a rendered job writes its log
 
 

@@ -11,6 +11,7 @@ from endpoint_cases import PAGE, in_turn
 
 from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
+from rloo_cli.utils import http
 from rloo_cli.utils.errors import ConfigError
 
 OK = (200, {"right": True})
@@ -50,7 +51,7 @@ def test_tries_end_and_the_last_answer_is_said(serve: Any) -> None:
     (error,) = ask(stub.url)
     assert isinstance(error, EndpointError) and not error.final
     assert "503" in str(error) and "5 tries" in str(error) and len(str(error)) < 300
-    assert len(stub.asked) == http_client.MAX_TRIES
+    assert len(stub.asked) == http.MAX_TRIES
 
 
 def test_a_service_that_says_when_is_asked_then_if_there_is_time(serve: Any) -> None:
@@ -65,11 +66,11 @@ def test_a_service_that_says_when_is_asked_then_if_there_is_time(serve: Any) -> 
 
 @pytest.mark.parametrize(
     ("after", "seconds"),
-    [("2", 2.0), ("-1", 0.0), ("soon", None), (None, None)],
+    [("2", 2.0), ("-1", 0.0), ("soon", 0.7), ("", 0.7)],
 )
-def test_what_a_retry_after_means(after: str | None, seconds: float | None) -> None:
-    assert http_client._retry_after_seconds(after) == seconds
-    assert http_client._retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+def test_what_a_retry_after_means(after: str, seconds: float) -> None:
+    assert http._retry_after_seconds(after, 0.7) == seconds
+    assert http._retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT", 0.7) == 0.0
 
 
 def test_a_slow_request_is_repeated_while_there_is_time(serve: Any) -> None:
@@ -176,7 +177,7 @@ def test_waiting_ends_with_what_the_caller_raises_and_closes_the_request(serve: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        http_client.run_in_event_loop(work(), poll)
+        http.run_in_event_loop(work(), poll)
     assert cancelled.is_set()
 
 
@@ -186,6 +187,6 @@ def test_waiting_gives_what_came_or_what_was_raised() -> None:
             raise value
         return value
 
-    assert http_client.run_in_event_loop(work(3)) == 3
+    assert http.run_in_event_loop(work(3)) == 3
     with pytest.raises(ZeroDivisionError):
-        http_client.run_in_event_loop(work(ZeroDivisionError()))
+        http.run_in_event_loop(work(ZeroDivisionError()))

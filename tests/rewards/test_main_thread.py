@@ -5,7 +5,7 @@ import signal
 import pytest
 from cli_cases import Rloo
 
-from rloo_cli.agents.processes.tool_pool import ToolThread
+from rloo_cli.agents.common.tool_processes import ToolThread
 from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 
@@ -59,7 +59,7 @@ def test_a_tool_in_a_thread_that_sets_an_alarm_stops_the_run() -> None:
             return {"text": "not now"}
         return {"text": "done"}
 
-    tool.worker.answer = answer  # type: ignore[method-assign, assignment]
+    tool.worker.answer_object = answer  # type: ignore[method-assign, assignment]
     with pytest.raises(GenerationError, match=r"signal\.alarm"):
         tool.request({}, timeout_s=10)
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import math
+import os
 import re
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS, Rew
 from rloo_cli.rewards.engine.columns import check_reward_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.utils.errors import MachineError
+from rloo_cli.utils.worker_pool import WorkerPool
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
 
@@ -184,12 +187,12 @@ def test_an_answer_too_large_to_compute_is_wrong_and_stops_nothing() -> None:
 
 @pytest.mark.process
 def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypatch) -> None:
-    broken = "import sys; sys.stdin.readline(); sys.exit(3)"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
-    monkeypatch.setattr(math_equal, "_idle_children", [child])
-    with pytest.raises(RewardFailed, match=r"math-verify.* with 3"):
-        values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
+    # The message is no argument of its `answer`.
+    broken = SimpleNamespace(prepare=os.getpid, start=os.getpid, answer=os.getpid)
+    with monkeypatch.context() as patched:
+        patched.setattr(math_equal, "_pool", WorkerPool(broken, "a broken math-verify", keep=1))
+        with pytest.raises(RewardFailed, match=r"math-verify.* exit code 1"):
+            values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
 
 

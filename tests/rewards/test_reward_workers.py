@@ -13,7 +13,7 @@ import reward_cases
 from assert_refused import assert_refused
 from reward_cases import COMMON, PLAIN, STATE, failure, group, reward, values
 
-from rloo_cli.rewards.engine import process_pool
+from rloo_cli.rewards.engine import worker_calls
 from rloo_cli.rewards.engine.arguments import RewardContext
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, ScoringStep, score_groups
@@ -76,8 +76,8 @@ def made(tmp_path: Path) -> Any:
 
     yield make
     for one in rewards:
-        for worker in one.idle_workers:
-            worker.kill()
+        for pool in one.pools:
+            pool.close()
 
 
 def run(one: Reward, *texts: str) -> Scores:
@@ -88,6 +88,13 @@ def refused(one: Reward, *texts: str) -> RewardFailed:
     with pytest.raises(RewardFailed) as caught:
         run(one, *texts)
     return caught.value
+
+
+def wait_until_gone(pid: int) -> None:
+    limit = time.monotonic() + 10
+    while child_process.process_start_time(pid) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not child_process.process_start_time(pid)
 
 
 def test_a_worker_gives_what_a_thread_gives_and_lives_on(made, capfd) -> None:
@@ -104,7 +111,7 @@ def test_workers_share_out_rows_and_results_come_back_in_their_places(made) -> N
     one = made("length", workers=2, scope="row")
     scores = score_groups([one], [group("a", "bcd"), group("ef", "")], PLAIN)
     assert scores.raw.flatten().tolist() == [1.0, 3.0, 2.0, 0.0]
-    assert len(one.idle_workers) <= 2
+    assert len(one.pools[0].idle) <= 2
 
 
 @pytest.mark.slow_but(
@@ -127,15 +134,13 @@ def test_what_a_reward_does_to_its_process_is_a_failure_of_the_call(made, name, 
 
 def test_a_reward_that_never_lets_the_lock_go_is_killed_at_its_deadline(made) -> None:
     one = made("holds_the_lock", timeout_s=2.0)
-    process_pool.start_reward_workers([one])
-    (worker,) = one.idle_workers
-    # It has started: the call alone is late.
-    worker.stack_dump_fd = int(worker._receive_until(time.monotonic() + 60))
-    pid = worker.process.pid
+    pool = worker_calls.reward_worker_pool(one)
+    pool.start_idle()
+    pid = pool.idle[0].pid
     error = refused(one, "a")
     assert "timeout_s = 2 s" in str(error)
     assert "in holds_the_lock" in error.problems[0].why  # told from outside of the lock
-    assert not child_process.process_start_time(pid)
+    wait_until_gone(pid)
 
 
 def test_the_call_after_a_lost_one_gets_a_new_process(made) -> None:
@@ -154,7 +159,7 @@ def test_code_that_cannot_be_loaded_in_a_worker_fails_as_in_a_thread(made, tmp_p
 def test_a_function_that_no_other_process_finds_is_refused() -> None:
     one = reward(lambda completions: [1.0], workers=1)
     with pytest.raises(ConfigError) as caught:
-        process_pool.start_reward_workers([one])
+        worker_calls.reward_worker_pool(one)
     assert_refused(caught, 2, "workers")
 
 
@@ -174,10 +179,8 @@ def test_what_a_worker_prints_is_labelled_with_its_reward(tmp_path: Path, capfd:
     )
     keys = {"workers": 1, "kwargs": {}, "path": f"{tmp_path}/loud.py:f"}
     one = build_reward("loud", Config(**COMMON | keys))
-    process_pool.start_reward_workers([one])
-    (worker,) = one.idle_workers
-    worker.request(([0], {"completions": ["a"]}, []), 60.0)
-    worker.kill()
+    run(one, "a")
+    one.pools[0].close()
     said = capfd.readouterr()
     assert said.out == ""
     label = "printed by reward loud: "
@@ -190,17 +193,16 @@ def test_workers_end_with_us_however_we_end(tmp_path: Path) -> None:
 import os, signal, sys
 sys.path.insert(0, {str(Path(reward_cases.__file__).parent)!r})
 from reward_cases import COMMON
-from rloo_cli.rewards.engine import process_pool as workers
+from rloo_cli.rewards.engine.worker_calls import reward_worker_pool
 from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.function import Config
 keys = dict(workers=1, kwargs={{}}, path="{tmp_path}/code.py:sleeps")
 one = build_reward("x", Config(**COMMON | keys))
-workers.start_reward_workers([one])
-worker = one.idle_workers[0]
+worker = reward_worker_pool(one).take_new()
 try:
     worker.request(([0], {{"completions": ["a"] * 1000}}, []), 3.0)
 except TimeoutError:  # it is in a call that takes minutes
-    print(worker.process.pid, flush=True)
+    print(worker.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(  # the worker has its standard error: we would wait for both
@@ -210,10 +212,7 @@ except TimeoutError:  # it is in a call that takes minutes
         text=True,
     )
     assert done.returncode == -9
-    limit = time.monotonic() + 10
-    while child_process.process_start_time(int(done.stdout)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not child_process.process_start_time(int(done.stdout))
+    wait_until_gone(int(done.stdout))
 
 
 def test_groups_are_scored_while_others_are_still_being_made() -> None:

@@ -130,13 +130,6 @@ def class_agent(environments: dict[str, str], **keys: Any) -> Any:
     return ClassConfig(kind="class", environments=environments, **LIMITS | keys)
 
 
-def remote_agent(kind: str, url: str, **keys: Any) -> Any:
-    """The config of agent=http or agent=openenv."""
-    common = {n: v for n, v in LIMITS.items() if n != "workers"}
-    common |= {"kind": kind, "url": url, "token_env": None} | keys
-    return registry.config_class("agents", kind)(**common)
-
-
 def episode_generator(
     config: Any, script: Callable[[str, int], str], template: str = "chatml",
     context: int | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rloo_cli.rewards.common import http_client
+from rloo_cli.utils import http
 
 PAGE = "<!DOCTYPE html><html><body>Welcome to nginx!</body></html>"
 # (status, JSON or text[, headers]); status 0: the connection is closed without an answer.
@@ -73,7 +73,7 @@ class _Server(ThreadingHTTPServer):
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answers], Stub]]:
     """Starts services; the pauses between two tries are short."""
-    monkeypatch.setattr(http_client, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
     started: list[Stub] = []
 
     def start(answer: Answers) -> Stub:

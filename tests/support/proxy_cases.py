@@ -1,4 +1,4 @@
-"""Foreign agents for tests: real processes that talk to the proxy with nothing but the library."""
+"""External agents for tests: real processes that talk to the proxy with nothing but the library."""
 
 import sys
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from agent_cases import ScriptedSampler, chat_tokenizer, write_file
 
 from rloo_cli.agents.common import call_parsers
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
-from rloo_cli.agents.foreign.conversation import ForeignRules
-from rloo_cli.agents.foreign.generator import AgentLaunch, ProxyGenerator
+from rloo_cli.agents.external.conversation import ExternalRules
+from rloo_cli.agents.external.generator import AgentLaunch, ProxyGenerator
 from rloo_cli.agents.proxy import Config
 from rloo_cli.data.batch import Group
 from rloo_cli.data.render import render_prompt
@@ -63,7 +63,7 @@ def played(turns=2):
 KEYS: dict[str, Any] = {
     "max_turns": 6, "max_episode_tokens": None, "parser": "hermes", "max_seconds": 20.0,
     "renderer": "difference", "max_rows": 1,
-    "host": "127.0.0.1", "port": 0, "workers": 16, "token_env": None,
+    "host": "127.0.0.1", "port": 0, "workers": 16, "token_env": None, "lifetime": "episode",
 }  # fmt: skip
 Script = Callable[[str, int], str]
 
@@ -75,15 +75,15 @@ def agent_command(folder: Path, text: str, name: str = "agent.py") -> list[str]:
 
 def proxy_generator(
     command: list[str] | None, script: Script, template: str = "chatml", max_tokens: int = 4000,
-    token: str = "", host_command: Callable[[str], list[str]] | None = None, **keys: Any,
+    token: str = "", per_run: bool = False, **keys: Any,
 ) -> ProxyGenerator:  # fmt: skip
-    """Episodes of agents with this command, or of one host, sampled by a script."""
+    """Episodes of agents with this command, sampled by a script."""
     tokenizer = chat_tokenizer(template)
     config = Config(kind="proxy", command="x", **KEYS | keys)
     renderer = TurnRenderer(tokenizer, {}, {tokenizer.eos_token_id})
     parser = call_parsers.choose_parser(config.parser, tokenizer)[1]
-    rules = ForeignRules(renderer, parser, config.max_turns, config.max_rows, 64, max_tokens)
-    launch = AgentLaunch(command, {}, token, host_command)
+    rules = ExternalRules(renderer, parser, config.max_turns, config.max_rows, 64, max_tokens)
+    launch = AgentLaunch(command, token, per_run)
     return ProxyGenerator(ScriptedSampler(tokenizer, script), rules, config, launch)
 
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from rloo_cli.agents.foreign.agent_process import GUARD
+from rloo_cli.agents.external.agent_process import GUARD
 from rloo_cli.utils.child_process import start_child
 
 SUITE_MARK = "SUITE_MARK"

@@ -27,7 +27,7 @@ LIMIT_S = 10.0  # five on a quiet machine
 NO_VLLM = pytest.mark.skipif(
     not installed_vllm_version(), reason="vLLM is not installed: make test-engines does it"
 )
-SHARED = "rloo_cli.rewards.common.math_worker"  # it stays for the tests that come later
+SHARED = "rloo_cli.utils.worker_process math-verify"  # it stays for the tests that come later
 COLLECTED = pytest.StashKey[set[str]]()  # names of all tests, chosen by `-m` or not
 STARTED: list[str] = []  # Python processes that the running test has started
 
@@ -62,7 +62,7 @@ def watch_starts() -> None:
 
     def heard(event: str, given: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and Path(os.fsdecode(given[0])).name.startswith("python"):
-            words = " ".join(map(str, given[1]))
+            words = " ".join(word for word in map(str, given[1]) if not word.isdigit())
             if SHARED not in words:
                 STARTED.append(words)
 

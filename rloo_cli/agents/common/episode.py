@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rloo_cli.agents.common.observations import Content
+from rloo_cli.agents.common.tool_processes import ToolCaller
 from rloo_cli.agents.common.tool_set import Environment
-from rloo_cli.agents.processes.tool_pool import ToolCaller
 from rloo_cli.data.batch import Group, Rollout, Turn
 from rloo_cli.data.episode_media import extended_media
 from rloo_cli.data.media import Media

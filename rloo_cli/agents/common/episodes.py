@@ -26,10 +26,10 @@ from rloo_cli.agents.common.observations import (
     joined_content,
 )
 from rloo_cli.agents.common.tool_calls import Answers, ToolCalls
+from rloo_cli.agents.common.tool_processes import ToolProcesses
 from rloo_cli.agents.common.tool_set import ToolSet
+from rloo_cli.agents.common.tool_worker import NO_IMAGES
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
-from rloo_cli.agents.processes.tool_pool import ToolPool
-from rloo_cli.agents.processes.worker import NO_IMAGES
 from rloo_cli.config.agent import AgentConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.episode_media import extended_media
@@ -67,13 +67,11 @@ class EpisodeGenerator(EpisodeSampler):
     def __init__(self, inner: Generator, rules: EpisodeRules):
         super().__init__(inner)
         self.rules = rules
-        self.pool = ToolPool(rules.tools.import_specs, rules.config.kept_processes())
+        self.processes = ToolProcesses(rules.tools.import_specs, rules.config.kept_processes())
 
     def close(self) -> None:
         """End all tool processes, and release the sampler."""
-        self.pool.close()
-        if self.rules.tools.release is not None:
-            self.rules.tools.release()
+        self.processes.close()
         super().close()
 
     def begin_step(
@@ -108,7 +106,7 @@ class _EpisodeStep:
     ):
         self.inner, self.rules = generator.inner, generator.rules
         self.groups, self.options, self.arrived = groups, options, arrived
-        self.calls = ToolCalls(self.rules.config, generator.pool, self.rules.images)
+        self.calls = ToolCalls(self.rules.config, generator.processes, self.rules.images)
         self.family = [
             [self._new_episode(group, k, seed) for k, seed in enumerate(group_seeds)]
             for group, group_seeds in zip(groups, seeds, strict=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rloo_cli.agents.common.episode import Episode
 from rloo_cli.agents.common.observations import Content, ToolImages, answer_content
-from rloo_cli.agents.processes.tool_pool import ToolCaller, ToolGone, ToolPool
+from rloo_cli.agents.common.tool_processes import ToolGone, ToolProcesses
 from rloo_cli.config.agent import AgentConfig
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import derived_seed
@@ -31,8 +31,8 @@ class Answers:
 class ToolCalls:
     """Makes the calls of all episodes of a run."""
 
-    def __init__(self, config: AgentConfig, pool: ToolPool, images: ToolImages):
-        self.config, self.pool, self.images = config, pool, images
+    def __init__(self, config: AgentConfig, processes: ToolProcesses, images: ToolImages):
+        self.config, self.processes, self.images = config, processes, images
 
     def open_environment(self, episode: Episode) -> None:
         """Make an episode's environment and reset it; what that returns is its `opening`."""
@@ -117,21 +117,17 @@ class ToolCalls:
         return {"told": _error_text(answer["error"])}
 
     def _ask_function(self, message: JsonObject) -> JsonObject:
-        caller: ToolCaller | None = self.pool.take_idle()
-        assert caller is not None
         try:
-            return self.images.read_answer(caller.request(message, self.config.max_tool_s))
+            answer = self.processes.call_function(message, self.config.max_tool_s)
+            return self.images.read_answer(answer)
         except ToolGone as gone:
-            caller = None
             return {"error": str(gone)}
-        finally:
-            self.pool.give_back(caller)
 
     def _ask_environment(self, episode: Episode, message: JsonObject) -> JsonObject | None:
         """An answer of the episode's own process; None where that is gone, with its state."""
         try:
             if episode.caller is None:
-                episode.caller = (episode.environment.connect or self.pool.take_new)()
+                episode.caller = self.processes.take_new()
             answer = episode.caller.request(message, self.config.max_tool_s)
             return self.images.read_answer(answer)
         except ToolGone as gone:

@@ -7,17 +7,14 @@ it needs a type for every argument and a docstring that says what each is.
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from transformers.utils import get_json_schema
 
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
-
-if TYPE_CHECKING:
-    from rloo_cli.agents.processes.tool_pool import ToolCaller
 
 ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
 NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
@@ -37,13 +34,11 @@ class Environment:
     class_spec: str | None = None  # of the class; None = plain functions, without state
     has_reward: bool = False
     has_turn_reward: bool = False
-    # What answers an episode's messages, where that is not a process of ours: one for each episode.
-    connect: "Callable[[], ToolCaller] | None" = None
 
     @property
     def is_stateful(self) -> bool:
         """Whether an episode has an environment of its own, from reset to end."""
-        return self.class_spec is not None or self.connect is not None
+        return self.class_spec is not None
 
     def check_call(self, name: str, arguments: object) -> str | None:
         """What is wrong with a call, in words for the model; None = nothing."""
@@ -82,7 +77,6 @@ class ToolSet:
     """All tools of a run: those of each environment, by name."""
 
     environments: dict[str, Environment] = field(default_factory=dict)
-    release: Callable[[], None] | None = None  # ends what the tools hold outside of processes
 
     def environment_of(self, example: Mapping[str, object]) -> Environment:
         """The environment of a row. Raises DataError where its column does not name one."""
@@ -102,8 +96,7 @@ class ToolSet:
 
     def to_json(self) -> JsonObject:
         """Its environments as plain values, for a record of rollouts."""
-        described = {n: asdict(replace(e, connect=None)) for n, e in self.environments.items()}
-        return {n: {k: v for k, v in e.items() if k != "connect"} for n, e in described.items()}
+        return {name: asdict(environment) for name, environment in self.environments.items()}
 
     @classmethod
     def from_json(cls, values: JsonObject) -> "ToolSet":
@@ -113,8 +106,7 @@ class ToolSet:
     @property
     def import_specs(self) -> list[str]:
         """Everything that a tool process imports."""
-        local = [e for e in self.environments.values() if e.connect is None]
-        specs = [s for e in local for s in (e.class_spec, *e.specs.values())]
+        specs = [s for e in self.environments.values() for s in (e.class_spec, *e.specs.values())]
         return list(dict.fromkeys(filter(None, specs)))
 
 

@@ -9,16 +9,16 @@ import shlex
 from pathlib import Path
 
 from rloo_cli.compat.migrate import tables
-from rloo_cli.compat.migrate.foreign import (
+from rloo_cli.compat.migrate.old_run import OldRun, read_old_file
+from rloo_cli.compat.migrate.other_trainers import (
     PASTE,
     python_script_error,
-    refuse_foreign_command,
-    refuse_foreign_settings,
     refuse_other_file,
+    refuse_trainer_command,
+    refuse_trainer_settings,
 )
-from rloo_cli.compat.migrate.old_run import OldRun, read_old_file
 from rloo_cli.config.old_names import find_old_name
-from rloo_cli.config.provenance import YAML_ERRORS, load_foreign_yaml
+from rloo_cli.config.provenance import YAML_ERRORS, load_plain_yaml
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -82,7 +82,7 @@ def read_settings(path: Path) -> OldRun:
         refuse_other_file(path, read_old_file(path))
     old_run = OldRun(read_settings_file(path), setting_format="{}: {}", file=path.name)
     old_run.flags.pop("config", None)
-    refuse_foreign_settings(old_run.flags, str(path))
+    refuse_trainer_settings(old_run.flags, str(path))
     _read_process_count(old_run)
     if not any(find_old_name(name) for name in old_run.flags):
         names = ", ".join(list(old_run.flags)[:5]) or "there are none"
@@ -97,7 +97,7 @@ def read_command(words: list[str]) -> OldRun:
 
     Raises ConfigError for another trainer's command, and for one whose settings are in a script.
     """
-    refuse_foreign_command(words)
+    refuse_trainer_command(words)
     old_run = OldRun({})
     script = _sort_arguments(old_run, words)
     old_run.flags = {k: _flag_value(v) for k, v in old_run.flags.items()}
@@ -210,7 +210,7 @@ def _read_process_count(old_run: OldRun) -> None:
 def read_settings_file(path: Path) -> JsonObject:
     """Read a YAML or JSON file. Raises ConfigError unless it maps names to values."""
     try:
-        values = load_foreign_yaml(read_old_file(path, errors="strict"))  # JSON is YAML
+        values = load_plain_yaml(read_old_file(path, errors="strict"))  # JSON is YAML
     except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

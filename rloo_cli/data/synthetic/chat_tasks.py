@@ -9,8 +9,8 @@ words. A prompt names a topic and one to three instructions, of IFEval's kinds (
 the columns `instruction_id_list` and `kwargs` are what the reward `ifeval` reads. Held-out prompts
 are about topics that no training prompt is about.
 
-Echo: a message to send with the tool `step`, which is what an environment of OpenEnv without tools
-of its own offers. The prompt shows two calls, about other topics; held-out topics are others.
+Echo: a message to send with the tool `step` of scripts/openenv/echo_environment.py. The prompt
+shows two calls, about other topics; held-out topics are others.
 """
 
 import hashlib

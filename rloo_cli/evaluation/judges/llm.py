@@ -3,15 +3,15 @@
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from rloo_cli.config import template
 from rloo_cli.config.judge import OpenaiJudge
 from rloo_cli.evaluation.judges.pairs import JudgePair
 from rloo_cli.rewards.common import chat_client
-from rloo_cli.rewards.common.http_client import EndpointError, JsonClient, run_in_event_loop
+from rloo_cli.rewards.common.http_client import EndpointError, JsonClient
 from rloo_cli.utils import signals
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.http import gather_or_cancel, run_in_event_loop
 from rloo_cli.utils.rng import sampling_seed
 
 TIE_VALUE = 0.5
@@ -29,14 +29,7 @@ def judge_pairs_by_llm(
 
     async def judge_all() -> None:
         async with JsonClient(chat_client.chat_service(keys), keys.timeout_s) as client:
-            tasks = [asyncio.create_task(_judge_pair(client, keys, pair, seed)) for pair in pairs]
-            try:
-                await asyncio.gather(*tasks)
-            finally:  # an error of one ends the others, which would not be answered either
-                for task in tasks:
-                    task.cancel()
-                with suppress(EndpointError):
-                    await asyncio.gather(*tasks, return_exceptions=True)
+            await gather_or_cancel(_judge_pair(client, keys, pair, seed) for pair in pairs)
 
     try:
         run_in_event_loop(judge_all(), poll)

@@ -8,10 +8,11 @@ name, arguments) is answered by ("ok", value) or ("error", text); ("complete", r
 import gc
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from vllm import LLM
@@ -24,39 +25,40 @@ from rloo_cli.generation.vllm.engine import EngineCompletion, EngineRequest
 from rloo_cli.generation.vllm.engine_images import check_expanded_ids, engine_prompt
 from rloo_cli.generation.vllm.sampling_params import engine_params
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.message_socket import MessageSocket, PeerGone
 
 CHILD_ENDED_CODE = 70  # our exit code where vLLM's core has ended
 
 
 def main() -> None:
     """Serve the pipe until its other end closes."""
-    pipe = Connection(int(sys.argv[1]))
-    kind, arguments = pipe.recv()
+    pipe = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    kind, arguments = pipe.receive_pickled()
     assert kind == "start"
     try:
         engine = ChildEngineCalls(LLM(**arguments), pipe)
         exit_with_any_child()
         gc.collect()
         gc.freeze()  # what was loaded stays: no need to look through it again and again
-        pipe.send(("ok", engine.num_workers()))
+        pipe.send_pickled(("ok", engine.num_workers()))
     except Exception:
         traceback.print_exc()  # the whole of it; the trainer quotes its last line
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send_pickled(("error", traceback.format_exc()))
         return
     while True:
         try:
-            kind, *given = pipe.recv()
-        except EOFError:
+            kind, *given = pipe.receive_pickled()
+        except PeerGone:
             return
         try:
             if kind == "complete":
                 engine.generate(*given)
-                pipe.send(("end",))
+                pipe.send_pickled(("end",))
             elif kind == "call":
                 name, args = given
-                pipe.send(("ok", getattr(engine, name)(*args)))
+                pipe.send_pickled(("ok", getattr(engine, name)(*args)))
         except Exception:
-            pipe.send(("error", traceback.format_exc()))
+            pipe.send_pickled(("error", traceback.format_exc()))
 
 
 def exit_with_any_child() -> None:
@@ -81,7 +83,7 @@ def exit_with_any_child() -> None:
 class ChildEngineCalls:
     """The methods that may be called over the pipe."""
 
-    def __init__(self, llm: Any, pipe: Connection):
+    def __init__(self, llm: Any, pipe: MessageSocket):
         self.llm, self.pipe = llm, pipe
         self.weight_client = versions.with_weight_labels(llm)
         folder = os.environ.get(lora_slot.ADAPTER_FOLDER_VARIABLE)
@@ -144,7 +146,7 @@ class ChildEngineCalls:
             core.add_request(str(first + i), prompt, params, lora_request=self.adapter)
         self.num_requests += len(requests)
         while core.has_unfinished_requests():
-            if self.pipe.poll() and self.pipe.recv() == ("abort",):
+            if self.pipe.has_input() and self.pipe.receive_pickled() == ("abort",):
                 core.abort_request([str(first + i) for i in range(len(requests))])
                 return
             for output in core.step():
@@ -152,8 +154,10 @@ class ChildEngineCalls:
                     i = int(output.request_id) - first
                     if requests[i].images is not None:
                         check_expanded_ids(output.prompt_token_ids, requests[i].prompt_ids)
-                    self.pipe.send(("done", i, _to_engine_completion(output.outputs[0], label)))
-            self.pipe.send(("alive",))
+                    self.pipe.send_pickled(
+                        ("done", i, _to_engine_completion(output.outputs[0], label))
+                    )
+            self.pipe.send_pickled(("alive",))
         if self.version() != label:
             raise RuntimeError(f"the weights changed from {label} to {self.version()} on the way")
 

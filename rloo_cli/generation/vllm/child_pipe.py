@@ -1,9 +1,7 @@
 """A child process that holds an engine, and the pipe to it."""
 
 import signal
-import socket
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,11 @@ from rloo_cli.utils.child_process import (
     start_child,
     wait_for_group,
 )
+from rloo_cli.utils.message_socket import MessageSocket, PeerGone
 
 CHILD_BOOT = "from rloo_cli.generation.vllm.child_main import main; main()"
 PIPE_CALL_TIMEOUT_S = 60.0
+POLL_S = 0.1  # seconds between two checks for a signal
 TRACKER_TIMEOUT_S = 2.0  # Python's tracker of shared memory clears up after the others
 
 
@@ -26,7 +26,7 @@ class ChildPipe:
     """Start it from the main thread: the kernel ends the child when that thread is gone."""
 
     def __init__(self, environment: dict[str, str], log: Path):
-        ours, theirs = socket.socketpair()
+        self.messages, theirs = MessageSocket.pair()
         with theirs:
             self.process = start_child(
                 python_command("-c", CHILD_BOOT, str(theirs.fileno())),
@@ -35,7 +35,6 @@ class ChildPipe:
                 log=log,
                 death_signal=signal.SIGKILL,
             )
-        self.connection = Connection(ours.detach())
 
     def call(self, name: str, *args: Any, limit_s: float = PIPE_CALL_TIMEOUT_S) -> Any:
         """Call one of `ChildEngineCalls`' methods. Raises EngineLost, EngineRefused."""
@@ -52,27 +51,30 @@ class ChildPipe:
     def send(self, message: tuple[Any, ...]) -> None:
         """Send a message. Raises EngineLost if the child is gone."""
         try:
-            self.connection.send(message)
-        except OSError as error:
-            raise EngineLost(f"the engine's process is gone: {error}") from None
+            self.messages.send_pickled(message)
+        except PeerGone:
+            raise EngineLost("the engine's process is gone") from None
 
     def receive(self, limit_s: float, what: str, interruptible: bool = False) -> Any:
         """Receive a message. `interruptible`: a signal ends it (Stopped). Raises EngineLost."""
         end = time.monotonic() + limit_s
         try:
-            while not self.connection.poll(0.1):
+            while not self.messages.has_input(POLL_S):
                 if interruptible:
                     signals.raise_if_stopped()
                 if time.monotonic() > end:
-                    raise EngineLost(f"{what}: not a word from the engine in {limit_s:g} s")
-            return self.connection.recv()
-        except (OSError, EOFError):
+                    raise TimeoutError
+            return self.messages.receive_pickled(end)
+        except TimeoutError:
+            message = f"{what}: no message from the engine in {limit_s:g} s"
+            raise EngineLost(message) from None
+        except PeerGone:
             code = self.process.wait()
             raise EngineLost(f"{what}: the engine's process ended with {code}") from None
 
     def kill(self) -> None:
         """End the child with everything it started."""
-        self.connection.close()
+        self.messages.close()
         kill_group_except(self.process.pid)
         self.process.wait()
         wait_for_group(self.process.pid, TRACKER_TIMEOUT_S)

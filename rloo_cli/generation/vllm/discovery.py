@@ -57,9 +57,12 @@ class ServerFinder:
                 for n in range(1, max(1, self.keys.num_nodes) + 1)
             ]
         given = [urls] if isinstance(urls, str) else urls
+        called = [address_to_call(url, self.note) for url in given]
         secret = os.environ.get(self.keys.api_key_env, "")
         limit = self.keys.reconnect_timeout_s if reconnecting else self.keys.ready_timeout_s
-        return [self._wait_for_url(address_to_call(url, self.note), secret, limit) for url in given]
+        for url in called:
+            self.http_client.get_when_ready(url, "/health", secret, limit)
+        return [RolloutServer(url, secret) for url in called]
 
     def _wait_for_run_server(self, number: int, reconnecting: bool) -> RolloutServer:
         """The server of the run's own server.json (of its n-th node), once it answers."""
@@ -106,25 +109,6 @@ class ServerFinder:
         if self.keys.num_nodes:  # nobody starts it again
             return self.keys.ready_timeout_s + 60
         return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
-
-    def _wait_for_url(self, url: str, token: str, limit_s: float) -> RolloutServer:
-        said = ""
-
-        def found() -> RolloutServer | None:
-            nonlocal said
-            try:
-                self.http_client.get(url, "/health", token, 5)
-            except EngineLost as lost:
-                said = str(lost)
-                return None
-            return RolloutServer(url, token)
-
-        try:
-            return poll_until_ready(limit_s, f"{url}/health", found)
-        except EngineLost:  # the whole patience is used up: no second wait
-            what, where = f"no server answers at {url}", "generation.server.base_url"
-            why = f"expected an answer within {limit_s:g} s; {said}"
-            raise GenerationError(Problem(what, where, why, "rloo vllm-serve starts one")) from None
 
 
 def address_to_call(url: str, note: Callable[[str], None]) -> str:

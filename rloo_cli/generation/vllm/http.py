@@ -26,6 +26,7 @@ MAX_ERROR_CHARS = 300  # characters of an answer in an error
 class ServerKind:
     """What errors call a kind of server, and what they say to do."""
 
+    noun: str  # in one word
     name: str
     section: str  # of the config
     expected: str  # the API that it must have
@@ -34,12 +35,12 @@ class ServerKind:
 
 
 ROLLOUT_SERVER = ServerKind(
-    "a rollout server", "generation.server",
+    "server", "a rollout server", "generation.server",
     "vLLM's API with its reinforcement-learning routes", "the token in the server's server.json",
     "rloo vllm-serve starts one",
 )  # fmt: skip
 TEACHER_SERVER = ServerKind(
-    "a teacher's server", "algorithm.teacher", "vLLM's OpenAI-compatible API",
+    "teacher", "a teacher's server", "algorithm.teacher", "vLLM's OpenAI-compatible API",
     "the key that the server was started with", "vllm serve MODEL starts one",
 )  # fmt: skip
 
@@ -60,7 +61,7 @@ class HttpClient:
         self.keepalive_session, self.fresh_session = self.run(self._open_sessions(), 30)
 
     async def _open_sessions(self) -> "tuple[aiohttp.ClientSession, aiohttp.ClientSession]":
-        return http.open_session(0, KEEPALIVE_S), http.open_session(0, keep_alive=False)
+        return http.open_session(keepalive_s=KEEPALIVE_S), http.open_session(keepalive_s=0)
 
     def run(
         self, work: Coroutine[object, object, T], limit_s: float, interruptible: bool = False
@@ -76,6 +77,26 @@ class HttpClient:
         """GET; returns the answer's JSON. Raises EngineLost, GenerationError."""
         return self.run(self.request("GET", url, path, token, None, limit_s), limit_s + 5)
 
+    def get_when_ready(self, url: str, path: str, token: str, limit_s: float) -> Any:
+        """GET until the server answers; returns the answer's JSON. Raises GenerationError."""
+        from rloo_cli.generation.vllm.deadlines import poll_until_ready  # lazy: it imports torch
+
+        lost = EngineLost("")
+
+        def ask() -> tuple[Any] | None:
+            nonlocal lost
+            try:
+                return (self.get(url, path, token, 5),)
+            except EngineLost as error:
+                lost = error
+                return None
+
+        try:
+            return poll_until_ready(limit_s, url + path, ask)[0]
+        except EngineLost:  # the whole patience is used up: no second wait
+            why = f"expected an answer within {limit_s:g} s; {lost}"
+            raise GenerationError(no_answer_problem(url, why, self.kind)) from None
+
     def post(self, url: str, path: str, token: str, body: object, limit_s: float) -> Any:
         """POST JSON once; returns the answer's JSON. Raises EngineLost, GenerationError."""
         return self.run(self.request("POST", url, path, token, body, limit_s), limit_s + 5)
@@ -90,12 +111,13 @@ class HttpClient:
         hung up on that meanwhile, so it must be one that may be repeated.
         """
         where = url.rstrip("/") + path
-        session = self.keepalive_session if keep_alive else self.fresh_session
+        sessions = [self.fresh_session] + [self.keepalive_session] * keep_alive
         try:
-            answer = await http.send_json(session, method, where, body, token, limit_s)
+            answer = await http.send_with_retries(
+                lambda: http.send_request(sessions.pop(), method, where, limit_s, token, body),
+                reasons=frozenset({"closed"}), statuses=frozenset(), max_tries=len(sessions),
+            )  # fmt: skip
         except http.RequestFailed as failed:
-            if failed.reason == "closed" and keep_alive:
-                return await self.request(method, url, path, token, body, limit_s)
             if failed.reason == "address":
                 problem = not_a_server_problem(where, "this is not an address", self.kind)
                 raise GenerationError(problem) from None
@@ -141,6 +163,12 @@ def parse_answer(
         fix = f"a lower {kind.section}.max_in_flight, such as 16"
     what, why = f"{url} refused a request", f"{status} {said}"
     raise GenerationError(Problem(what, kind.section, why, fix))
+
+
+def no_answer_problem(url: str, why: str, kind: ServerKind) -> Problem:
+    """The problem that nothing answers at `url`, as `why` says."""
+    where = f"{kind.section}.base_url"
+    return Problem(f"no {kind.noun} answers at {url}", where, why, kind.start)
 
 
 def not_a_server_problem(url: str, why: str, kind: ServerKind = ROLLOUT_SERVER) -> Problem:

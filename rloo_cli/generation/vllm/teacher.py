@@ -22,7 +22,6 @@ from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import sampled_positions, store_column
-from rloo_cli.generation.vllm.deadlines import poll_until_ready
 from rloo_cli.generation.vllm.discovery import SERVER_CALL_TIMEOUT_S, address_to_call
 from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.generation.vllm.http import TEACHER_SERVER, HttpClient
@@ -30,6 +29,7 @@ from rloo_cli.generation.vllm.http_engine import DEFAULT_MAX_IN_FLIGHT
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.http import gather_or_cancel
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 URL_KEY, MODEL_KEY = "algorithm.teacher.base_url", "algorithm.teacher.model"
@@ -137,13 +137,7 @@ class TeacherServer:
                 async with gate:
                     found[index] = await self._ask_row(*rows[index])
 
-            tasks = [asyncio.create_task(one(i)) for i in missing]
-            try:
-                await asyncio.gather(*tasks)
-            finally:  # one failed: the others are closed, and the server aborts them
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await gather_or_cancel(one(i) for i in missing)
 
         rounds = -(-len(missing) // capacity)
         limit = rounds * self.keys.request_timeout_s + SERVER_CALL_TIMEOUT_S
@@ -194,26 +188,7 @@ class TeacherServer:
 
         Raises GenerationError where it does not answer in time, and ConfigError.
         """
-        said = ""
-
-        def ask() -> JsonObject | None:
-            nonlocal said
-            try:
-                answer: JsonObject = self.client.get(self.url, MODELS, self.token, 5)
-                return answer
-            except EngineLost as lost:
-                said = str(lost)
-                return None
-
-        try:
-            answer = poll_until_ready(limit_s, self.url + MODELS, ask)
-        except EngineLost:
-            why = f"expected an answer within {limit_s:g} s; {said}"
-            what = f"no teacher answers at {self.url}"
-            raise GenerationError(Problem(what, URL_KEY, why, TEACHER_SERVER.start)) from None
-        self._choose_model(answer)
-
-    def _choose_model(self, answer: JsonObject) -> None:
+        answer = self.client.get_when_ready(self.url, MODELS, self.token, limit_s)
         try:
             served = {str(card["id"]): card for card in answer["data"]}
         except (KeyError, TypeError):

@@ -24,6 +24,7 @@ from rloo_cli.generation.vllm.http import (
     TEACHER_SERVER,
     HttpClient,
     ServerKind,
+    no_answer_problem,
 )
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, WILDCARD_HOSTS, ServerSection
 from rloo_cli.inspection.environment import machine_state
@@ -272,7 +273,6 @@ def _ask_servers(
 ) -> None:  # fmt: skip
     """Ask every server for its health, and with the token what its kind must answer, at once."""
     client = HttpClient(token_variable, kind)
-    name = "teacher" if kind is TEACHER_SERVER else "server"
     try:
         with ThreadPoolExecutor(len(servers)) as pool:
             answers = list(pool.map(lambda server: _ask_server(client, *server), servers))
@@ -280,9 +280,9 @@ def _ask_servers(
         client.close()
     for (url, _), (problem, seconds) in zip(servers, answers, strict=True):
         if problem is None:
-            lines.add_ok(name, f"{url} answers ({1000 * seconds:.0f} ms) and takes the token")
+            lines.add_ok(kind.noun, f"{url} answers ({1000 * seconds:.0f} ms) and takes the token")
         else:
-            lines.add_problem(name, problem)
+            lines.add_problem(kind.noun, problem)
 
 
 def _ask_server(client: HttpClient, url: str, token: str) -> tuple[Problem | None, float]:
@@ -297,7 +297,5 @@ def _ask_server(client: HttpClient, url: str, token: str) -> tuple[Problem | Non
     except GenerationError as error:
         return error.problems[0], 0.0
     except (EngineLost, EngineRefused) as error:
-        key, fix = f"{client.kind.section}.base_url", client.kind.start
-        what = f"no server answers at {url}"
-        return Problem(what, key, str(error), fix), 0.0
+        return no_answer_problem(url, str(error), client.kind), 0.0
     return None, time.monotonic() - began

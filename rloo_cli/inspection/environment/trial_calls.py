@@ -21,7 +21,7 @@ from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.inspection.environment.check_lines import CheckLines
 from rloo_cli.policy import load, reward_load
-from rloo_cli.rewards.engine import process_pool
+from rloo_cli.rewards.engine import worker_calls
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.ready import run_ready_hooks
@@ -141,7 +141,7 @@ def _try_reward(
     length = run.generation.max_completion_length
     by_set: dict[str | None, Prompts] = {None: prompts}
     try:
-        process_pool.start_reward_workers([reward])
+        worker_calls.start_reward_workers([reward])
         run_ready_hooks([reward], tokenizer, by_set, length, device, _drop, reward_load)
         loaded_s, began = time.monotonic() - began, time.monotonic()
         context = RewardContext(prompts.conversational, FIRST_STEP)

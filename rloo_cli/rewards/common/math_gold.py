@@ -1,4 +1,4 @@
-"""Parses gold answers and a model's answers with math-verify. Only `math_worker` uses it.
+"""Parses gold answers and a model's answers with math-verify, in worker processes of `math_equal`.
 
 Both are parsed as in TRL: the model's answer has to be boxed or announced ("the final answer is").
 Unlike there, a gold answer without a math environment ($...$, \boxed{...}) is read as LaTeX: from
@@ -6,9 +6,14 @@ plain text, math-verify takes the first number that it finds, 3 for 3\sqrt{13}. 
 can be read only in part, such as a sentence with numbers in it, is not read at all.
 """
 
+import logging
 import re
+import resource
 from functools import lru_cache
 
+from rloo_cli.utils.files import JsonObject
+
+MAX_ADDRESS_SPACE = 4 << 30  # bytes of a worker; an answer that needs more is too much
 MATH_ENVIRONMENT = re.compile(
     r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(equation|align)"
 )
@@ -84,3 +89,32 @@ def is_equal_to_gold(gold: list[object], text: str) -> bool:
         return bool(verify(gold, parse_answer(text), timeout_seconds=None))
     except (MemoryError, RecursionError):
         return False  # too much to compute: not shown to be equal
+
+
+class MathWorkerCode:
+    """What a worker process of `math_equal` does: a question has two messages, so two deadlines.
+
+    {"gold": text} is answered by `no gold` if the gold answer cannot be read, else `read`; then
+    {"text": text} by `yes` or `no`.
+    """
+
+    def __init__(self) -> None:
+        self.gold: list[object] = []
+
+    def prepare(self) -> None:
+        """Import sympy, which takes seconds, and parse once: the first time is slow as well."""
+        # It warns that its timeouts are off.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        is_equal_to_gold(parse_gold(r"\frac{1}{2}"), r"\boxed{0.5}")
+
+    def start(self) -> None:
+        """Limit the worker's memory."""
+        hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, hard_limit))
+
+    def answer(self, message: JsonObject) -> bytes:
+        """The answer to one of the two messages."""
+        if "gold" in message:
+            self.gold = parse_gold(message["gold"])
+            return b"read" if self.gold else b"no gold"
+        return b"yes" if is_equal_to_gold(self.gold, message["text"]) else b"no"

@@ -5,11 +5,11 @@ build           one reward: code, config, signature
 cache           scores kept for equal completions
 columns         checks that the data has the columns
 failures        decides whether failed calls stop the run
-process_pool    rewards in processes of their own
-process_worker  the child process of a reward
 ready           builds all rewards and lets them load
 results         the validated result of a call
 reward_calls    calls with deadlines, on threads and loops
 scoring         the scores of a step
 step_calls      all rewards' calls of a step, without torch
+worker          what a worker process of a reward does
+worker_calls    calls in worker processes
 """

@@ -10,6 +10,7 @@ from rloo_cli.config.schema import RewardConfig
 from rloo_cli.config.user_code import code_location
 from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.worker_pool import WorkerPool
 
 POSITIONAL_ONLY_KIND = inspect.Parameter.POSITIONAL_ONLY
 VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -31,7 +32,7 @@ class Reward:
     score_cache: dict[Hashable, float | None] = field(
         default_factory=dict, repr=False, compare=False
     )
-    idle_workers: list[Any] = field(default_factory=list, repr=False, compare=False)
+    pools: list[WorkerPool] = field(default_factory=list, repr=False, compare=False)  # of workers
 
 
 def build_reward(name: str, config: RewardConfig) -> Reward:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_cli.config import registry
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.rewards.engine import process_pool
+from rloo_cli.rewards.engine import worker_calls
 from rloo_cli.rewards.engine.build import Reward, RewardFunction, build_reward, reward_from_callable
 
 if TYPE_CHECKING:  # these import torch
@@ -87,5 +87,5 @@ def build_rewards(config: RunConfig, functions: Mapping[str, RewardFunction]) ->
         else build_reward(name, entry)
         for name, entry in config.rewards.items()
     ]
-    process_pool.start_reward_workers(rewards)
+    worker_calls.start_reward_workers(rewards)
     return rewards

@@ -3,7 +3,7 @@
 A `RewardCalls` makes one reward's calls of one step, from the moment they are submitted. A
 synchronous reward has a thread of its own that makes its calls one after the other, each in a
 daemon thread that is left behind when `timeout_s` is over; with `workers` it has that many
-threads, each with a child process that is killed then (process_pool.py). Asynchronous rewards
+threads, each with a child process that is killed then (worker_calls.py). Asynchronous rewards
 share one event loop in one daemon thread, which lives on between steps (a client they keep stays
 usable) and is replaced when one of them blocks it. What a reward raises, sys.exit() too, becomes
 a CallFailure. Without `workers`, code that holds Python's lock for good (one endless C call)
@@ -21,7 +21,6 @@ from concurrent.futures import Future, wait
 
 from rloo_cli.rewards.engine.arguments import RewardCallLog
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.rewards.engine.process_pool import call_in_worker
 from rloo_cli.rewards.engine.results import (
     CallFailure,
     CallResult,
@@ -30,6 +29,7 @@ from rloo_cli.rewards.engine.results import (
     timeout_failure,
     to_call_result,
 )
+from rloo_cli.rewards.engine.worker_calls import call_in_worker
 from rloo_cli.utils import console
 from rloo_cli.utils.errors import Problem, RewardError
 from rloo_cli.utils.exit_guard import refuse_os_exit

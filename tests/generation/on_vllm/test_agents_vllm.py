@@ -1,7 +1,6 @@
 """Functions and agents of others with vLLM as their sampler: what it sampled is what is trained."""
 
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +17,10 @@ from test_episodes_vllm import steps_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# In place of the Python that has verifiers: it finds every environment, and plays two turns.
-PYTHON = (
-    f"#!{sys.executable} -IS"
-    + """
-import json, os, sys, urllib.request
-if sys.argv[3] == "check":
-    print("environment found: one that is written here")
-    raise SystemExit
-URL, TOKEN = sys.argv[5], os.environ["RLOO_TOKEN"]
+# One process that plays all episodes, two turns each.
+HOST = """
+import json, os, urllib.request
+URL, TOKEN = os.environ["RLOO_PROXY_URL"], os.environ["RLOO_TOKEN"]
 
 
 def post(url, key, body):
@@ -50,7 +44,6 @@ while True:
     post(base + "/rloo/reward", key, {"reward": len(messages[-1]["content"]) % 5})
     post(base + "/rloo/done", key, {})
 """
-)
 
 
 def words(folder: Path, kind: str, *more: str) -> list[str]:
@@ -58,20 +51,20 @@ def words(folder: Path, kind: str, *more: str) -> list[str]:
     template = write_file(folder, CHATML.replace("<|im_end|>", "<eos>"), "chat.jinja")
     if kind == "rollout":
         agent = [
+            "agent=rollout",
             f"agent.rollout={write_file(folder, TWO_TURNS, 'mine.py')}:play",
             "agent.fields=[earned]",
         ]
-    elif kind == "proxy":
-        command = shlex.join(agent_command(folder, SHORT_TALKS))
-        agent = [f"agent.command='{command}'", "reward=environment"]
     else:
-        python = Path(write_file(folder, PYTHON, "python"))
-        python.chmod(0o755)
-        agent = ["agent.id=mine", f"agent.python={python}", "reward=environment"]
+        command = agent_command(folder, SHORT_TALKS)
+        if kind == "host":
+            command[-1] = write_file(folder, HOST, "host.py")
+        agent = ["agent=proxy", f"agent.command='{shlex.join(command)}'", "reward=environment"]
+        agent += ["agent.lifetime=run"] if kind == "host" else []
     return [
         "train", "+recipe=smoke", "model.dtype=float32", "distributed.threads=1", "root=runs",
         "logging.console=plain", "data.path=make:tiny_chat", "data.max_prompt_length=100",
-        "data.eval_split=null", f"model.chat_template={template}", f"agent={kind}", *agent,
+        "data.eval_split=null", f"model.chat_template={template}", *agent,
         "agent.max_turns=3", "agent.max_episode_tokens=200", "max_steps=2", ENDS,
         "generation.max_completion_length=6", "train.prompts_per_step=3",
         "algorithm.num_generations=3", "logging.samples=9",
@@ -103,7 +96,7 @@ def train_with(served: vllm_cases.Real, forked: Forked, *asked: str, ranks: int 
     return forked(*asked, *here, ranks=ranks, env={"RLOO_SERVER_TOKEN": served.token})
 
 
-@pytest.mark.parametrize("kind", ["rollout", "proxy", "verifiers"])
+@pytest.mark.parametrize("kind", ["rollout", "proxy", "host"])
 def test_a_server_samples_what_they_ask(
     served: vllm_cases.Real, forked: Forked, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

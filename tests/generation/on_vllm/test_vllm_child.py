@@ -42,7 +42,7 @@ given = arguments.build_engine_arguments(run, keys, 0)
 given |= {"weight_transfer_config": {"backend": "rloo_gloo"}}
 llm = LLM(**given)
 sent = []
-pipe = SimpleNamespace(send=sent.append, poll=lambda: False)
+pipe = SimpleNamespace(send_pickled=sent.append, has_input=lambda: False)
 engine = child.ChildEngineCalls(llm, pipe)
 params = {"seed": 1, "temperature": 1.0, "max_tokens": 4, "logprobs": 0, "detokenize": False,
           "ignore_eos": True}

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,18 +18,19 @@ from rloo_cli.agents.common.episode import finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.common.written_rules import build_renderer
-from rloo_cli.agents.foreign.agent_host import AgentHost
-from rloo_cli.agents.foreign.agent_process import (
+from rloo_cli.agents.external.agent_host import AgentHost
+from rloo_cli.agents.external.agent_process import (
     MARK_VARIABLE,
     AgentGuard,
     AgentProcess,
     agent_environment,
     describe_exit,
+    start_error,
 )
-from rloo_cli.agents.foreign.conversation import Conversation, ForeignRules
-from rloo_cli.agents.foreign.desk import EpisodeDesk, row_of_group
-from rloo_cli.agents.foreign.message_forms import MODEL_NAME
-from rloo_cli.agents.foreign.server import ProxyServer
+from rloo_cli.agents.external.conversation import Conversation, ExternalRules
+from rloo_cli.agents.external.message_forms import MODEL_NAME
+from rloo_cli.agents.external.request_queue import RequestQueue, row_of_group
+from rloo_cli.agents.external.server import ProxyServer
 from rloo_cli.config.agent import completion_token_limit
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
@@ -53,21 +54,19 @@ STARTS_AT_ONCE = 8  # agents started between two looks
 
 @dataclass(frozen=True)
 class AgentLaunch:
-    """How agents begin: a command for each episode, or by themselves with the run's token."""
+    """How agents begin: by a command, or by themselves with the run's token."""
 
     command: list[str] | None
-    environment: Mapping[str, str]
     token: str
-    # The command, for the proxy's address, of one process that is started to come for them all.
-    host_command: Callable[[str], Sequence[str]] | None = None
+    per_run: bool = False  # the command plays all episodes, which it asks for with the token
+
+    @property
+    def per_episode(self) -> list[str] | None:
+        """The command that is started for each episode."""
+        return None if self.per_run else self.command
 
 
-def random_token() -> str:
-    """A token of a run whose agents' host is started by it."""
-    return secrets.token_urlsafe(32)
-
-
-class ForeignKeys(Protocol):
+class ProxyKeys(Protocol):
     """What the generator reads of the agent's config."""
 
     @property
@@ -104,12 +103,11 @@ def build_proxy(
         if keys.parser != "auto":
             raise
         name, parser = "text: the chat template shows no calls", lambda text: ParsedCalls()
-    rules = ForeignRules(renderer, parser, keys.max_turns, keys.max_rows, length, most)
+    rules = ExternalRules(renderer, parser, keys.max_turns, keys.max_rows, length, most)
     generator = ProxyGenerator(inner, rules, keys, launch)
     if launch.command is not None:
-        come = f"started as: {' '.join(launch.command)}"
-    elif generator.host is not None:
-        come = f"of one process: {' '.join(generator.host.command)}"
+        started = "one process, started" if launch.per_run else "started"
+        come = f"{started} as: {' '.join(launch.command)}"
     else:
         come = f"that come by themselves (POST {generator.server.url}/rloo/next)"
     note(f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}")
@@ -136,24 +134,23 @@ class ProxyGenerator(EpisodeSampler):
     """Samples episodes with `inner`, the generator of single answers, as agents ask for turns."""
 
     def __init__(
-        self, inner: Generator, rules: ForeignRules, keys: ForeignKeys, launch: AgentLaunch
+        self, inner: Generator, rules: ExternalRules, keys: ProxyKeys, launch: AgentLaunch
     ):
         super().__init__(inner)
         self.rules, self.keys, self.launch = rules, keys, launch
-        self.desk = EpisodeDesk(rules)
-        self.server = ProxyServer(self.desk, keys.host, keys.port, launch.token, keys.max_seconds)
+        self.queue = RequestQueue(rules)
+        self.server = ProxyServer(self.queue, keys.host, keys.port, launch.token, keys.max_seconds)
         self.mark = secrets.token_hex(8)
-        by_itself = launch.command is None and launch.host_command is None
-        self.guard = None if by_itself else AgentGuard(self.mark)
+        self.guard = None if launch.command is None else AgentGuard(self.mark)
         self.host: AgentHost | None = None
-        if launch.host_command is not None:
-            self.host = self._start_host(launch.host_command)
+        if launch.command is not None and launch.per_run:
+            self.host = self._start_host(launch.command)
 
-    def _start_host(self, command: Callable[[str], Sequence[str]]) -> AgentHost:
+    def _start_host(self, command: Sequence[str]) -> AgentHost:
         keys = self.keys
         try:
             return AgentHost(
-                command, self.server, self.desk, keys.host, keys.workers, keys.max_seconds,
+                command, self.server, self.queue, keys.host, keys.workers, keys.max_seconds,
                 f"{self.mark}.host",
             )  # fmt: skip
         except GenerationError:
@@ -163,7 +160,7 @@ class ProxyGenerator(EpisodeSampler):
     @property
     def metrics(self) -> dict[str, float]:
         """Those of the inner generator, and requests that were of no episode."""
-        return {**self.inner.metrics, "agent/wrong_keys": float(self.desk.wrong_keys)}
+        return {**self.inner.metrics, "agent/wrong_keys": float(self.queue.wrong_keys)}
 
     def close(self) -> None:
         """Close the port, end host and agents, and release the sampler."""
@@ -203,12 +200,12 @@ class _ProxyStep:
         self, proxy: ProxyGenerator, groups: list[Group], seeds: list[list[int]],
         options: JsonObject, arrived: Callable[[int], None],
     ):  # fmt: skip
-        self.proxy, self.desk, self.groups = proxy, proxy.desk, groups
+        self.proxy, self.queue, self.groups = proxy, proxy.queue, groups
         self.options, self.arrived = options, arrived
         self.mark = f"{proxy.mark}.{secrets.token_hex(4)}"
         self.family = [
             [
-                _Played(self.desk.open_conversation(group, k, seed), i)
+                _Played(self.queue.open_conversation(group, k, seed), i)
                 for k, seed in enumerate(group_seeds)
             ]
             for i, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True))
@@ -233,7 +230,7 @@ class _ProxyStep:
             self._end_episodes()
             self._check_that_agents_come()
             pause = POLL_S if not self.to_start or self._is_full else 0.0
-            wave = self.desk.take_wave(len(self.playing), patience, pause)
+            wave = self.queue.take_wave(len(self.playing), patience, pause)
             if wave:
                 began = time.monotonic()
                 if any(talk.episode.turns for talk in wave):
@@ -243,7 +240,7 @@ class _ProxyStep:
 
     @property
     def _is_full(self) -> bool:
-        by_us = self.proxy.launch.command is not None or self.proxy.host is not None
+        by_us = self.proxy.launch.command is not None
         return by_us and len(self.playing) >= self.proxy.keys.workers
 
     def _look_after_host(self) -> None:
@@ -253,8 +250,8 @@ class _ProxyStep:
             return
         for played in self.playing:
             talk = played.conversation
-            if talk in self.desk.fetched and not talk.is_done:
-                self.desk.end_conversation(talk, f"its host was lost: {why}")
+            if talk in self.queue.fetched and not talk.is_done:
+                self.queue.end_conversation(talk, f"its host was lost: {why}")
 
     def abandon(self) -> None:
         """End every agent, those too that have left their process group."""
@@ -262,10 +259,10 @@ class _ProxyStep:
         if self.watch.is_alive():
             self.watch.join()
         for played in [*self.playing, *self.to_start]:
-            self.desk.close_conversation(played.conversation)
+            self.queue.close_conversation(played.conversation)
             if played.process is not None:
                 played.process.kill()
-        if self.proxy.launch.command is not None:
+        if self.proxy.launch.per_episode is not None:
             kill_marked_processes(MARK_VARIABLE, self.mark)
 
     def _start_agents(self) -> None:
@@ -274,8 +271,8 @@ class _ProxyStep:
                 return
             played = self.to_start.popleft()
             self.playing.append(played)
-            command = self.proxy.launch.command
-            self.desk.add_live(played.conversation, offer=command is None)
+            command = self.proxy.launch.per_episode
+            self.queue.add_live(played.conversation, offer=command is None)
             if command is not None:
                 played.process = self._start_process(played.conversation, command)
                 played.conversation.began_at = time.monotonic()
@@ -284,14 +281,15 @@ class _ProxyStep:
         server, group = self.proxy.server, conversation.episode.group
         url = server.base_url(conversation)
         env = agent_environment(row_of_group(group), url, conversation.key, self.proxy.keys.host)
-        env |= {**self.proxy.launch.environment, MARK_VARIABLE: self.mark}
-        env |= {"RLOO_MODEL": MODEL_NAME, "RLOO_SEED": str(conversation.episode.seed)}
+        env |= {
+            MARK_VARIABLE: self.mark,
+            "RLOO_MODEL": MODEL_NAME,
+            "RLOO_SEED": str(conversation.episode.seed),
+        }
         try:
             return AgentProcess(command, env, server.thread.loop)
         except OSError as error:
-            what, where = f"the agent cannot be started: {command[0]}", "agent.command"
-            fix = f"make {command[0]} executable, or agent.command='python agent.py'"
-            raise GenerationError(Problem(what, where, str(error), fix)) from None
+            raise start_error(command, error) from None
 
     def _end_episodes(self) -> None:
         for played in list(self.playing):
@@ -312,7 +310,7 @@ class _ProxyStep:
     def _look_after(self, played: _Played) -> None:
         """Note that an episode is over, and why it failed where its agent did not end it well."""
         talk, most = played.conversation, self.proxy.keys.max_seconds
-        with self.desk.changed:
+        with self.queue.changed:
             if played.is_over:
                 return
             code = played.process.exit_code() if played.process is not None else None
@@ -332,7 +330,7 @@ class _ProxyStep:
 
     def _check_that_agents_come(self) -> None:
         """Raise GenerationError where none has come by itself for too long."""
-        offered, now = self.desk.offered, time.monotonic()
+        offered, now = self.queue.offered, time.monotonic()
         if self.proxy.host is not None:  # it is looked after by itself
             return
         if len(offered) < len(self.playing) or not offered:
@@ -342,15 +340,15 @@ class _ProxyStep:
             return
         what = f"no agent has come for an episode within {most:g} s, and {len(offered)} wait"
         why = f"agents that come by themselves ask POST {self.proxy.server.url}/rloo/next"
-        if self.desk.wrong_keys:
-            why += f"; {self.desk.wrong_keys} requests had another token or key than this run's"
+        if self.queue.wrong_keys:
+            why += f"; {self.queue.wrong_keys} requests had another token or key than this run's"
         fix = "start them, agent.command to have them started, or a higher agent.max_seconds"
         raise GenerationError(Problem(what, "agent.max_seconds", why, fix))
 
     def _finish(self, played: _Played) -> None:
         """An episode is over; with the last of its group, the group is whole."""
         talk = played.conversation
-        self.desk.close_conversation(talk)
+        self.queue.close_conversation(talk)
         self.playing.remove(played)
         if played.process is not None:
             played.process.kill()
@@ -381,6 +379,6 @@ class _ProxyStep:
         def heard(place: int) -> None:
             stand_in = stand_ins[place]
             for talk, sampled in zip(together[place], stand_in.rollouts, strict=True):
-                self.desk.answer_request(talk, sampled, stand_in.prompt_ids)
+                self.queue.answer_request(talk, sampled, stand_in.prompt_ids)
 
         self.proxy.inner.generate(stand_ins, seeds, arrived=heard, **self.options)

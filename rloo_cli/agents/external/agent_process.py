@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rloo_cli.utils.child_process import kill_group, start_child, stop_child
+from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
 MARK_VARIABLE = "RLOO_AGENT_STEP"  # RUN.STEP, of all agents of one call of the generator
@@ -108,6 +109,13 @@ class AgentGuard:
         """End it: the run has ended its agents by itself."""
         stop_child(self.process)
         os.close(self.pipe)
+
+
+def start_error(command: Sequence[str], error: OSError) -> GenerationError:
+    """The end of a run whose agent.command cannot be started."""
+    what, where = f"the agent cannot be started: {command[0]}", "agent.command"
+    fix = f"make {command[0]} executable, or agent.command='python agent.py'"
+    return GenerationError(Problem(what, where, str(error), fix))
 
 
 def describe_exit(code: int, last_line: str) -> str:

@@ -12,16 +12,16 @@ from typing import Any
 
 from aiohttp import web
 
-from rloo_cli.agents.foreign import wire_answers
-from rloo_cli.agents.foreign.conversation import AgentAnswer, Conversation
-from rloo_cli.agents.foreign.desk import EpisodeDesk, row_of_group, same_secret
-from rloo_cli.agents.foreign.message_forms import (
+from rloo_cli.agents.external import wire_answers
+from rloo_cli.agents.external.conversation import AgentAnswer, Conversation
+from rloo_cli.agents.external.message_forms import (
     MODEL_NAME,
     AgentRequest,
     RequestRefused,
     read_chat_request,
     read_responses_request,
 )
+from rloo_cli.agents.external.request_queue import RequestQueue, row_of_group, same_secret
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.http import EventLoopThread
@@ -39,8 +39,8 @@ Work = Callable[[Conversation, JsonObject, web.Request], Awaitable[web.StreamRes
 class ProxyServer:
     """The HTTP server, on a thread of its own. Raises ConfigError where it cannot listen."""
 
-    def __init__(self, desk: EpisodeDesk, host: str, port: int, token: str, max_seconds: float):
-        self.desk, self.token, self.max_seconds = desk, token, max_seconds
+    def __init__(self, queue: RequestQueue, host: str, port: int, token: str, max_seconds: float):
+        self.queue, self.token, self.max_seconds = queue, token, max_seconds
         try:
             listening = bind_tcp_socket(host, port, BACKLOG)
         except OSError as error:
@@ -84,11 +84,11 @@ class ProxyServer:
             conversation = None
             try:
                 key = _bearer_token(request)
-                conversation = self.desk.find_conversation(request.match_info["slug"], key)
+                conversation = self.queue.find_conversation(request.match_info["slug"], key)
                 return await work(conversation, await _read_body(request), request)
             except RequestRefused as refused:
                 if conversation is not None:
-                    self.desk.note_refusal(conversation, refused)
+                    self.queue.note_refusal(conversation, refused)
                 return _refusal(refused)
 
         return handle
@@ -116,17 +116,17 @@ class ProxyServer:
         self, conversation: Conversation, asked: AgentRequest, http: web.Request,
         shape: Callable[[AgentAnswer], JsonObject],
     ) -> web.StreamResponse:  # fmt: skip
-        future = self.desk.ask_policy(conversation, asked)
+        future = self.queue.ask_policy(conversation, asked)
         answer = await asyncio.shield(asyncio.wrap_future(future))
         if _is_cut(http):
-            self.desk.note_lost_answer(conversation, asked)
+            self.queue.note_lost_answer(conversation, asked)
         return web.json_response(shape(answer))
 
     async def _stream(
         self, conversation: Conversation, asked: AgentRequest, http: web.Request,
         pieces: Callable[[AgentAnswer], Iterator[str]],
     ) -> web.StreamResponse:  # fmt: skip
-        future = self.desk.ask_policy(conversation, asked)  # a refusal has a status of its own
+        future = self.queue.ask_policy(conversation, asked)  # a refusal has a status of its own
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
             await response.prepare(http)
@@ -138,10 +138,10 @@ class ProxyServer:
             error = json.dumps(wire_answers.error_body(refused.code, str(refused)))
             await response.write(f"data: {error}\n\n".encode())
         except OSError:
-            self.desk.note_lost_answer(conversation, asked)
+            self.queue.note_lost_answer(conversation, asked)
         else:
             if _is_cut(http):
-                self.desk.note_lost_answer(conversation, asked)
+                self.queue.note_lost_answer(conversation, asked)
         return response
 
     async def _models(
@@ -168,24 +168,24 @@ class ProxyServer:
         if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
             what = f"reward = {value!r:.80} is not a finite number"
             raise RequestRefused(400, "invalid_request", what)
-        self.desk.take_reward(conversation, float(value))  # type: ignore[arg-type]
+        self.queue.take_reward(conversation, float(value))  # type: ignore[arg-type]
         return web.json_response({})
 
     async def _done(
         self, conversation: Conversation, body: JsonObject, http: web.Request
     ) -> web.StreamResponse:
         error = body.get("error")
-        self.desk.end_conversation(conversation, None if error is None else str(error))
+        self.queue.end_conversation(conversation, None if error is None else str(error))
         return web.json_response({})
 
     async def _give_episode(self, http: web.Request) -> web.StreamResponse:
         """An episode for an agent that comes by itself; 204 where there is none for a while."""
         if not self.token or not same_secret(self.token, _bearer_token(http)):
-            self.desk.wrong_keys += 1
+            self.queue.wrong_keys += 1
             return _refusal(RequestRefused(401, "wrong_key", "this is not the run's token"))
         limit = asyncio.get_running_loop().time() + NEXT_WAIT_S
         while not _is_cut(http) and asyncio.get_running_loop().time() < limit:
-            if (found := self.desk.take_offer()) is not None:
+            if (found := self.queue.take_offer()) is not None:
                 told: JsonObject = {"base_url": self.base_url(found), "api_key": found.key}
                 told |= {"model": MODEL_NAME, "max_seconds": self.max_seconds}
                 told |= {"row": row_of_group(found.episode.group), "seed": found.episode.seed}

@@ -7,8 +7,8 @@ import json
 import time
 from collections.abc import Iterator
 
-from rloo_cli.agents.foreign.conversation import AgentAnswer
-from rloo_cli.agents.foreign.message_forms import MODEL_NAME
+from rloo_cli.agents.external.conversation import AgentAnswer
+from rloo_cli.agents.external.message_forms import MODEL_NAME
 from rloo_cli.utils.files import JsonObject
 
 PIECE = 64  # characters of a piece of a stream

@@ -8,13 +8,13 @@ import yaml
 from assert_refused import assert_refused
 
 from rloo_cli.cli.migrate import run
-from rloo_cli.compat.migrate.foreign import FOREIGN_TRAINERS
+from rloo_cli.compat.migrate.other_trainers import OTHER_TRAINERS
 from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.wide
 
-CASES = yaml.safe_load((Path(__file__).parent / "foreign_commands.yaml").read_text())
+CASES = yaml.safe_load((Path(__file__).parent / "other_trainers.yaml").read_text())
 
 
 def words_of(case: dict) -> list[list[str]]:
@@ -40,7 +40,7 @@ def test_what_is_not_converted_is_refused_by_its_name(case, tmp_path, monkeypatc
 
 def test_every_trainer_is_in_the_table_and_its_command_composes():
     named = {case["name"] for case in CASES}
-    for trainer in FOREIGN_TRAINERS:
+    for trainer in OTHER_TRAINERS:
         assert any(name in trainer.title for name in named), trainer.title
         _, verb, *overrides = trainer.instead.split()
         assert verb in ("train", "sft")

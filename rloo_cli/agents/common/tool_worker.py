@@ -1,7 +1,7 @@
-"""Answers calls in a tool process: functions, or the methods of one environment.
+"""Answers calls in a worker process of tools: functions, or the methods of one environment.
 
 Messages come from the run and are trusted. Answers are JSON: what a model made a tool do must not
-reach the run as code. A process has one environment at most, for one episode.
+reach the run as code. A worker has one environment at most, for one episode.
 """
 
 import asyncio
@@ -10,17 +10,15 @@ import inspect
 import io
 import json
 import math
-import os
 import random
-import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_cli.config import registry
 from rloo_cli.utils.files import JsonObject
-from rloo_cli.utils.message_socket import PeerGone, receive_pickled, send_json
 
 ERROR_CHARACTERS = 2000  # of an error's text
 IMAGE_KEYS = ("image", "image_url", "url", "bytes")  # of a content part: where its image is
@@ -29,13 +27,32 @@ NO_IMAGES = "and the model takes text alone"
 
 @dataclass
 class ToolWorker:
-    """Answers one message after the other. `seeds`: whether it may seed this process."""
+    """Answers one message after the other. `seeds`: whether it may seed this process.
 
+    `specs`: the user's functions and classes, imported before workers are forked.
+    """
+
+    specs: list[str] = field(default_factory=list)
     seeds: bool = True
     environment: Any = None
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
-    def answer(self, message: JsonObject) -> JsonObject:
+    def prepare(self) -> None:
+        """Import the user's code; a call that needs what cannot be imported says why."""
+        for spec in self.specs:
+            try:
+                registry.load_code(spec)
+            except BaseException:  # the run has imported it too
+                traceback.print_exc()
+
+    def start(self) -> None:
+        """Do nothing more in each worker."""
+
+    def answer(self, message: JsonObject) -> bytes:
+        """The JSON of `answer_object`."""
+        return json.dumps(self.answer_object(message)).encode()
+
+    def answer_object(self, message: JsonObject) -> JsonObject:
         """Do what a message asks; an exception becomes an answer with `error`."""
         try:
             if self.seeds and message.get("seed") is not None:
@@ -192,16 +209,3 @@ def seed_process(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def serve_calls(connection: socket.socket) -> None:
-    """Answer messages until the other side closes the socket."""
-    worker, pid = ToolWorker(), os.getpid()
-    try:
-        while True:
-            answer = worker.answer(receive_pickled(connection))
-            if os.getpid() != pid:  # a tool forked, and this is the other one
-                os._exit(0)
-            send_json(connection, answer)
-    except (PeerGone, OSError):
-        pass

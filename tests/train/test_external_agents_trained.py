@@ -1,4 +1,4 @@
-"""Training on episodes of foreign agents, among them one that is written with OpenAI's client."""
+"""Training on episodes of external agents, among them one that is written with OpenAI's client."""
 
 import math
 import sys
@@ -89,9 +89,10 @@ def test_a_loop_that_is_written_with_openais_client_trains_two_steps(tmp_path):
         ['agent.command="python \\"x"'],
         ["agent.token_env=NO_SUCH_TOKEN"],
         ["agent.command=python x", "agent.token_env=HOME"],
+        ["agent.lifetime=run"],
         ["agent.command=python x", "agent.host=192.0.2.1"],
     ],
-    ids=["nothing", "no program", "one quote", "no token", "both", "host"],
+    ids=["nothing", "no program", "one quote", "no token", "both", "run", "host"],
 )
 def test_an_agent_that_could_not_be_started_is_refused_before_weights_load(words, sentence):
     run = check.check_config(compose_config(["+recipe=smoke", "agent=proxy", *words]))

@@ -27,7 +27,7 @@ subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600
 
 @pytest.fixture(scope="module")
 def home(fast, tmp_path_factory):
-    return Forked(fast, tmp_path_factory.mktemp("foreign"))
+    return Forked(fast, tmp_path_factory.mktemp("external"))
 
 
 def words(home: Forked, name: str, *more: str) -> list[str]:

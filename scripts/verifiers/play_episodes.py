@@ -3,12 +3,12 @@
 The versions that verifiers needs are not vLLM's, so this is a program for that other Python. It
 imports nothing of rloo, and verifiers only once it runs:
 
-    python -P verifiers_host.py check ID           what the environment is
-    python -P verifiers_host.py data ID FOLDER     its rows, as files of JSON lines
-    python -P verifiers_host.py play ID URL        episodes of the run whose proxy is at URL
+    python -P play_episodes.py data ID FOLDER     writes its rows, as files of JSON lines
+    python -P play_episodes.py play ID            plays episodes: agent=proxy agent.lifetime=run
 
-It asks the proxy for episodes with the token of RLOO_TOKEN. verifiers then drives each one as it
-drives any other, with a client of OpenAI's API, and the environment's rubric says its reward.
+It asks the proxy at RLOO_PROXY_URL for episodes, with the token of RLOO_TOKEN. verifiers then
+drives each one as it drives any other, with a client of OpenAI's API, and the environment's rubric
+says its reward.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-FOUND_MARK = "environment found: "  # before what `check` found, beside all that a package may print
 NEXT_TIMEOUT_S = 60.0  # of /rloo/next, which answers after 20 s at the latest
 RETRY_S = 1.0
 RUBRIC_ERROR = "Error calling reward function"  # how verifiers logs one before it takes 0.0
@@ -57,12 +56,6 @@ def load_environment(name: str, arguments: dict[str, Any]) -> Any:
         raise SystemExit(f"the environment {name} {why}")
     logging.getLogger("verifiers").addHandler(RubricErrors())
     return found
-
-
-def describe_environment(environment: Any) -> dict[str, Any]:
-    """What `check` says of it."""
-    tools = [tool.name for tool in environment.tool_defs or []]
-    return {"kind": type(environment).__name__, "tools": tools}
 
 
 def write_rows(environment: Any, folder: Path) -> list[str]:
@@ -180,21 +173,15 @@ async def _tell_end(
         print(f"an episode's end could not be told: {problem}", file=sys.stderr)
 
 
-async def play_episodes(environment: Any, url: str, token: str, workers: int) -> None:
-    """Play episodes of a run, `workers` at a time at most, until this process is ended."""
-    caller, free = ProxyCaller(), asyncio.Semaphore(workers)
+async def play_episodes(environment: Any, url: str, token: str) -> None:
+    """Play episodes of a run until this process is ended. The run offers agent.workers at once."""
+    caller = ProxyCaller()
     tasks: set[asyncio.Task[None]] = set()
-
-    def end(task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        free.release()
-
     while True:
-        await free.acquire()
         while (told := await _next_episode(caller, url, token)) is None:
             pass
         tasks.add(task := asyncio.create_task(play_episode(environment, told, caller)))
-        task.add_done_callback(end)
+        task.add_done_callback(tasks.discard)
 
 
 async def _next_episode(caller: ProxyCaller, url: str, token: str) -> Any:
@@ -210,25 +197,25 @@ async def _next_episode(caller: ProxyCaller, url: str, token: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="verifiers_host.py")
-    parser.add_argument("verb", choices=["check", "data", "play"])
+    parser = argparse.ArgumentParser(prog="play_episodes.py")
+    parser.add_argument("verb", choices=["data", "play"])
     parser.add_argument("id", help="what verifiers.load_environment takes")
-    parser.add_argument("where", nargs="?", help="data: the folder; play: the proxy's URL")
+    parser.add_argument("folder", nargs="?", help="data: where the files are written")
     parser.add_argument("--args", type=json.loads, default={}, help="JSON for load_environment")
-    parser.add_argument("--workers", type=int, default=64, help="most episodes at a time")
     asked = parser.parse_args()
-    if asked.verb != "check" and asked.where is None:
-        parser.error(f"{asked.verb} needs its last argument")
     token = os.environ.pop("RLOO_TOKEN", "")  # nothing that an environment starts needs it
+    url = os.environ.get("RLOO_PROXY_URL", "").rstrip("/")
+    if asked.verb == "data" and asked.folder is None:
+        parser.error("data needs a folder")
+    if asked.verb == "play" and not (url and token):
+        parser.error("play needs RLOO_PROXY_URL and RLOO_TOKEN, which a run sets for its agent")
     environment = load_environment(asked.id, asked.args)
-    if asked.verb == "check":
-        print(FOUND_MARK + json.dumps(describe_environment(environment)), flush=True)
-    elif asked.verb == "data":
-        print("\n".join(write_rows(environment, Path(asked.where))))
+    if asked.verb == "data":
+        print("\n".join(write_rows(environment, Path(asked.folder))))
     else:
-        around = [os.environ.get("NO_PROXY"), urlsplit(asked.where).hostname]
+        around = [os.environ.get("NO_PROXY"), urlsplit(url).hostname]
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, around))
-        asyncio.run(play_episodes(environment, asked.where.rstrip("/"), token, asked.workers))
+        asyncio.run(play_episodes(environment, url, token))
 
 
 if __name__ == "__main__":

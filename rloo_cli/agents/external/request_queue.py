@@ -13,13 +13,13 @@ from concurrent.futures import Future
 
 from rloo_cli.agents.common.episode import Episode
 from rloo_cli.agents.common.tool_set import Environment
-from rloo_cli.agents.foreign.conversation import (
+from rloo_cli.agents.external.conversation import (
     AgentAnswer,
     Conversation,
-    ForeignRules,
+    ExternalRules,
     RequestCounts,
 )
-from rloo_cli.agents.foreign.message_forms import AgentRequest, RequestRefused
+from rloo_cli.agents.external.message_forms import AgentRequest, RequestRefused
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.utils.files import JsonObject
 
@@ -27,10 +27,10 @@ KEY_START = "rloo-"
 MAX_REFUSED = 64  # errors of one episode, after which it is ended
 
 
-class EpisodeDesk:
+class RequestQueue:
     """The conversations that are on their way."""
 
-    def __init__(self, rules: ForeignRules):
+    def __init__(self, rules: ExternalRules):
         self.rules = rules
         self.changed = threading.Condition()
         self.live: dict[str, Conversation] = {}  # by the episode's part of the address

@@ -20,7 +20,7 @@ SFT = "rloo sft model.path=MODEL data.path=DATA"
 
 
 @dataclass(frozen=True)
-class ForeignTrainer:
+class OtherTrainer:
     """A trainer whose runs are not converted."""
 
     title: str
@@ -28,54 +28,52 @@ class ForeignTrainer:
     instead: str  # the command that does the same here
 
 
-FOREIGN_TRAINERS = (
-    ForeignTrainer(
+OTHER_TRAINERS = (
+    OtherTrainer(
         "OpenRLHF",
         r"\bopenrlhf\b|\btrain_ppo_(ray|llama)|\b(init_kl_coef|actor_num_gpus_per_node)\b"
         r"|\balgo\.advantage\.estimator\b",
         f"{RLOO} algorithm.dialect=openrlhf",
     ),
-    ForeignTrainer(
+    OtherTrainer(
         "verl",
         r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\b|\badv_estimator\b"
         r"|\brecipe\.\w+\.main_",
         f"{RLOO} algorithm.dialect=verl",
     ),
-    ForeignTrainer(
+    OtherTrainer(
         "ms-swift's Megatron",
         r"(^|\s)megatron\s+(rlhf|sft|pt)\b|\b(global_batch_size|tensor_model_parallel_size)\b",
         f"{RLOO} algorithm.dialect=ms_swift",
     ),
-    ForeignTrainer("slime", r"\bslime\b|--rollout-num-gpus\b|--num-rollout\b", RLOO),
-    ForeignTrainer("open-instruct", r"\bopen[-_]instruct\b|\bmason\.py\b|\bgrpo_fast\b", RLOO),
-    ForeignTrainer("LLaMA-Factory", r"(?i)\bllama-?_?factory\b|\bfinetuning_type\b", SFT),
-    ForeignTrainer("axolotl", r"\baxolotl\b|\bsequence_len\b", RLOO),
-    ForeignTrainer("NeMo-RL", r"\bnemo[-_]rl\b|\bexamples/run_grpo|\bnum_prompts_per_step\b", RLOO),
-    ForeignTrainer("SkyRL", r"(?i)\bskyrl", RLOO),
-    ForeignTrainer(
-        "prime-rl", r"\bprime[-_]rl\b|(^|\s)rl\s+(@|--trainer\b)|--orchestrator\b", RLOO
-    ),
+    OtherTrainer("slime", r"\bslime\b|--rollout-num-gpus\b|--num-rollout\b", RLOO),
+    OtherTrainer("open-instruct", r"\bopen[-_]instruct\b|\bmason\.py\b|\bgrpo_fast\b", RLOO),
+    OtherTrainer("LLaMA-Factory", r"(?i)\bllama-?_?factory\b|\bfinetuning_type\b", SFT),
+    OtherTrainer("axolotl", r"\baxolotl\b|\bsequence_len\b", RLOO),
+    OtherTrainer("NeMo-RL", r"\bnemo[-_]rl\b|\bexamples/run_grpo|\bnum_prompts_per_step\b", RLOO),
+    OtherTrainer("SkyRL", r"(?i)\bskyrl", RLOO),
+    OtherTrainer("prime-rl", r"\bprime[-_]rl\b|(^|\s)rl\s+(@|--trainer\b)|--orchestrator\b", RLOO),
 )
 CHANGED_IMPORT = (
     "write `from rloo_cli.compat.trl import ...` for `from trl import ...`, and launch it as before"
 )
 
 
-def refuse_foreign_command(words: list[str]) -> None:
+def refuse_trainer_command(words: list[str]) -> None:
     """Raise ConfigError for a command of a trainer that is not converted."""
     _refuse_by_names(_telling_words(words), "the command")
 
 
-def refuse_foreign_settings(settings: Mapping[str, object], where: str) -> None:
+def refuse_trainer_settings(settings: Mapping[str, object], where: str) -> None:
     """Raise ConfigError for the settings of a trainer that is not converted."""
     _refuse_by_names(_names_of_settings(settings), where)
 
 
 def refuse_trainer_name(name: str) -> None:
     """Raise ConfigError if `--from` names a trainer that is not converted."""
-    for trainer in FOREIGN_TRAINERS:
+    for trainer in OTHER_TRAINERS:
         if name.lower() == trainer.title.lower():
-            raise _foreign_error(trainer, "command line")
+            raise _trainer_error(trainer, "command line")
 
 
 def refuse_other_file(path: Path, text: str) -> NoReturn:
@@ -128,12 +126,12 @@ def _names_of_settings(settings: Mapping[str, object]) -> Iterator[str]:
 
 def _refuse_by_names(names: Iterable[str], where: str) -> None:
     text = " ".join(names)
-    for trainer in FOREIGN_TRAINERS:
+    for trainer in OTHER_TRAINERS:
         if re.search(trainer.pattern, text):
-            raise _foreign_error(trainer, where)
+            raise _trainer_error(trainer, where)
 
 
-def _foreign_error(trainer: ForeignTrainer, where: str) -> ConfigError:
+def _trainer_error(trainer: OtherTrainer, where: str) -> ConfigError:
     what = f"this is a run of {trainer.title}, which rloo migrate does not convert"
     why = "it converts runs of TRL's RLOO and GRPO, and of ms-swift"
     return ConfigError(Problem(what, where, why, trainer.instead, more=PAGE))

@@ -5,16 +5,17 @@ had then have no score; the run goes on with the others.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from rloo_cli.agents.foreign.agent_process import (
+from rloo_cli.agents.external.agent_process import (
     MARK_VARIABLE,
     AgentProcess,
     agent_environment,
     describe_exit,
+    start_error,
 )
-from rloo_cli.agents.foreign.desk import EpisodeDesk
-from rloo_cli.agents.foreign.server import ProxyServer
+from rloo_cli.agents.external.request_queue import RequestQueue
+from rloo_cli.agents.external.server import ProxyServer
 from rloo_cli.utils.errors import GenerationError, Problem
 
 MOST_IDLE_STARTS = 2  # starts in a row after which no episode was taken; then it is an error
@@ -23,15 +24,14 @@ MOST_IDLE_STARTS = 2  # starts in a row after which no episode was taken; then i
 class AgentHost:
     """The process, and when it last did something. Raises GenerationError where it cannot start.
 
-    `command`: makes its command of the proxy's address. `mark`: the entry of its environment by
-    which it is found when the run was killed (AgentGuard).
+    `mark`: the entry of its environment by which it is found when the run was killed (AgentGuard).
     """
 
     def __init__(
-        self, command: Callable[[str], Sequence[str]], server: ProxyServer, desk: EpisodeDesk,
+        self, command: Sequence[str], server: ProxyServer, queue: RequestQueue,
         host: str, workers: int, max_seconds: float, mark: str,
     ):  # fmt: skip
-        self.command, self.server, self.desk = list(command(server.url)), server, desk
+        self.command, self.server, self.queue = command, server, queue
         self.host, self.workers, self.max_seconds = host, workers, max_seconds
         self.mark = mark
         self.num_given = 0
@@ -41,15 +41,14 @@ class AgentHost:
     def _start(self) -> None:
         env = agent_environment({}, self.server.url, self.server.token, self.host)
         env = {name: env[name] for name in ("NO_PROXY", "no_proxy", "PYTHONUNBUFFERED")}
-        env |= {"RLOO_TOKEN": self.server.token, MARK_VARIABLE: self.mark}
+        env |= {"RLOO_PROXY_URL": self.server.url, "RLOO_TOKEN": self.server.token}
+        env[MARK_VARIABLE] = self.mark
         self.idle_since = time.monotonic()
         self.idle_starts += 1
         try:
             self.process = AgentProcess(self.command, env, self.server.thread.loop)
         except OSError as error:
-            what = f"the agents' host cannot be started: {self.command[0]}"
-            fix = "agent.python=DIR/bin/python of a virtual environment that has verifiers"
-            raise GenerationError(Problem(what, "agent.python", str(error), fix)) from None
+            raise start_error(self.command, error) from None
 
     def begin_step(self) -> None:
         """Note that there are episodes from now on."""
@@ -61,11 +60,11 @@ class AgentHost:
         Raises GenerationError where it took no episode between two starts.
         """
         now = time.monotonic()
-        if self.num_given != self.desk.num_given:
-            self.num_given, self.idle_since, self.idle_starts = self.desk.num_given, now, 0
-        has_room = len(self.desk.fetched) < self.workers
-        waits = any(talk.is_waiting for talk in self.desk.fetched)
-        if not self.desk.offered or not has_room or waits:
+        if self.num_given != self.queue.num_given:
+            self.num_given, self.idle_since, self.idle_starts = self.queue.num_given, now, 0
+        has_room = len(self.queue.fetched) < self.workers
+        waits = any(talk.is_waiting for talk in self.queue.fetched)
+        if not self.queue.offered or not has_room or waits:
             self.idle_since = now
         code = self.process.exit_code()
         if code is None and now - self.idle_since <= self.max_seconds:
@@ -75,11 +74,11 @@ class AgentHost:
             fix = f"agent.max_seconds={2 * self.max_seconds:g}"
         else:
             why = describe_exit(code, self.process.last_line())
-            fix = "correct the environment that agent.id and agent.args name"
+            fix = "correct the program that agent.command names"
         self.process.kill()
         if self.idle_starts >= MOST_IDLE_STARTS:
-            what = f"the agents' host plays no episodes: {' '.join(self.command[:4])} ..."
-            raise GenerationError(Problem(what, "agent.id", why, fix))
+            what = f"agent.command plays no episodes: {' '.join(self.command)}"
+            raise GenerationError(Problem(what, "agent.command", why, fix))
         self._start()
         return why
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rloo_cli.agents.common.call_parsers import CallParser, ParsedCalls
 from rloo_cli.agents.common.episode import CallCounts, Episode
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, call_id
-from rloo_cli.agents.foreign.message_forms import (
+from rloo_cli.agents.external.message_forms import (
     AgentRequest,
     RequestRefused,
     first_difference,
@@ -38,7 +38,7 @@ class RequestCounts(CallCounts):
 
 
 @dataclass(frozen=True)
-class ForeignRules:
+class ExternalRules:
     """What all episodes of a run have in common."""
 
     renderer: TurnRenderer
@@ -73,7 +73,7 @@ class History:
 
 @dataclass
 class Conversation:
-    """An episode on its way, with its agent's key. Whoever changes it holds the desk's lock."""
+    """An episode on its way, with its agent's key. Whoever changes it holds the queue's lock."""
 
     episode: Episode
     slug: str  # its part of the address
@@ -102,7 +102,7 @@ class Conversation:
         waiting = 0.0 if self.asked_at is None else now - self.asked_at
         return now - self.began_at - self.waited_s - waiting
 
-    def take_request(self, request: AgentRequest, rules: ForeignRules) -> None:
+    def take_request(self, request: AgentRequest, rules: ExternalRules) -> None:
         """Make the ids of a request those that the next turn goes on from.
 
         Raises RequestRefused, and leaves the episode as it was.
@@ -128,7 +128,7 @@ class Conversation:
         self.asked_in, history.messages = history, messages
 
     def _find_history(
-        self, request: AgentRequest, rules: ForeignRules
+        self, request: AgentRequest, rules: ExternalRules
     ) -> tuple[History, list[JsonObject]]:
         """The history that a request goes on from, or a new one, and all of its messages."""
         if request.previous_id is not None:
@@ -161,7 +161,7 @@ class Conversation:
         new: list[JsonObject],
         request: AgentRequest,
         history: History,
-        rules: ForeignRules,
+        rules: ExternalRules,
     ) -> list[int]:
         renderer = rules.renderer
         shown = [
@@ -193,7 +193,7 @@ class Conversation:
             what = f"the chat template refuses these messages: {type(error).__name__}: {error}"
             raise RequestRefused(400, "template", what[:500]) from None
 
-    def _check_limits(self, num_new: int, rules: ForeignRules) -> None:
+    def _check_limits(self, num_new: int, rules: ExternalRules) -> None:
         """Raise RequestRefused where a limit leaves no room; that limit then ends the episode."""
         episode = self.episode
         before = len(episode.base_ids) + episode.num_tokens if episode.turns else 0
@@ -210,7 +210,7 @@ class Conversation:
             return
         raise RequestRefused(400, "episode_over", what)
 
-    def add_answer(self, sampled: Rollout, prompt_ids: list[int], rules: ForeignRules) -> None:
+    def add_answer(self, sampled: Rollout, prompt_ids: list[int], rules: ExternalRules) -> None:
         """Take the turn that was sampled, and answer the request.
 
         Raises GenerationError for a turn that did not go on from the ids that were sampled.
@@ -242,7 +242,7 @@ class Conversation:
             AgentAnswer(number, message, reason, len(prompt_ids), len(sampled.completion_ids))
         )
 
-    def _read_calls(self, sampled: Rollout, rules: ForeignRules) -> ParsedCalls:
+    def _read_calls(self, sampled: Rollout, rules: ExternalRules) -> ParsedCalls:
         ids, renderer = sampled.completion_ids, rules.renderer
         kept = ids[:-1] if ids[-1] in renderer.stop_ids else ids
         return rules.parser(renderer.tokenizer.decode(kept, skip_special_tokens=False))

@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -245,11 +244,11 @@ LATE = (
 )
 
 
-def test_agents_that_do_not_end_harm_their_own_episodes_alone(tmp_path):
+def test_agents_that_do_not_end_harm_their_own_episodes_alone(tmp_path, monkeypatch):
     parts = [f"if ROW['n'] == {n}:\n    " + t.replace("\n", "\n    ") for n, t in enumerate(LATE)]
     text = "\n".join([*parts, f"if ROW['n'] == {len(LATE)}: played(2)"])
     generator = proxy_generator(agent_command(tmp_path, text), counted, max_seconds=6.0)
-    generator.launch = replace(generator.launch, environment={"TEST_FOLDER": str(tmp_path)})
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     rows = [{"n": n} for n in range(len(LATE) + 1)]
     *late, good = (g.rollouts[0] for g in play_agents(generator, *rows))
     assert all("took more than 6 s" in row.failed for row in late)
@@ -297,7 +296,7 @@ MISBEHAVING = {
 
 @pytest.mark.slow_but("floods", "asks_another_model", "sends_too_much", "leaves_a_process")
 @pytest.mark.parametrize("name", MISBEHAVING)
-def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
+def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, monkeypatch, name):
     text, why, refused = MISBEHAVING[name]
     text = "if ROW['bad']:\n    " + text.replace("\n", "\n    ") + "\nelse: played(2)"
 
@@ -309,12 +308,11 @@ def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
         return counted(text, seed)
 
     generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=60.0)
-    environment = {"TEST_FOLDER": str(tmp_path)}
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     if name == "other_key":  # the key of an episode that is on its way, and not this one's
-        other = generator.desk.open_conversation(row_groups(generator, {})[0], 0, 0)
-        generator.desk.add_live(other, offer=False)
-        environment["OTHER"] = other.key
-    generator.launch = replace(generator.launch, environment=environment)
+        other = generator.queue.open_conversation(row_groups(generator, {})[0], 0, 0)
+        generator.queue.add_live(other, offer=False)
+        monkeypatch.setenv("OTHER", other.key)
     port = int(generator.server.url.rpartition(":")[2])
     bad, good = (g.rollouts[0] for g in play_agents(generator, {"bad": True}, {"bad": False}))
     assert good.failed is None and [t.text for t in good.turns] == ["answer 1", "answer 2"]
