@@ -25,7 +25,7 @@ ENGINES = $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwr
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[view]'
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml $(VENV)/installed

@@ -1,6 +1,6 @@
 """`rloo sync RUN TRACKER`: send all of a run's metrics to a tracker, now.
 
-    rloo sync RUN wandb          also tensorboard, trackio, mlflow, swanlab
+    rloo sync RUN wandb          or another tracker of logging.trackers
     --project NAME               instead of the run's logging.tracker_project
     --json                       how many lines were sent, and where they are
 
@@ -9,17 +9,18 @@ on under the same id, and what the tracker has is not sent again. Exits with 10 
 """
 
 import json
+import sys
 from pathlib import Path
 
 from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
-from rloo_cli.reporting.metrics_lines import MetricsMapping
-from rloo_cli.reporting.trackers import remember_tracker_run, tracker_about
-from rloo_cli.reporting.trackers.writers import TRACKERS, line_scalars
+from rloo_cli.reporting.trackers import TrackerClient, known_tracker_runs, tracker_about
+from rloo_cli.reporting.trackers.kinds import TRACKERS
 from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
 from rloo_cli.utils.files import JsonObject
 
+SEND_LIMIT_S = 24 * 3600.0  # of all lines; one call of a client has a limit of its own
 USAGE = "rloo sync RUN TRACKER [--project NAME] [--json]"
 
 
@@ -56,31 +57,15 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     logging = record.config.get("logging")
     project = project or (logging.get("tracker_project") if isinstance(logging, dict) else None)
     about = tracker_about(folder, [name], project, folder.name, record.config)
-    writer = TRACKERS[name](about)
-    try:
-        writer.start()
-        names = {_first_metric(line)[1] for line in lines}
-        known = writer.known_metrics(names) if about["ids"] else set()
-        new = [line for line in lines if _first_metric(line) not in known]
-        for line in new:
-            writer.log(int(line["step"]), line_scalars(line))
-        writer.finish()
-    except ImportError as error:
-        fix = f"pip install {TRACKERS[name].package}"
-        raise TrackerError(
-            Problem(f"{name}: its package is missing", "this machine", str(error), fix)
-        ) from None
-    except Exception as error:  # a client may raise anything
-        why = f"{type(error).__name__}: {error}"
+    client = TrackerClient(about, lambda note: print(note, file=sys.stderr))
+    client.start(lines)
+    client.close(SEND_LIMIT_S)
+    if name in client.failed:
         what, fix = f"{name} does not take the run", "see to its login and network, then try again"
-        raise TrackerError(Problem(what, "command line", why, fix)) from error
-    remember_tracker_run(folder, name, writer.run_id, writer.url)
+        raise TrackerError(Problem(what, "command line", client.failed[name], fix))
+    (tracker,) = client.trackers
+    known = known_tracker_runs(folder)[name]
     return {
-        "tracker": name, "id": writer.run_id, "url": writer.url, "sent": len(new),
-        "known": len(lines) - len(new),
+        "tracker": name, "id": known["id"], "url": known["url"], "sent": tracker.num_sent,
+        "known": len(lines) - tracker.num_sent,
     }  # fmt: skip
-
-
-def _first_metric(line: MetricsMapping) -> tuple[int, str]:
-    """A line's step and the first of its metrics, by which it is found again at a tracker."""
-    return int(line["step"]), next(iter(line_scalars(line)), "")

@@ -18,7 +18,7 @@ from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.inspection.run_folders import RUNS_ROOT, find_run_folder
 from rloo_cli.inspection.run_list import list_runs
 from rloo_cli.inspection.run_screen import RunScreen
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, require_packages
 
 if TYPE_CHECKING:  # lazy: textual takes a third of a second
     from textual.app import App
@@ -44,6 +44,7 @@ def run(args: list[str]) -> int:
         console = answer_console(120)
         console.print(screen.render_frame(min(console.width, 160)))
     else:
+        require_packages("view", "the live screen of rloo top", "textual")
         run_screen_app(screen, options.every).run()
     return 0
 

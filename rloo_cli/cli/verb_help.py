@@ -252,7 +252,7 @@ VERBS: dict[str, VerbHelp] = {
         },
         ("rloo sync quickstart wandb", "rloo sync quickstart tensorboard --json"),
         RUN_NOTE
-        + " TRACKER is\ntensorboard, wandb, trackio, mlflow or swanlab. It may be repeated.",
+        + " TRACKER is\none of logging.trackers, such as tensorboard or wandb. It may be repeated.",
     ),
     "push": VerbHelp(
         "send a run's model and its card to a hub, private unless told otherwise",

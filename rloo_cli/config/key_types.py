@@ -1,7 +1,7 @@
 """How a key is declared: its meaning, its limits, and types that several keys share."""
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -20,6 +20,10 @@ def key(meaning: str, **limits: Any) -> Any:
 MAX_GENERATIONS = 65_536  # completions of one prompt: more are a mistake, and would take hours
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
+# The trackers of accelerate.tracking.
+TrackerName = Literal[
+    "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive",
+]  # fmt: skip
 NotEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 # Usable as a name or a path: not empty, no control characters (NUL, newline).

@@ -22,6 +22,7 @@ from rloo_cli.config.key_types import PathText as PathText
 from rloo_cli.config.key_types import Positive as Positive
 from rloo_cli.config.key_types import Text as Text
 from rloo_cli.config.key_types import TokenId as TokenId
+from rloo_cli.config.key_types import TrackerName as TrackerName
 from rloo_cli.config.key_types import key as key
 from rloo_cli.config.slurm_keys import SlurmConfig as SlurmConfig
 from rloo_cli.config.teacher import TeacherConfig
@@ -540,9 +541,7 @@ class LoggingConfig(Frozen):
     objective: str | None = key(
         "Metric that a job returns to Hydra's sweeper; null = the held-out score, else the reward"
     )
-    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = key(
-        "Trackers that are sent every line of metrics.jsonl"
-    )
+    trackers: list[TrackerName] = key("Trackers that are sent every line of metrics.jsonl")
     trackers_required: bool = key("End the run (10) where a tracker does not take it at the start")
     tracker_project: str | None = key("Project at the trackers; null = rloo")
     events: list[PathText] = key(

@@ -15,7 +15,7 @@ prompt_ledger   the fate of every prompt, line by line
 staleness_metrics  how old the weights were that sampled
 statistics      intervals of scores and win rates, means over seeds, differences
 token_strip     the tokens of a few samples, with their log-probabilities
-trackers/       tensorboard, wandb, trackio, mlflow, swanlab, in a process of their own
+trackers/       accelerate's trackers (wandb, tensorboard ...), in processes of their own
 step_metrics    a step's metrics: rewards, advantages, speed, memory
 update_metrics  metrics of an update, summed over its micro-batches
 """

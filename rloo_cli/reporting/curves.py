@@ -55,6 +55,10 @@ class CurveDrawer:
         self.drawn_lines = num_lines
         try:
             draw_run_curves(folder / "metrics.jsonl", folder / "curves.png", folder.name)
+        except ImportError as error:
+            if not self.failed:
+                note(f"curves.png is not drawn ({error}): pip install 'rloo-cli[view]'")
+            self.failed = True
         except Exception as error:  # a picture must not end a run, whatever matplotlib raises
             if not self.failed:
                 note(f"warning: curves.png cannot be drawn: {type(error).__name__}: {error}")

@@ -228,7 +228,7 @@ def _start_trackers(run: Run) -> None:
         run.folder, logging.trackers, logging.tracker_project, run.folder.name, config
     )
     client = TrackerClient(about, run.log.note)
-    client.start(logging.trackers_required)
+    client.start(run.log.metrics_lines, logging.trackers_required)
     run.log.trackers = client
 
 

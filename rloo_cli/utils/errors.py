@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict, astuple, dataclass
+from importlib.util import find_spec
 
 from rloo_cli.utils import redact
 from rloo_cli.utils.console import show_control_characters
@@ -155,6 +156,18 @@ class Stopped(RunError):
     """Stopped early on request. `at_once`: the signal's handler raised it, wherever that was."""
 
     code, at_once = 75, False
+
+
+def require_packages(extra: str, what: str, *modules: str) -> None:
+    """Raises MachineError, with the line that installs them, if one of these packages is missing.
+
+    what: what needs them, such as `rloo report`. extra: of this package, that brings them.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            why = f"the package {module.replace('_', '-')} is not installed"
+            fix = f"pip install 'rloo-cli[{extra}]'"
+            raise MachineError(Problem(f"{what} needs more packages", "this machine", why, fix))
 
 
 def print_error(error: RunError) -> int:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rloo_cli.utils import child_process
@@ -108,7 +109,7 @@ class Worker:
 class _Starter:
     """The process that forks the workers of a pool; it ends with this one."""
 
-    def __init__(self, code: WorkerCode, name: str):
+    def __init__(self, code: WorkerCode, name: str, log: Path | None):
         self.lock = threading.Lock()  # between a packet and its answer
         self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         start, its_start = MessageSocket.pair()
@@ -118,9 +119,10 @@ class _Starter:
         self.process = child_process.start_child(
             child_process.python_command("-u", "-m", module, *map(str, descriptors), name),
             env=child_process.package_environment(),
-            stdin=subprocess.DEVNULL,
-            label=f"printed by {name}",
             pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            log=log,
+            label="" if log else f"printed by {name}",
         )
         control.close()
         its_start.close()
@@ -173,11 +175,12 @@ class _Starter:
 class WorkerPool:
     """The workers of one kind. `keep`: how many idle ones are kept.
 
-    `name`: whose they are, such as `a tool`: for what they print, and for `ps`.
+    `name`: whose they are, such as `a tool`: for what they print, and for `ps`. `log`: a file that
+    gets what they print, in place of stderr and the run's log.
     """
 
-    def __init__(self, code: WorkerCode, name: str, keep: int):
-        self.code, self.name, self.keep = code, name, keep
+    def __init__(self, code: WorkerCode, name: str, keep: int, log: Path | None = None):
+        self.code, self.name, self.keep, self.log = code, name, keep, log
         self.starter: _Starter | None = None
         self.idle: list[Worker] = []
         self.num_running = 0
@@ -195,7 +198,7 @@ class WorkerPool:
                 return self._fork()
 
     def _fork(self) -> Worker:
-        self.starter = self.starter or _Starter(self.code, self.name)
+        self.starter = self.starter or _Starter(self.code, self.name, self.log)
         return self.starter.fork()
 
     def start_idle(self) -> None:

@@ -25,6 +25,8 @@ and imports no torch.
 
 import json
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from rloo_cli.checkpoint import resume
@@ -175,8 +177,11 @@ def _write_files(
     runs = [run for config in configs for run in config.runs]
     recipes = [str(run.run_metadata.get("recipe") or run.name) for run in runs]
     title = " · ".join(dict.fromkeys(recipes))
-    for name in ("curves.png", "curves.svg"):
-        charts.draw_comparison(comparison, out / name, title)
+    if find_spec("matplotlib") is None:
+        print("curves.png is not drawn: pip install 'rloo-cli[view]'", file=sys.stderr)
+    else:
+        for name in ("curves.png", "curves.svg"):
+            charts.draw_comparison(comparison, out / name, title)
     text = tables.comparison_markdown(comparison, configs)
     if parting is not None:
         lines = map(clean_line, first_difference.difference_lines(parting))

@@ -6,15 +6,17 @@ which people with any kind of colour vision tell apart, and marks for those who 
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from typing import TYPE_CHECKING
 
 from rloo_cli.cli.compare.results import KL, WIN_RATE_PREFIX, Comparison, ConfigurationResult
 from rloo_cli.reporting import curves
 from rloo_cli.reporting.panel import clean_line
 from rloo_cli.reporting.statistics import Estimate
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:  # lazy: only the extra `view` has it
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 CONFIGURATION_COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7F00"
@@ -58,11 +60,13 @@ def _style(i: int) -> JsonObject:
     return {"color": CONFIGURATION_COLOURS[colour], "linestyle": LINES[round_ % 4]}
 
 
-def _legend_handle(results: Sequence[ConfigurationResult], i: int) -> Line2D:
+def _legend_handle(results: Sequence[ConfigurationResult], i: int) -> "Line2D":
+    from matplotlib.lines import Line2D
+
     return Line2D([], [], marker=MARKS[i % len(MARKS)], ms=6, linewidth=2.2, **_style(i))
 
 
-def _curve(axis: Axes, comparison: Comparison, name: str, marks: bool) -> bool:
+def _curve(axis: "Axes", comparison: Comparison, name: str, marks: bool) -> bool:
     """Draw the mean of each configuration over completions, and its interval as a band.
 
     Returns whether any configuration has this curve.
@@ -88,7 +92,7 @@ def _curve(axis: Axes, comparison: Comparison, name: str, marks: bool) -> bool:
     return drawn
 
 
-def _limit_y_axis(axis: Axes, comparison: Comparison, name: str) -> None:
+def _limit_y_axis(axis: "Axes", comparison: Comparison, name: str) -> None:
     """Limit the scale to the means and half as much again: the band of two seeds may be huge."""
     means = [e.mean for result in comparison.results for _, e in result.curves[name]]
     low, high = axis.get_ylim()
@@ -96,7 +100,7 @@ def _limit_y_axis(axis: Axes, comparison: Comparison, name: str) -> None:
     axis.set_ylim(max(low, min(means) - margin), min(high, max(means) + margin))
 
 
-def _training(axis: Axes, comparison: Comparison) -> None:
+def _training(axis: "Axes", comparison: Comparison) -> None:
     curves.style_axis(axis, "Training reward", _reward_unit(comparison))
     if not _curve(axis, comparison, "reward", marks=False):
         curves.mark_no_data(axis)
@@ -108,7 +112,7 @@ def _reward_unit(comparison: Comparison) -> str:
     return "mean score" + (", smoothed" if most > curves.SMOOTH_FROM else "")
 
 
-def _held_out(axis: Axes, comparison: Comparison) -> None:
+def _held_out(axis: "Axes", comparison: Comparison) -> None:
     score = clean_line(comparison.score) if comparison.held_out else ""
     curves.style_axis(axis, "Held-out score", score)
     if not _curve(axis, comparison, "held_out", marks=True):
@@ -120,7 +124,7 @@ def _held_out(axis: Axes, comparison: Comparison) -> None:
                   color=curves.GREY)  # fmt: skip
 
 
-def _against_kl(axis: Axes, comparison: Comparison) -> None:
+def _against_kl(axis: "Axes", comparison: Comparison) -> None:
     """Draw the mean reward at each step's mean KL, with a mark at the end of the training."""
     curves.style_axis(axis, "Reward against KL", _reward_unit(comparison))
     axis.set_xlabel(f"KL to the reference ({KL}), nats per completion", fontsize=9, color="#444444")
@@ -148,7 +152,7 @@ def _bar_panels(comparison: Comparison) -> list[tuple[str, str, str]]:
     return panels
 
 
-def _bar(axis: Axes, comparison: Comparison, name: str, heading: str, unit: str) -> None:
+def _bar(axis: "Axes", comparison: Comparison, name: str, heading: str, unit: str) -> None:
     """Draw a bar for each configuration, with the interval over seeds if there is one."""
     curves.style_axis(axis, heading, "")
     axis.set_xlabel(unit, fontsize=9, color="#444444")
@@ -166,7 +170,7 @@ def _bar(axis: Axes, comparison: Comparison, name: str, heading: str, unit: str)
         axis.axvline(0.5, color=curves.GREY, linewidth=1, linestyle=":")
 
 
-def _differences(axis: Axes, comparison: Comparison) -> None:
+def _differences(axis: "Axes", comparison: Comparison) -> None:
     """Draw paired differences of the final score, with their intervals and a line at zero."""
     score = "held-out score" if comparison.held_out else "training reward"
     curves.style_axis(axis, f"Final {score}", "")
@@ -186,13 +190,13 @@ def _differences(axis: Axes, comparison: Comparison) -> None:
     _configuration_axis(axis, comparison, has_data, show_labels=True)
 
 
-def _whisker(axis: Axes, i: int, e: Estimate, colour: str = TEXT_COLOUR) -> None:
+def _whisker(axis: "Axes", i: int, e: Estimate, colour: str = TEXT_COLOUR) -> None:
     if e.half_width is not None:
         axis.errorbar(e.mean, i, xerr=e.half_width, color=colour, linewidth=1.6, capsize=4)
 
 
 def _configuration_axis(
-    axis: Axes, comparison: Comparison, has_data: Sequence[bool], show_labels: bool = False
+    axis: "Axes", comparison: Comparison, has_data: Sequence[bool], show_labels: bool = False
 ) -> None:
     """Give each configuration a line, the first on top; `show_labels`: with its name."""
     axis.locator_params(axis="x", integer=False, nbins=5)

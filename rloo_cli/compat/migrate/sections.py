@@ -6,12 +6,14 @@ none: `config/old_names.py` has the whole table.
 
 import re
 from pathlib import Path
+from typing import get_args
 
 from rloo_cli.compat.migrate import tables
 from rloo_cli.compat.migrate.batch import take_number
 from rloo_cli.compat.migrate.old_run import read_old_file
 from rloo_cli.compat.migrate.recipe import Recipe, schema_refusal
 from rloo_cli.compat.migrate.tables import Dialect
+from rloo_cli.config.key_types import TrackerName
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -369,7 +371,7 @@ def _write_trackers(recipe: Recipe) -> None:
         recipe.put("logging.trackers", known, text)
     for name in [n for n in names if n not in known]:
         what = f"report_to {name}"
-        why = "trackers are tensorboard, wandb, trackio, mlflow and swanlab, each by its name"
+        why = f"trackers are {', '.join(get_args(TrackerName))}, each by its name"
         recipe.dropped.append(f"{what}: {why}; metrics.jsonl has every step")
 
 

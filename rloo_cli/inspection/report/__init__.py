@@ -22,7 +22,7 @@ from rloo_cli.inspection.diagnosis import diagnose_evidence
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
 from rloo_cli.inspection.report import charts, sections
 from rloo_cli.inspection.run_record import inspect_run_folder
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, require_packages
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ DRAW_SCRIPT = Path(__file__).with_name("draw_charts.js")
 def make_report(folder: Path) -> tuple[str, JsonObject]:
     """The page of a run, and its figures as plain values.
 
-    Raises ConfigError for a folder that holds nothing of a run.
+    Raises ConfigError for a folder that holds nothing of a run, MachineError without the extra
+    `view`.
     """
+    require_packages("view", "rloo report", "altair", "jinja2", "vl_convert")
     run = read_evidence(inspect_run_folder(folder))
     if not run.record.config and not run.record.run_metadata and not run.steps:
         why = "neither config.yaml nor run.json nor metrics.jsonl can be read"

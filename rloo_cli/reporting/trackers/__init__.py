@@ -1,40 +1,45 @@
-"""Sends a run's metrics to trackers: tensorboard, wandb, trackio, mlflow, swanlab.
+"""Sends a run's metrics to trackers: those of accelerate.tracking, such as wandb and tensorboard.
 
-The trackers' clients run in one process of their own (`child`), fed through a bounded queue: they
-may be missing, refuse, hang or be slow, and the run neither waits for them nor changes. What they
-miss is in metrics.jsonl, and `rloo sync RUN NAME` fills it in.
+Each tracker's client runs in a worker process of its own, fed by a thread from a bounded queue. A
+client may be missing, refuse, hang, be slow or end its process: the run neither waits for it nor
+changes. What it misses is in metrics.jsonl: a resumed run sends it, and `rloo sync RUN NAME` does.
 
-    child    The process that runs the clients, a thread for each tracker
-    writers  One class for each tracker
+    kinds   how each tracker opens a run, and under which id it knows it
+    worker  what the worker process of a tracker does
 """
 
 import contextlib
 import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rloo_cli.reporting.metrics_lines import MetricsMapping
+from rloo_cli.reporting.trackers.kinds import first_metric
+from rloo_cli.reporting.trackers.worker import TrackerWorkerCode
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem, TrackerError
 from rloo_cli.utils.files import JsonObject, read_json, update_json
+from rloo_cli.utils.worker_pool import Worker, WorkerGone, WorkerPool
 
-QUEUE_LINES = 1000  # lines of metrics that wait for the process; more are left out and counted
+QUEUE_LINES = 10_000  # lines of metrics that wait for a tracker; more are left out and counted
 START_LIMIT_S = 30.0  # until a required tracker has to be ready
+CALL_LIMIT_S = 60.0  # of one call of a client; one that takes longer is given up
 CLOSE_LIMIT_S = 20.0  # until the last lines have to be sent
+STALL_LIMIT_S = 15.0  # a client that is in one call for so long at the end is not waited for
+MAX_FAILURES = 5  # lines in a row that a tracker may refuse before it is given up
+POLL_S = 0.05
 OWN_ID_TRACKERS = ("wandb",)  # those that take an id of ours
-CHILD = "rloo_cli.reporting.trackers.child"
 
 
 def tracker_about(
     folder: Path, names: Sequence[str], project: str | None, run_name: str, config: JsonObject
 ) -> JsonObject:
-    """What the process is told first. Runs that a tracker knows already go on under their id.
+    """What trackers are told of a run. Runs that a tracker knows already go on under their id.
 
     wandb takes an id of ours: run.json has it before the tracker answers, so that a run which is
     killed meanwhile goes on under it too.
@@ -62,56 +67,152 @@ def known_tracker_runs(folder: Path) -> JsonObject:
     return known if isinstance(known, dict) else {}
 
 
-class TrackerClient:
-    """Sends lines of metrics to the process of the trackers; never waits for it but at the end.
+def remember_tracker_run(folder: Path, name: str, run_id: str | None, url: str | None) -> None:
+    """Keep a tracker's id of this run in run.json: a resumed run goes on under it."""
+    known, entry = known_tracker_runs(folder), {"id": run_id, "url": url}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # a run.json that is damaged is left
+        update_json(folder / "run.json", trackers=known | {name: entry})
 
-    `note` shows a warning to the user, each once. `seconds` is the time that `send` has taken.
+
+class TrackerFailed(Exception):
+    """The tracker takes no more lines; the text says why."""
+
+
+class TrackerThread:
+    """Feeds one tracker's worker, with the run's earlier lines and then from a queue.
+
+    `tell(name, ready, warning)` is called from it.
+    """
+
+    def __init__(
+        self, name: str, pool: WorkerPool, tell: Callable[[str, JsonObject | None, str], None]
+    ):
+        self.name, self.pool, self.tell = name, pool, tell
+        self.earlier: deque[MetricsMapping] = deque()
+        self.lines: queue.Queue[JsonObject | None] = queue.Queue(QUEUE_LINES)
+        self.busy_since: float | None = time.monotonic()  # None while it waits for a line
+        self.num_sent = self.left_out = 0
+        self.has_failed = False
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"tracker {name}")
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the client has been in one call for so long that it is not waited for."""
+        since = self.busy_since
+        return since is not None and time.monotonic() - since > STALL_LIMIT_S
+
+    def put(self, line: JsonObject) -> None:
+        """Queue a line; one too many is left out."""
+        if self.has_failed:
+            return
+        try:
+            self.lines.put_nowait(line)
+        except queue.Full:
+            self.left_out += 1
+
+    def end(self) -> None:
+        """Let it finish what is in the queue."""
+        with contextlib.suppress(queue.Full):
+            self.lines.put_nowait(None)
+
+    def _run(self) -> None:
+        worker: Worker | None = None
+        try:
+            worker = self.pool.take_new()
+            self._open_run(worker)
+            refused = self._send_lines(worker)
+            self._ask(worker, {"do": "finish"})
+            if refused:
+                self.tell(self.name, None, refused)
+        except Exception as failure:  # whatever it is, the rest of the lines is not sent
+            self.has_failed = True
+            self.tell(self.name, None, str(failure))
+        finally:
+            self.busy_since = None
+            if worker is not None:
+                worker.kill()
+
+    def _open_run(self, worker: Worker) -> None:
+        names = {first_metric(line)[1] for line in self.earlier}
+        message = {"do": "start", "tracker": self.name, "metrics": sorted(names)}
+        opened = self._ask(worker, message)
+        known = {(step, name) for step, name in opened["known"]}
+        self.earlier = deque(line for line in self.earlier if first_metric(line) not in known)
+        self.tell(self.name, opened, "")
+
+    def _send_lines(self, worker: Worker) -> str:
+        """Send the queue's lines. -> which were refused, in words; "" for none"""
+        failures = refused = 0
+        why = ""
+        while (line := self._next_line()) is not None:
+            answer = self._request(worker, {"do": "log", "line": dict(line)})
+            why = answer.get("error", why)
+            failures = failures + 1 if "error" in answer else 0
+            refused += "error" in answer
+            self.num_sent += "error" not in answer
+            if failures == MAX_FAILURES:
+                raise TrackerFailed(f"it takes no more: {why}")
+        return f"it refused {refused} lines ({why})" if refused else ""
+
+    def _next_line(self) -> MetricsMapping | None:
+        self.busy_since = None
+        if self.earlier:
+            self.busy_since = time.monotonic()
+            return self.earlier.popleft()
+        line = self.lines.get()
+        self.busy_since = time.monotonic()
+        return line
+
+    def _ask(self, worker: Worker, message: JsonObject) -> JsonObject:
+        answer = self._request(worker, message)
+        if "error" in answer:
+            raise TrackerFailed(answer["error"])
+        return answer
+
+    def _request(self, worker: Worker, message: JsonObject) -> JsonObject:
+        try:
+            answer: JsonObject = json.loads(worker.request(message, CALL_LIMIT_S))
+        except TimeoutError:
+            raise TrackerFailed(f"no answer within {CALL_LIMIT_S:g} s") from None
+        except WorkerGone as gone:
+            raise TrackerFailed(f"its process ended with {gone}") from None
+        return answer
+
+
+class TrackerClient:
+    """Sends lines of metrics to the trackers; never waits for them but at the end.
+
+    `note` shows a warning to the user, each once, from the caller's thread. `seconds` is the time
+    that `send` has taken.
     """
 
     def __init__(self, about: JsonObject, note: Callable[[str], None]):
-        self.about, self.note = about, note
-        self.folder = Path(about["folder"])
-        self.names: list[str] = list(about["trackers"])
-        self.lines: queue.Queue[JsonObject | None] = queue.Queue(QUEUE_LINES)
-        self.news: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
+        self.folder, self.note = Path(about["folder"]), note
+        log = self.folder / "logs" / "trackers.log"
+        self.pool = WorkerPool(TrackerWorkerCode(about), "trackers", keep=0, log=log)
+        self.news: queue.SimpleQueue[tuple[str, JsonObject | None, str]] = queue.SimpleQueue()
         self.ready: set[str] = set()
         self.failed: dict[str, str] = {}
-        self.late: set[str] = set()  # those that had not sent all when the process ended
-        self.left_out, self.sent, self.seconds = 0, 0, 0.0
-        self.process: subprocess.Popen[str] | None = None
-        self.writer = threading.Thread(target=self._write_lines, daemon=True)
-        self.reader = threading.Thread(target=self._read_news, daemon=True)
+        self.sent, self.seconds = 0, 0.0
+        self.trackers = [
+            TrackerThread(name, self.pool, lambda *told: self.news.put(told))
+            for name in about["trackers"]
+        ]
 
-    def start(self, required: bool = False) -> None:
-        """Start the process. Raises TrackerError where all are required and one is not ready."""
-        log = self.folder / "logs" / "trackers.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", CHILD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,  # a signal to the run is not one to its trackers
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-        self.lines.put_nowait(self.about)
-        self.writer.start()
-        self.reader.start()
-        if required:
-            self._wait_until_ready()
+    def start(self, earlier: Sequence[MetricsMapping] = (), required: bool = False) -> None:
+        """Start the clients. `earlier`: lines of a resumed run, of which they may lack some.
 
-    def _wait_until_ready(self) -> None:
+        Raises TrackerError where all trackers are required and one is not ready.
+        """
+        for tracker in self.trackers:
+            tracker.earlier.extend(earlier)
+            tracker.thread.start()
         deadline = time.monotonic() + START_LIMIT_S
-        while {*self.names} - self.ready - {*self.failed} and time.monotonic() < deadline:
-            self._hear_news(timeout_s=0.1)
-            if self.process is None or self.process.poll() is not None:
-                break
-        missing = [name for name in self.names if name not in self.ready]
-        if missing:
-            self.close(limit_s=0.0)
+        while required and self._num_heard() < len(self.trackers) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        missing = [t.name for t in self.trackers if t.name not in self.ready]
+        if required and missing:
+            self.pool.close()
             why = self.failed.get(missing[0], f"it was not ready within {START_LIMIT_S:g} s")
             fix = "logging.trackers_required=false goes on without it"
             what = f"the tracker {missing[0]} is required and does not take the run"
@@ -120,84 +221,49 @@ class TrackerClient:
     def send(self, metrics: JsonObject) -> None:
         """Hand over a line of metrics. Takes microseconds, whatever the trackers do."""
         began = time.perf_counter()
-        try:
-            self.lines.put_nowait(metrics)
-            self.sent += 1
-        except queue.Full:
-            self.left_out += 1
-        self._hear_news()
+        for tracker in self.trackers:
+            tracker.put(metrics)
+        self.sent += 1
+        self.hear_news()
         self.seconds += time.perf_counter() - began
 
     def close(self, limit_s: float | None = None) -> None:
-        """Give the process so many seconds (CLOSE_LIMIT_S) to send what it has, then end it."""
+        """Give the clients this time (CLOSE_LIMIT_S) to send what they have; then end them."""
         limit_s = CLOSE_LIMIT_S if limit_s is None else limit_s
-        process, self.process = self.process, None
-        if process is None:
-            return
         deadline = time.monotonic() + limit_s
-        with contextlib.suppress(queue.Full):
-            self.lines.put(None, timeout=max(0.0, limit_s / 2))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        late = process.poll() is None
-        if late:
-            process.kill()
-            process.wait()
-        self.reader.join(timeout=1.0)
-        self._hear_news()
-        if limit_s and (late or self.late or self.left_out):
-            behind = self.late or {*self.names} - {*self.failed}
-            names = " and ".join(name for name in self.names if name in behind)
-            why = f"not all of it was taken within {limit_s:g} s" if late or self.late else ""
-            why = why or f"{self.left_out} lines were left out"
-            self.note(
-                f"warning: {names}: {why}; `rloo sync {self.folder.name} NAME` sends all of it"
-            )
+        for tracker in self.trackers:
+            tracker.end()
+        waiting = [t for t in self.trackers if t.thread.ident is not None]
+        while waiting and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            waiting = [t for t in waiting if t.thread.is_alive() and not t.hangs]
+        late = {t.name for t in self.trackers if t.thread.is_alive()}
+        self.hear_news()
+        for tracker in self.trackers:
+            if tracker.name in late:
+                self._add_failure(tracker.name, f"not all of it was taken within {limit_s:g} s")
+            elif tracker.left_out:
+                self._add_failure(tracker.name, f"{tracker.left_out} lines were left out")
+        self.pool.close()
 
-    def _write_lines(self) -> None:
-        process = self.process
-        assert process is not None and process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the process has ended: the reader says so
-            while (line := self.lines.get()) is not None:
-                process.stdin.write(json.dumps(line, default=str) + "\n")
-                process.stdin.flush()
-            process.stdin.close()
+    def hear_news(self) -> None:
+        """Act on what the trackers said; in the thread of the loop, whose notes are shown."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name, ready, warning = self.news.get_nowait()
+                if ready is not None:
+                    self.ready.add(name)
+                    remember_tracker_run(self.folder, name, ready["id"], ready["url"])
+                    if ready["url"]:
+                        self.note(f"{name}: {ready['url']}")
+                else:
+                    self._add_failure(name, warning)
 
-    def _read_news(self) -> None:
-        process = self.process
-        assert process is not None and process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            for text in process.stdout:
-                with contextlib.suppress(ValueError):
-                    self.news.put(json.loads(text))
-        self.news.put({"ended": True})
+    def _num_heard(self) -> int:
+        self.hear_news()
+        return len(self.ready | {*self.failed})
 
-    def _hear_news(self, timeout_s: float = 0.0) -> None:
-        """Act on what the process has said; runs in the thread of the loop."""
-        while True:
-            try:
-                said = self.news.get(timeout=timeout_s) if timeout_s else self.news.get_nowait()
-            except queue.Empty:
-                return
-            timeout_s = 0.0
-            name = str(said.get("tracker", ""))
-            if said.get("ready"):
-                self.ready.add(name)
-                remember_tracker_run(self.folder, name, said.get("id"), said.get("url"))
-                if said.get("url"):
-                    self.note(f"{name}: {said['url']}")
-            elif said.get("late"):
-                self.late.add(name)
-            elif "error" in said and name not in self.failed:
-                self.failed[name] = str(said["error"])
-                self.note(f"warning: {name}: {redact.redact_text(said['error'])}")
-            elif said.get("ended") and self.process is not None:
-                self.process = None
-                self.note("warning: the process of the trackers has ended; metrics.jsonl goes on")
-
-
-def remember_tracker_run(folder: Path, name: str, run_id: str | None, url: str | None) -> None:
-    """Keep a tracker's id of this run in run.json: a resumed run goes on under it."""
-    known, entry = known_tracker_runs(folder), {"id": run_id, "url": url}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # a run.json that is damaged is left
-        update_json(folder / "run.json", trackers=known | {name: entry})
+    def _add_failure(self, name: str, why: str) -> None:
+        self.failed[name] = why
+        again = f"`rloo sync {self.folder.name} {name}` sends all of it"
+        self.note(f"warning: {name}: {redact.redact_text(why)}; {again}")
