@@ -20,7 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON_HERE = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python
 PYTEST = $(PYTHON_HERE) -m pytest
-ENGINES = $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
+ENGINES = $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap \
+	$(VENV)/tried-slurm $(VENV)/tried-zsh
 
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
@@ -69,6 +70,14 @@ $(VENV)/tried-bwrap: $(VENV)/installed-test
 		&& dpkg -x bubblewrap_*.deb bwrap && cp bwrap/usr/bin/bwrap bin/; } \
 		|| echo "no bubblewrap: the tests of the sandbox are skipped"
 	rm -rf $(VENV)/bwrap $(VENV)/bubblewrap_*.deb
+	touch $@
+
+# zsh, for the test of its completion.
+$(VENV)/tried-zsh: $(VENV)/installed-test
+	command -v zsh || { cd $(VENV) && timeout 60 apt-get -qq download zsh zsh-common \
+		&& dpkg -x zsh_*.deb zsh && dpkg -x zsh-common_*.deb zsh; } \
+		|| { echo "no zsh: the test of its completion is skipped"; rm -rf $(VENV)/zsh; }
+	rm -f $(VENV)/zsh_*.deb $(VENV)/zsh-common_*.deb
 	touch $@
 
 # Slurm, for the tests marked so: Debian's packages and the libraries they need, unpacked into

@@ -1,5 +1,6 @@
 """Verbs of the command line, one file or folder each; `main` takes them off the command line.
 
+answers         the console of verbs, and their --json
 compare/        rloo compare
 completion      rloo completion
 config          rloo config
@@ -7,21 +8,18 @@ doctor          rloo doctor
 eval            rloo eval
 eval_target     what rloo eval evaluates: a recipe, run or checkpoint
 fetch           rloo fetch
-hydra_app       a verb under Hydra: its flags, jobs and errors
-json_answer     --json of verbs that say much while they work
 key_page        docs/keys.md: every key with type, default, meaning and reason
 key_values      every key with its values, as JSON
 ledger          rloo ledger
-main            the command line: verbs, Hydra
+main            the command line: finds the verb, turns errors into exit codes
 migrate         rloo migrate
-multirun        Hydra's multirun: launchers, names, objective
+multirun        --multirun: jobs, other sweepers and launchers, objective
 plan            rloo plan, and train --dry-run
 push            rloo push
 recipes         rloo recipes
 replay          rloo replay
 report          rloo report
 reward/         rloo reward
-run_arguments   reads the arguments of a verb about a run
 runs            rloo runs
 samples         rloo samples
 slurm           rloo slurm
@@ -31,7 +29,9 @@ supervised      rloo sft, rloo reward-model
 sweep           rloo sweep
 sync            rloo sync
 top             rloo top
-verb_help       the help texts
+train           rloo train
+verb_parser     one argparse parser of each verb
+verbs           the verbs: their words, flags and examples
 verify_resume   rloo verify-resume
 vllm_serve      rloo vllm-serve
 """

@@ -1,26 +1,30 @@
-"""`rloo completion bash|zsh|fish`: print the shell's script, which calls `rloo completion query`.
+"""`rloo completion bash|zsh|fish`: print the shell's completion script, which shtab makes.
 
-An answer takes a fifth of a second: recipes and groups are listed from their folders, and the keys
-with their values come from a file in the cache, which is written again when the code has changed.
+Verbs, flags and their values stand in the script. For the words the shell asks `rloo completion
+query`, a fifth of a second: recipes and groups are listed from their folders, and the keys with
+their values come from a file in the cache, which is written again when the code has changed.
 """
 
+import argparse
+import contextlib
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rloo_cli.cli import verb_help
+from rloo_cli.cli.verb_parser import VerbParser, is_bare, parse_verb
+from rloo_cli.cli.verbs import NEW, VERBS
 from rloo_cli.inspection import run_folders
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_text
 
 # Bash splits a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
-# So the script reads the words from the line itself, and returns only that last part of an answer.
-BASH_SCRIPT = """_rloo() {
+# So the words are read from the line itself, and only that last part of an answer is printed.
+BASH_WORDS = """_rloo_words() {
   local line="${COMP_LINE:0:COMP_POINT}" typed word answer sign head=""
   read -ra typed <<<"$line"
   [[ $line == *[[:space:]] ]] && typed+=("")
@@ -31,118 +35,124 @@ BASH_SCRIPT = """_rloo() {
       [[ ${#answer} -gt ${#head} ]] && head="$answer"
     fi
   done
-  COMPREPLY=()
-  while IFS= read -r answer; do
-    [[ -n $answer ]] && COMPREPLY+=("${answer#"$head"}")
-  done < <(rloo completion query "${typed[@]:1}" 2>/dev/null)
+  rloo completion query "${typed[@]:1}" 2>/dev/null | while IFS= read -r answer; do
+    echo "${answer#"$head"}"
+  done
+}
+"""
+BASH_END = """
+_rloo() {  # no blank behind a key, and files where there is no answer
+  _shtab_rloo
   [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null
   return 0
 }
 complete -o default -F _rloo rloo
 """
-ZSH_SCRIPT = """#compdef rloo
-_rloo() {
+ZSH_WORDS = """_rloo_words() {
   local -a found open
-  found=("${(@f)$(rloo completion query "${words[@]:1:$((CURRENT-1))}" 2>/dev/null)}")
+  found=("${(@f)$(rloo completion query "${(@)words[1,CURRENT]}" 2>/dev/null)}")
   open=(${(M)found:#*[=.]})
   found=(${found:#*[=.]})
   (( $#open )) && compadd -Q -S '' -- $open
   (( $#found )) && compadd -Q -- $found
   (( $#open + $#found )) || _files
 }
-compdef _rloo rloo
 """
-FISH_SCRIPT = """\
-complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (commandline -ct))'
-"""
-SCRIPTS = {"bash": BASH_SCRIPT, "zsh": ZSH_SCRIPT, "fish": FISH_SCRIPT}
+FISH_WORDS = "(rloo completion query (commandline -opc)[2..] (commandline -ct))"
+WORDS = {
+    "bash": "_rloo_words", "zsh": "_rloo_words", "fish": FISH_WORDS,
+    "preamble": {"bash": BASH_WORDS, "zsh": ZSH_WORDS},
+}  # fmt: skip
+SHELLS = ("bash", "zsh", "fish")
 GROUPS_WITH_PLUS = ("recipe", "debug")  # groups that are chosen with a +
-VERBS_WITH_RUN = (
-    "top",
-    "doctor",
-    "report",
-    "sync",
-    "push",
-    "samples",
-    "ledger",
-    "compare",
-    "eval",
-)
-FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argument may be
-    "recipes": ("list", "show", "copy"),
-    "config": ("explain",),
-    "completion": tuple(SCRIPTS),
-    "sweep": ("show", "resume", "stop", "promote", "clone"),
-    "slurm": ("render", "submit"),
-    "reward": ("list", "test"),
-    "help": tuple(verb_help.VERBS),
+WORD_CHOICES = {  # a word of a usage -> what it may be
+    "SHELL": SHELLS,
+    "KIND": ("train", "train_and_serve", "sweep", "eval"),
+    "TRACKER": (
+        "tensorboard",
+        "wandb",
+        "trackio",
+        "mlflow",
+        "swanlab",
+        "comet_ml",
+        "aim",
+        "clearml",
+        "dvclive",
+    ),
 }
-JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # kinds of batch jobs
-VERBS_WITH_OVERRIDES = (
-    "train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan", "config",
-    "verify-resume", "slurm", "doctor", "reward",
-)  # fmt: skip
 
 
 def run(args: list[str]) -> int:
     """Run the verb. After `query` come the arguments typed so far, the last one unfinished."""
-    match args:
-        case [shell] if shell in SCRIPTS:
-            print(SCRIPTS[shell], end="")
-        case [shell, "--json"] if shell in SCRIPTS:
-            print(json.dumps({"shell": shell, "script": SCRIPTS[shell]}))
-        case ["query", *typed]:
-            print("\n".join(completion_candidates(typed)))
-        case _:
-            shell = os.path.basename(os.environ.get("SHELL", "bash"))
-            fix = f'eval "$(rloo completion {shell if shell in SCRIPTS else "bash"})"'
-            what, why = "rloo completion needs a shell", "bash, zsh or fish"
-            raise ConfigError(Problem(what, "command line", why, fix))
+    if args[:1] == ["query"]:
+        print("\n".join(completion_candidates(args[1:])))
+        return 0
+    options = parse_verb("completion", args)
+    if options.shell not in SHELLS:
+        shell = os.path.basename(os.environ.get("SHELL", "bash"))
+        fix = f'eval "$(rloo completion {shell if shell in SHELLS else "bash"})"'
+        what, why = "rloo completion needs a shell", "bash, zsh or fish"
+        raise ConfigError(Problem(what, "command line", why, fix))
+    script = completion_script(options.shell)
+    print(json.dumps({"shell": options.shell, "script": script}) if options.json else script)
     return 0
 
 
-def completion_candidates(typed: list[str]) -> list[str]:
-    """What the last argument could become."""
-    *previous, prefix = typed or [""]
-    return sorted({c for c in _candidates(previous, prefix) if c.startswith(prefix)})
+def completion_script(shell: str) -> str:
+    """The script of a shell: shtab's, with the words asked of `rloo completion query`."""
+    import shtab  # lazy: a key press needs none of it
+
+    whole = argparse.ArgumentParser("rloo", add_help=False)
+    whole.add_argument("--help", "-h", action="store_true", help="list verbs and recipes")
+    whole.add_argument("--version", action="store_true", help="print the version")
+    verbs = whole.add_subparsers()
+    for name, verb in VERBS.items():
+        flags = VerbParser(name, with_words=False)
+        for action in flags._actions:
+            if action.metavar in ("DIR", "FOLDER"):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        parser = verbs.add_parser(name, parents=[flags], add_help=False, help=verb.summary)
+        words = parser.add_argument("words", nargs="*", help="words")
+        words.complete = WORDS  # type: ignore[attr-defined]
+    script = str(shtab.complete(whole, shell))
+    if shell == "zsh":  # shtab's form of `nargs="*"` completes the first word alone
+        script = script.replace('"(*)::words:', '"*:words:')
+    return script + BASH_END if shell == "bash" else script
 
 
-def _candidates(previous_args: list[str], prefix: str) -> Iterable[str]:
-    if not previous_args:
-        return [*verb_help.VERBS, *(["--help", "--version"] if prefix.startswith("-") else [])]
-    verb = previous_args[0]
-    if prefix.startswith("-"):
-        return verb_help.verb_flags(verb)
-    if (values := verb_help.flag_values(verb, previous_args[-1])) is not None:
-        return values
-    candidates: list[str] = []
-    if len(previous_args) == 1:
-        candidates += FIRST_ARGUMENTS.get(verb, ())
-    elif verb == "recipes" and previous_args[1] in ("show", "copy") and len(previous_args) == 2:
-        candidates += paths.recipe_files()
-    elif verb == "slurm" and len(previous_args) == 2:
-        candidates += JOB_KINDS
-    elif previous_args == ["config", "explain"]:
-        return cached_key_values()
-    if _takes_run(verb, previous_args):
+def completion_candidates(typed: Sequence[str]) -> list[str]:
+    """What the last word could become; the first is a verb."""
+    if len(typed) < 2 or typed[0] not in VERBS:
+        return []
+    verb, *previous, prefix = typed
+    found: Iterable[str] = ()
+    with contextlib.suppress(ConfigError):  # a flag whose value is wrong
+        options, words = VerbParser(verb, with_words=False).parse_known_args(previous)
+        dirs = [Path(folder) for folder in getattr(options, "config_dir", [])]
+        found = _word_candidates(verb, [w for w in words if is_bare(w)], prefix, dirs)
+    return sorted({c for c in found if c.startswith(prefix)})
+
+
+def _word_candidates(
+    verb: str, named: list[str], prefix: str, config_dirs: list[Path]
+) -> list[str]:
+    """What may follow the words `named`, those that are not key=value."""
+    forms = VERBS[verb].words
+    action = named[0] if named and named[0] in forms else NEW
+    candidates = [] if named else [*filter(None, forms)]
+    form, at = forms.get(action, ""), len(named) - bool(action)
+    names = [word for w in form.split() if (word := w.strip("[]")).isupper()]
+    name = names[min(at, len(names) - 1)] if names and (at < len(names) or "..." in form) else ""
+    if name == "RUN":
         candidates += run_folders.list_run_names()
-    if verb in VERBS_WITH_OVERRIDES:
-        choices = paths.group_choices(_config_dirs(previous_args))
-        candidates += _override_candidates(prefix, choices)
+    elif name == "RECIPE":
+        candidates += paths.recipe_files()
+    elif name == "KEY":
+        return [*cached_key_values()]
+    candidates += WORD_CHOICES.get(name, ())
+    if "=" in form:
+        candidates += _override_candidates(prefix, paths.group_choices(config_dirs))
     return candidates
-
-
-def _config_dirs(previous_args: list[str]) -> list[Path]:
-    """The folders that --config-dir names among the arguments."""
-    pairs = zip(previous_args, [*previous_args[1:], ""], strict=True)
-    folders = [value if flag in ("--config-dir", "-cd") else flag.partition("=")[2]
-               for flag, value in pairs if flag.startswith(("--config-dir", "-cd"))]  # fmt: skip
-    return [Path(folder) for folder in folders if folder]
-
-
-def _takes_run(verb: str, previous_args: list[str]) -> bool:
-    """Whether the next argument may be a run: `compare` takes several, the others one."""
-    return verb in VERBS_WITH_RUN and (len(previous_args) == 1 or verb == "compare")
 
 
 def _override_candidates(prefix: str, groups: dict[str, dict[str, Path]]) -> Iterable[str]:

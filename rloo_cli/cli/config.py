@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.idle_keys import idle_reasons
@@ -19,20 +20,18 @@ from rloo_cli.utils.files import JsonObject
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for an unknown key."""
-    if args[:1] == ["explain"]:
-        if len(args) < 2 or "=" in args[1]:
+    options = parse_verb("config", args)
+    if options.action == "explain":
+        if options.key is None:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
-            why = "nothing follows explain"
-            if len(args) > 1:
-                why = f"found {args[1]}, a key without a value was expected first"
+            why = f"found {' '.join(args[1:]) or 'nothing'}, and a key without a value was expected"
             raise ConfigError(Problem("rloo config explain needs a key", "command line", why, fix))
-        words = [w for w in args if w != "--json"]
-        told = explain_key(words[1], words[2:])
-        print(json.dumps(_explained_values(told), indent=2) if "--json" in args else told)
-    elif "--json" in args:
-        print(json.dumps(recipe_json_schema([w for w in args if w != "--json"]), indent=2))
+        told = explain_key(options.key, options.overrides)
+        print(json.dumps(_explained_values(told), indent=2) if options.json else told)
+    elif options.json:
+        print(json.dumps(recipe_json_schema(options.overrides), indent=2))
     else:
-        for line in key_listing(args):
+        for line in key_listing(options.overrides):
             print(line)
     return 0
 

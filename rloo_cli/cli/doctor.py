@@ -1,12 +1,5 @@
 """`rloo doctor`: before a run, what the machine lacks for it; afterwards, what went wrong in it.
 
-    rloo doctor                    the machine: versions, devices, memory, disk, network
-    rloo doctor +recipe=NAME ...   and a run on it: data, rewards, memory, ports, server, folder
-    --deep                         prompts tokenised and every reward called on two rows (torch)
-    rloo doctor RUN                what went wrong in a run, with figures and the keys to change
-    --kill-orphans RUN             end what a run that has ended left running
-    --json                         the same as data
-
 Before a run each line is ok, warn or fail, with the fix; exits with 3 where one is fail. For a RUN
 it exits with 20 where something is found. Imports no torch but with --deep.
 """
@@ -19,25 +12,24 @@ from dataclasses import asdict
 
 from rich.text import Text
 
-from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.cli.answers import answer_console
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.diagnosis import Diagnosis, diagnose_run
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.panel import clean_line
-from rloo_cli.utils.errors import FOUND_CODE, MachineError, Problem
+from rloo_cli.utils.errors import FOUND_CODE, ConfigError, MachineError, Problem
 
-USAGE = "rloo doctor [+recipe=NAME] [key=value ...] [--deep] [--json]\n" \
-    "rloo doctor RUN [--json]\nrloo doctor --kill-orphans RUN [--json]"  # fmt: skip
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 MAX_NAME_WIDTH = 24  # cells of a line's name
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for a run that is not there, and for a wrong config."""
-    options, overrides = _parse_args(args)
+    options = _parse_args(args)
     if options.kill_orphans is not None:
         return _kill_orphans(options.kill_orphans, options.json)
-    if overrides or options.run is None:
-        return _inspect_environment(overrides, options)
+    if options.run is None:
+        return _inspect_environment(options.overrides, options)
     diagnosis = diagnose_run(find_run_folder(options.run, "doctor"))
     if options.json:
         print(json.dumps(diagnosis.to_json(), indent=2))
@@ -48,31 +40,17 @@ def run(args: list[str]) -> int:
     return FOUND_CODE if diagnosis.findings else 0
 
 
-def _parse_args(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags and RUN, and the overrides of a config: one of the two is empty."""
-    parser = RunArgumentParser("doctor", USAGE)
-    for name in ("--json", "--deep"):
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("--kill-orphans", metavar="RUN")
-    overrides, rest, words = [], [], iter(args)
-    for word in words:
-        if word in ("--config-dir", "-cd"):
-            overrides += [word, next(words, "")]
-        elif word[:1] in ("+", "~") or word.startswith("--config-dir=") or _is_override(word):
-            overrides.append(word)
-        else:
-            rest.append(word)
-    options = parser.parse_args(rest)
+def _parse_args(args: list[str]) -> argparse.Namespace:
+    """The flags, RUN, and the overrides of a config: at most one of the three names a run."""
+    options = parse_verb("doctor", args)
     both = [name for name in (options.run, options.kill_orphans) if name is not None]
-    if len(both) > 1 or (both and (overrides or options.deep)):
-        parser.error("a RUN has ended: it goes with no recipe, no key and no --deep")
-    if options.deep and not overrides:
-        parser.error("--deep looks at a run's data and rewards: it needs +recipe=NAME")
-    return options, overrides
-
-
-def _is_override(word: str) -> bool:
-    return "=" in word and not word.startswith("-")
+    if len(both) > 1 or (both and (options.overrides or options.deep)):
+        what, why = "a RUN goes alone", "it has ended: no recipe, no key and no --deep change it"
+        raise ConfigError(Problem(what, "command line", why, f"rloo doctor {both[0]}"))
+    if options.deep and not options.overrides:
+        what, why = "--deep needs a run", "it looks at the data and the rewards of one"
+        raise ConfigError(Problem(what, "command line", why, "rloo doctor +recipe=NAME --deep"))
+    return options
 
 
 def _inspect_environment(overrides: list[str], options: argparse.Namespace) -> int:

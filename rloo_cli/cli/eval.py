@@ -1,9 +1,5 @@
 """`rloo eval`: score a checkpoint, a finished run or any model on what its config holds out.
 
-    rloo eval RUN [key=value ...]               its final model, else its newest checkpoint
-    rloo eval RUN/checkpoint-20 [key=value ...]
-    rloo eval +recipe=NAME [model.path=... key=value ...]
-
 Results go to RUN/eval/<label>/, those of a recipe to <root>/eval/<name>/<label>/ (a folder
 <root>/<name> would be taken for a run): metrics.json, samples, and the config. The same command
 again writes to the same folder; new results are whole before they take the place of the old ones.
@@ -18,8 +14,9 @@ from pathlib import Path
 
 import yaml
 
-from rloo_cli.cli import json_answer
+from rloo_cli.cli import answers
 from rloo_cli.cli.eval_target import USAGE, EvalTarget, eval_target_of_recipe, eval_target_of_run
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check
 from rloo_cli.launch import local_ranks, preflight, processes, rollout_server
 from rloo_cli.utils import child_process
@@ -31,42 +28,23 @@ STOPPED = 75
 
 def run(args: list[str]) -> int:
     """The verb. Raises RunError; results that were there before are then left."""
-    args, as_json = json_answer.take_json_flag(args)
-    dirs, args = _split_config_dirs(args)
-    if not args:
+    options = parse_verb("eval", args)
+    if options.run is None and not options.overrides:
         why = "found no run, no checkpoint and no recipe"
         raise ConfigError(Problem("rloo eval needs a model", "command line", why, USAGE))
-    bare = [w for w in args if "=" not in w and not w.startswith(("+", "~"))]
-    keys = [w for w in args if w not in bare[:1]]
-    subject = eval_target_of_run(bare[0], keys) if bare else eval_target_of_recipe(args, dirs)
+    if options.run is not None:
+        subject = eval_target_of_run(options.run, options.overrides)
+    else:
+        subject = eval_target_of_recipe(options.overrides)
     where, ranks = subject.output_dir.parent, local_ranks.count_local_ranks(subject.config)
     local_ranks.check_not_a_rank("eval")
     config = subject.config.model_copy(update={"root": str(where)})
     preflight.check_machine(config, local_ranks=ranks)
-    with json_answer.json_answer(as_json) as answer:
+    with answers.json_answer(options.json) as answer:
         code = _evaluate(subject, ranks)
         metrics = read_json(subject.output_dir / "metrics.json") if code == 0 else {}
         answer |= {"results": str(subject.output_dir), "code": code, "metrics": metrics}
     return code
-
-
-def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
-    dirs, rest, given = [], [], iter(args)
-    for word in given:
-        name, equals, value = word.partition("=")
-        if name in ("--config-dir", "-cd"):
-            dirs.append(Path(value if equals else next(given, "")))
-            if not dirs[-1].is_dir():
-                what = f"--config-dir {dirs[-1]} is not a folder"
-                fix = "--config-dir FOLDER, with one that is there"
-                why = f"looked at {dirs[-1].absolute()}"
-                raise ConfigError(Problem(what, "command line", why, fix))
-        elif word.startswith("-"):
-            why = "flags of eval: --config-dir DIR, --json, --debug, --errors=json"
-            raise ConfigError(Problem(f"{name} is not a flag of eval", "command line", why, USAGE))
-        else:
-            rest.append(word)
-    return dirs, rest
 
 
 def _evaluate(target: EvalTarget, ranks: int) -> int:

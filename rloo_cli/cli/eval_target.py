@@ -53,13 +53,14 @@ class EvalTarget:
 # A recipe and a model.
 
 
-def eval_target_of_recipe(overrides: list[str], dirs: Sequence[Path]) -> EvalTarget:
-    """A recipe with these overrides; `dirs`: --config-dir. Raises ConfigError."""
-    composed = compose.compose_config(overrides, [*dirs])
+def eval_target_of_recipe(arguments: list[str]) -> EvalTarget:
+    """A recipe with these overrides, --config-dir among them. Raises ConfigError."""
+    composed = compose.compose_config(arguments)
     settings = check.check_config(composed)
     _require_held_out_set(settings)
     path = settings.model.path
     tail = re.sub(r"[^A-Za-z0-9._+-]", "-", Path(path.rpartition(":")[2]).name).lstrip("-._+")
+    overrides = compose.split_config_dirs(arguments)[0]
     own = [
         w for w in overrides if w.lstrip("+").partition("=")[0] not in ("recipe", "root", "name")
     ]
@@ -74,6 +75,7 @@ def eval_target_of_recipe(overrides: list[str], dirs: Sequence[Path]) -> EvalTar
 
 def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
     """A run's folder or one of its models, with these overrides. Raises ConfigError."""
+    overrides = compose.split_config_dirs(overrides)[0]  # a run's config chooses no groups
     checkpoint = _find_model_folder(run_path)
     folder = checkpoint.parent
     values = _read_run_config(folder / "config.yaml")

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.cli import json_answer
+from rloo_cli.cli import answers
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache, rules_paths, synthetic
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import dataset
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import MachineError, Problem, RunError
 
 TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
-USAGE = "rloo fetch +recipe=NAME [key=value ...], with the words of the run that shall follow"
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,12 @@ def run(args: list[str]) -> int:
 
     The code is 3 for what could not be downloaded, 4 for data that is not what the config says.
     """
-    args, as_json = json_answer.take_json_flag(args)
-    flags = [w for w in args if w.startswith("-") and "config-dir" not in w and w != "-cd"]
-    if not args or flags:
-        why = f"found {flags[0]}, which is no flag of it" if flags else "found nothing"
-        raise ConfigError(Problem("rloo fetch takes a recipe and keys", "command line", why, USAGE))
-    composed = compose.compose_config(args)
+    options = parse_verb("fetch", args)
+    composed = compose.compose_config(options.overrides)
     settings = check.check_config(composed)
     lost: list[RunError] = []
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
-    with json_answer.json_answer(as_json) as answer:
+    with answers.json_answer(options.json) as answer:
         with hf_cache.recorded_command(composed.user_overrides):
             answer["fetched"] = list(_fetch_everything(settings, lost))
         if lost:

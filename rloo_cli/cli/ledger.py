@@ -5,7 +5,7 @@ Imports no torch.
 
 import json
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.ledger_sums import read_ledger_sums
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES
@@ -13,15 +13,12 @@ from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-USAGE = "rloo ledger RUN [--json]"
 MAX_EPOCH_COLUMNS = 6  # epochs shown beside each other
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, no ledger) and DataError (a damaged ledger)."""
-    parser = RunArgumentParser("ledger", USAGE)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(args)
+    options = parse_verb("ledger", args)
     folder = find_run_folder(options.run, "ledger")
     if not (folder / LEDGER_FILE).is_file():
         why = "it has not begun its first step"

@@ -1,8 +1,9 @@
-"""What Hydra's sweeps need of rloo: names of swept keys, a job's objective, jobs elsewhere.
+"""The jobs of `--multirun`: by Hydra's compose API, or by `hydra.main` for plug-ins of Hydra.
 
-Jobs elsewhere run in processes of one of Hydra's launchers (submitit, joblib). Such a job's
-function is pickled with everything it holds, and what it changes there is lost. So each job writes
-its exit code to the sweep's folder, which the process that started the sweep reads.
+A plug-in is a sweeper that chooses jobs by the results of earlier ones, or a launcher that runs
+them elsewhere, in processes of its own (submitit, joblib). The function of such a job is pickled
+with everything it holds, and what it changes there is lost. So each job writes its exit code to the
+sweep's folder, which the process that started the sweep reads.
 """
 
 import contextlib
@@ -10,26 +11,42 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import hydra
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
-from rloo_cli.config import user_files
+from rloo_cli.config import compose, user_files
+from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.reporting import eval_lines
-from rloo_cli.utils import redact
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils import paths, redact
+from rloo_cli.utils.errors import (
+    ConfigError,
+    GenerationError,
+    MachineError,
+    Problem,
+    RunError,
+    print_error,
+)
 from rloo_cli.utils.files import write_text
 
 STOPPED = 75
+PLUGIN_GROUPS = ("hydra/launcher=", "hydra/sweeper=")
 SUBMITIT_OVERRIDE = "hydra/launcher=submitit"
 SUBMITIT_FOLDER = ".submitit"  # in the root of runs: submitit's scripts, logs and pickles
 OPTUNA_OVERRIDE = "hydra/sweeper=optuna"
@@ -38,17 +55,138 @@ OPTUNA_RESULTS = "optimization_results.yaml"  # its plugin writes it into the sw
 REQUEUE_WAIT_S = 120.0  # a requeued job is ended from outside
 
 
+@dataclass
+class Job:
+    """One job of a sweep, or the only one, and its exit code."""
+
+    read_config: Callable[[], ComposedConfig]
+    multirun: bool
+    code: int = 0
+
+    @cached_property
+    def composed(self) -> ComposedConfig:
+        """The composed config. Raises ConfigError for what cannot be resolved."""
+        return self.read_config()
+
+
+def single_job(arguments: Sequence[str]) -> Job:
+    """The job of these overrides, --config-dir among them. Raises ConfigError."""
+    overrides, dirs = compose.read_arguments(arguments)
+    check_sweeper(overrides)
+    cfg = compose.compose_by_hydra(overrides, dirs)
+    return Job(partial(compose.read_hydra_config, cfg, cfg.hydra, dirs), multirun=False)
+
+
+def sweep_jobs(arguments: Sequence[str]) -> list[Job]:
+    """A job for each combination of the values of these overrides and of the recipe's own sweep.
+
+    They are those of Hydra's basic sweeper, in its order. Raises ConfigError.
+    """
+    overrides, dirs = compose.read_arguments(arguments)
+    parser = OverridesParser.create()
+    try:
+        parsed = parser.parse_overrides(overrides)
+        fixed = [w for w, o in zip(overrides, parsed, strict=True) if not o.is_sweep_override()]
+        params = compose.compose_by_hydra(fixed, dirs).hydra.sweeper.get("params") or {}
+        params_first = [f"{key}={value}" for key, value in params.items()]
+        parsed = parser.parse_overrides([*params_first, *overrides])
+        [combinations] = BasicSweeper.split_arguments(parsed, None)
+    except compose.COMPOSE_ERRORS as error:
+        raise ConfigError(compose.hydra_problem(error, overrides)) from None
+    swept = swept_keys(overrides)
+
+    def read_config(job: list[str]) -> ComposedConfig:
+        cfg = compose.compose_by_hydra(job, dirs)
+        return _with_swept_keys(compose.read_hydra_config(cfg, cfg.hydra, dirs), swept)
+
+    return [Job(partial(read_config, job), multirun=True) for job in combinations]
+
+
+def has_plugins(arguments: Sequence[str]) -> bool:
+    """Whether these overrides choose another sweeper or launcher of Hydra."""
+    return any(word.lstrip("+").startswith(PLUGIN_GROUPS) for word in arguments)
+
+
+def _with_swept_keys(composed: ComposedConfig, swept: Sequence[str]) -> ComposedConfig:
+    return replace(composed, swept_keys=(*composed.swept_keys, *swept))
+
+
+class PluginSweep:
+    """A sweep of another sweeper or launcher, which `hydra.main` runs.
+
+    At the end `exit_codes` has those of jobs that the launcher ran, and `best_job` what a sweeper
+    that optimizes found.
+    """
+
+    def __init__(self, arguments: Sequence[str]):
+        self.overrides, self.dirs = compose.read_arguments(arguments)
+        check_sweeper(self.overrides)
+        self.swept_keys = swept_keys(self.overrides)
+        self.errors: list[Exception] = []
+        self.exit_codes: list[int] = []
+        self.best_job = ""
+
+    def run(self, task: Callable[[Job], float | None]) -> None:
+        """Call `task` once per job; a sweeper that optimizes gets what it returns. Raises what a
+        job raised, and ConfigError for Hydra's own errors."""
+
+        def of_hydra(cfg: DictConfig) -> float | None:
+            with self._job(cfg) as job:
+                return task(job)
+            return None  # it raised what `_running` raises later
+
+        with self._running():
+            hydra.main(str(paths.CONF), "config", version_base="1.3")(of_hydra)()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """A context around the call of Hydra. Raises what a job raised, and ConfigError for Hydra's
+        own errors, after Hydra has ended: else it would print a line of its own first."""
+        before = os.environ.get("HYDRA_FULL_ERROR")
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
+        with _sweep_output_dir(self.overrides) as (sweep, keys):
+            self.launcher_jobs = LauncherJobs(sweep)
+            added = [*compose.search_path_override(self.dirs), *keys]
+            sys.argv = ["rloo train", "--multirun", *added, *self.overrides]
+            try:
+                yield
+            except compose.COMPOSE_ERRORS as error:
+                raise ConfigError(compose.hydra_problem(error, self.overrides)) from None
+            except RuntimeError as error:
+                raise submitit_error(error) or error from None
+            finally:
+                os.environ.pop("HYDRA_FULL_ERROR")
+                if before is not None:
+                    os.environ["HYDRA_FULL_ERROR"] = before
+            self.best_job = best_job(sweep)
+            self.exit_codes = self.launcher_jobs.exit_codes()
+        if self.errors:
+            raise self.errors[0]
+
+    @contextmanager
+    def _job(self, cfg: DictConfig) -> Iterator[Job]:
+        """A context around one job. It keeps what the job raises for the end of the sweep."""
+        config = cast(DictConfig, HydraConfig.get())
+        with self.launcher_jobs.record_exit_code(config) as note:
+            try:
+                job = Job(partial(self._read_config, cfg.copy(), config), multirun=True)
+                yield job  # the config is read inside, so that its errors are kept, too
+                note(job.code)
+            except Exception as error:
+                self.errors.append(error)
+                note(print_error(error) if isinstance(error, RunError) else 1)
+
+    def _read_config(self, cfg: DictConfig, config: DictConfig) -> ComposedConfig:
+        composed = compose.read_hydra_config(cfg, config, self.dirs)
+        return _with_swept_keys(composed, self.swept_keys)
+
+
 @contextmanager
-def sweep_output_dir(overrides: Sequence[str], is_sweep: bool) -> Iterator[tuple[Path, list[str]]]:
+def _sweep_output_dir(overrides: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
     """A temporary folder for a sweep with these overrides, and Hydra's keys that name it.
 
-    One job alone gets a path where there is nothing: it would leave a folder where it is killed. If
-    other machines run its jobs it lies in the root of the runs, which they share.
+    If other machines run its jobs it lies in the root of the runs, which they share.
     """
-    if not is_sweep:
-        nothing = Path(tempfile.gettempdir(), f"rloo-no-sweep-{os.getpid()}")
-        yield nothing, [f"hydra.sweep.dir={_quoted(str(nothing))}"]
-        return
     keys: list[str] = []
     shared = None
     if any(word.startswith(SUBMITIT_OVERRIDE) for word in overrides):
@@ -140,7 +278,7 @@ class LauncherJobs:
         self.folder, self.pid, self.files = folder, os.getpid(), dict(user_files.USER_RECIPE_FILES)
 
     @contextmanager
-    def record_exit_code(self, hydra: Any) -> Iterator[Callable[[int], None]]:
+    def record_exit_code(self, config: Any) -> Iterator[Callable[[int], None]]:
         """A context around one job; yields the function to call with its exit code.
 
         A job of Slurm that was told to stop is requeued, and goes on later.
@@ -152,9 +290,9 @@ class LauncherJobs:
         codes: list[int] = []
         with redact.redacted_console():
             yield codes.append
-        if codes[-1:] == [STOPPED] and "submitit" in str(hydra.launcher._target_):
+        if codes[-1:] == [STOPPED] and "submitit" in str(config.launcher._target_):
             requeue_slurm_job()
-        write_text(self.folder / "codes" / str(hydra.job.num), str(codes[-1] if codes else 1))
+        write_text(self.folder / "codes" / str(config.job.num), str(codes[-1] if codes else 1))
 
     def exit_codes(self) -> list[int]:
         """The exit codes of these jobs, in their order."""

@@ -4,14 +4,13 @@ Needs neither a GPU nor weights nor torch. `rloo train --dry-run` checks the dat
 the rewards as well, and prints the plan's head and the resolved config.
 """
 
-import argparse
 import contextlib
 import json
 import sys
-from typing import NoReturn
 
 import yaml
 
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.idle_keys import idle_notes
@@ -24,61 +23,15 @@ from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject
 
-USAGE = (
-    "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
-    "[--prompts N] [--prompt-tokens N] [--completion-tokens N] [--turns N] "
-    "[--observation-tokens N] [--json]"
-)
-
-
 # Sections that no training run reads.
 SECTIONS_NOT_READ = ("sft", "reward_model", "slurm")
 HIDDEN_SECTIONS_TEXT = "sft, reward_model and slurm, which a run does not read,"
 
 
-class PlanArgumentParser(argparse.ArgumentParser):
-    """Reads the verb's flags; what it cannot read is a ConfigError (exit 2)."""
-
-    def __init__(self) -> None:
-        super().__init__(prog="rloo plan", usage=USAGE, add_help=False, allow_abbrev=False)
-        self.add_argument("--gpu")
-        self.add_argument("--json", action="store_true")
-        for name in ("--gpus", "--prompts", "--prompt-tokens", "--completion-tokens",
-                     "--observation-tokens"):  # fmt: skip
-            self.add_argument(name, type=_count)
-        self.add_argument("--turns", type=_turns)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        why = "--gpu takes a name or a size, --json nothing, the others a number from 1 on"
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, USAGE))
-
-
-def _count(text: str) -> int:
-    """A positive number. Raises ValueError."""
-    if not 0 < int(text) <= 10**12:
-        raise ValueError
-    return int(text)
-
-
-def _turns(text: str) -> float:
-    """A mean number of turns, 1 or more. Raises ValueError."""
-    if not 1 <= float(text) <= 10**6:
-        raise ValueError
-    return float(text)
-
-
-_count.__name__ = "count"  # as argparse names it in its message
-_turns.__name__ = "number of turns"
-
-
 def run(args: list[str]) -> int:
     """The verb. Raises MachineError for a run that cannot fit, with the two keys to change."""
-    flags, rest = PlanArgumentParser().parse_known_args(args)
-    if not rest:
-        why = f"found {' '.join(args) or 'nothing'}, and no key=value"
-        raise ConfigError(Problem("rloo plan takes a recipe and keys", "command line", why, USAGE))
-    composed = compose.compose_config(rest)
+    flags = parse_verb("plan", args)
+    composed = compose.compose_config(flags.overrides)
     settings = check.check_config(composed)
     with hf_cache.recorded_command(composed.user_overrides):
         asked = PlanOptions(

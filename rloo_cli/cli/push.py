@@ -1,15 +1,5 @@
 """`rloo push RUN`: the trained model with its card to a hub, private unless it is said otherwise.
 
-    rloo push RUN --repo ORG/NAME        RUN/final and a model card, into a private repository;
-                                         NAME alone is one of your own account
-    --public                             let everybody see it
-    --checkpoint checkpoint-200          this one instead of final/
-    --message TEXT                       of the commit
-    --dataset NAME                       the data's name on the hub, for the card
-    --revision BRANCH                    a branch, which is made if it is not there
-    --dry-run                            print the card and the files; send nothing
-    --json                               the result as data
-
 The token is the hub's own (`hf auth login`, or HF_TOKEN). It may be repeated: what is there already
 is not sent again. Exits with 10 where the hub refuses.
 """
@@ -17,7 +7,7 @@ is not sent again. Exits with 10 where the hub refuses.
 import json
 from pathlib import Path
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.inspection.model_card import HUB_NAME, model_card
 from rloo_cli.inspection.run_folders import find_run_folder
@@ -26,23 +16,13 @@ from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
 from rloo_cli.utils.files import JsonObject
 
-USAGE = (
-    "rloo push RUN --repo ORG/NAME [--public] [--checkpoint NAME] [--message TEXT]"
-    " [--revision BRANCH] [--dataset NAME] [--dry-run] [--json]"
-)
 CARD_FILE = "README.md"
 LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only a resume needs
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, no model, a public one), TrackerError (the hub)."""
-    parser = RunArgumentParser("push", USAGE)
-    for flag in ("--repo", "--checkpoint", "--revision", "--dataset"):
-        parser.add_argument(flag)
-    parser.add_argument("--message", default="rloo push")
-    for flag in ("--public", "--dry-run", "--json"):
-        parser.add_argument(flag, action="store_true")
-    options = parser.parse_args(args)
+    options = parse_verb("push", args)
     folder = find_run_folder(options.run, "push")
     model = _model_folder(folder, options.checkpoint)
     card, files = model_card(inspect_run_folder(folder), options.dataset), _model_files(model)

@@ -4,35 +4,28 @@ import json
 import shutil
 from pathlib import Path
 
-from rloo_cli.cli import json_answer
+from rloo_cli.cli import answers
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
-USAGE = "rloo recipes, rloo recipes show NAME, or rloo recipes copy NAME my.yaml"
-
 
 def run(args: list[str]) -> int:
     """The verb. Raises ConfigError for an unknown recipe, or a file that is there already."""
-    args, as_json = json_answer.take_json_flag(args)
-    match args:
-        case [] | ["list"]:
-            headlines = {n: recipe_headline(p) for n, p in paths.recipe_files().items()}
-            lines = [f"{name:<14} {text}" for name, text in headlines.items()]
-            print(json.dumps(headlines, indent=2) if as_json else "\n".join(lines))
-        case ["show", name]:
-            text = _recipe_file(name).read_text()
-            print(
-                json.dumps({"recipe": name, "text": text}, indent=2) if as_json else text.rstrip()
-            )
-        case ["copy", name, target]:
-            with json_answer.json_answer(as_json) as answer:
-                _copy_recipe(_recipe_file(name), Path(target))
-                answer["copied"] = target
-        case _:
-            what = f"rloo recipes {' '.join(args)}: not understood"
-            why = "list takes no word after it, show takes one, and copy two"
-            raise ConfigError(Problem(what, "command line", why, USAGE))
+    options = parse_verb("recipes", args)
+    if options.action == "show":
+        text = _recipe_file(options.recipe).read_text()
+        values = {"recipe": options.recipe, "text": text}
+        print(json.dumps(values, indent=2) if options.json else text.rstrip())
+    elif options.action == "copy":
+        with answers.json_answer(options.json) as answer:
+            _copy_recipe(_recipe_file(options.recipe), Path(options.file))
+            answer["copied"] = options.file
+    else:
+        headlines = {n: recipe_headline(p) for n, p in paths.recipe_files().items()}
+        lines = [f"{name:<14} {text}" for name, text in headlines.items()]
+        print(json.dumps(headlines, indent=2) if options.json else "\n".join(lines))
     return 0
 
 

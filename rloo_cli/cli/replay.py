@@ -1,9 +1,5 @@
 """`rloo replay RUN`: recorded steps of a run, computed once more, or under another reward.
 
-    rloo replay RUN                          which steps are recorded, and which can be replayed
-    rloo replay RUN --step N                 compute step N again, and name the first difference
-    rloo replay RUN --reward new.py:fn       what would this reward have taught?
-
 A run records its rollouts with logging.rollouts_every=1. Nothing in the run's folder is changed.
 Exits with 20 where a step comes out differently.
 """
@@ -15,7 +11,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.cli.answers import answer_console
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import rules_code
 from rloo_cli.data import rollout_files
 from rloo_cli.inspection.run_folders import find_run_folder
@@ -23,19 +20,12 @@ from rloo_cli.reporting.panel import clean_line
 from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-USAGE = "rloo replay RUN [--step N] [--reward FILE.py:NAME] [-n N] [--tolerance X] [--json]"
 EXAMPLE_CHARACTERS = 300  # of a prompt and of a completion that are shown
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises RunError. -> exit code"""
-    parser = RunArgumentParser("replay", USAGE)
-    parser.add_argument("--step", type=int)
-    parser.add_argument("--reward")
-    parser.add_argument("-n", type=int, default=5)
-    parser.add_argument("--tolerance", type=float)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(args)
+    options = parse_verb("replay", args)
     folder = find_run_folder(options.run, "replay")
     _check_options(options.step, options.reward, options.tolerance)
     if options.reward is not None:

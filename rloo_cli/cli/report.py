@@ -1,9 +1,5 @@
 """`rloo report RUN`: one HTML page that shows a run, to open in any browser, offline.
 
-    rloo report RUN                  writes RUN/report.html
-    rloo report RUN --out FILE.html  or another file
-    --json                           its figures as data, and no page
-
 Verdict, curves with the run's own advice, scores, best and worst samples, seconds, memory, ledger
 and environment, of a run that goes on, has ended or is damaged. Imports no torch.
 """
@@ -11,23 +7,19 @@ and environment, of a run that goes on, has ended or is damaged. Imports no torc
 import json
 from pathlib import Path
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.report import make_report
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import write_text
 
-USAGE = "rloo report RUN [--out FILE.html] [--json]"
 REPORT_FILE = "report.html"
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, another kind of file), StorageError."""
-    parser = RunArgumentParser("report", USAGE)
-    parser.add_argument("--out")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(args)
+    options = parse_verb("report", args)
     folder = find_run_folder(options.run, "report")
     out = Path(options.out) if options.out else folder / REPORT_FILE
     if out.suffix.lower() not in (".html", ".htm"):

@@ -4,32 +4,29 @@ Each has a line: its state, its age, its steps, its last held-out score, and its
 process is gone without having said so is `killed`. Reads files only, and imports no torch.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.cli.answers import answer_console
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.run_folders import RUNS_ROOT
 from rloo_cli.inspection.run_list import RunSummary, list_runs
 from rloo_cli.reporting.panel import clean_line, format_duration, format_number
 from rloo_cli.utils.errors import ConfigError, Problem
 
-USAGE = "rloo runs [FOLDER] [--json]"
 STATE_STYLES = {"finished": "green", "training": "cyan", "failed": "red", "damaged": "red"}
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for a folder that is not there."""
-    parser = RunArgumentParser("runs", USAGE)
-    parser.add_argument("--json", action="store_true")
-    options: argparse.Namespace = parser.parse_args(args)
-    root = Path(options.run) if options.run else RUNS_ROOT
-    if options.run and not root.is_dir():
-        why = f"looked at {root.absolute()}"
-        raise ConfigError(Problem(f"there is no folder {root}", "command line", why, USAGE))
+    options = parse_verb("runs", args)
+    root = Path(options.folder) if options.folder else RUNS_ROOT
+    if options.folder and not root.is_dir():
+        why, fix = f"looked at {root.absolute()}", "rloo runs FOLDER, with one that exists"
+        raise ConfigError(Problem(f"there is no folder {root}", "command line", why, fix))
     runs = list_runs(root)
     if options.json:
         print(json.dumps([run.to_json() for run in runs], indent=2))

@@ -1,11 +1,5 @@
 """`rloo samples RUN`: show completions that a run wrote, the worst or the best of a step first.
 
-    rloo samples RUN                     the last step that has samples: one of each prompt first
-    rloo samples RUN --step 40 --worst   by score, ascending; --best: descending
-    rloo samples RUN --worst --reward length   by that reward's value
-    rloo samples RUN --eval              held-out samples; --set NAME: of that held-out set
-    -n 20                                how many; --json: whole samples, with all their fields
-
 Completions without a score come last and have a dash. Control characters in the texts of the model
 and the data are made visible. Imports no torch.
 """
@@ -22,7 +16,8 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
-from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.cli.answers import answer_console
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.template import content_text
 from rloo_cli.data.images import BadImage, read_thumbnail
@@ -32,9 +27,6 @@ from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.panel import clean_line, format_number, wrap_text
 from rloo_cli.utils.errors import ConfigError, Problem
 
-USAGE = "rloo samples RUN [--step N] [--worst | --best] [-n 5] [--eval] [--set NAME]" \
-    " [--reward NAME] [--json]"  # fmt: skip
-DEFAULT_COUNT = 5
 MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all of it
 # Of an episode's parts: the style, and the lines that are shown.
 PART_STYLES = {"told": ("green", 8), "said": ("bold", 24), "called": ("cyan", 8)}
@@ -66,21 +58,10 @@ def run(args: list[str]) -> int:
 
 
 def _parse_args(args: list[str]) -> argparse.Namespace:
-    parser = RunArgumentParser("samples", USAGE)
-    parser.add_argument("--step", type=int)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--worst", action="store_true")
-    which.add_argument("--best", action="store_true")
-    parser.add_argument("-n", type=int, default=DEFAULT_COUNT)
-    parser.add_argument("--eval", action="store_true")
-    parser.add_argument("--set")
-    parser.add_argument("--reward")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(args)
-    if options.n < 1:
-        what = f"-n {options.n}: at least one sample"
-        why = "it is how many samples are shown"
-        raise ConfigError(Problem(what, "command line", why, "-n 5"))
+    options = parse_verb("samples", args)
+    if options.worst and options.best:
+        what, why = "--worst and --best do not go together", "samples are sorted one way"
+        raise ConfigError(Problem(what, "command line", why, "--worst"))
     if options.reward is not None and not (options.worst or options.best):
         fix = f"--worst --reward {options.reward}"
         why = "it says by what the samples are sorted"

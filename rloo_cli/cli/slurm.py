@@ -1,8 +1,5 @@
 """`rloo slurm`: a recipe as a batch job of Slurm, printed or sent.
 
-    rloo slurm render [KIND] +recipe=NAME [key=value ...]    print the script; needs no Slurm
-    rloo slurm submit [KIND] +recipe=NAME [key=value ...]    send it with sbatch
-
 KIND: train; train_and_serve, with rollout servers on nodes of their own (taken by itself where
 generation.server.num_nodes says so); sweep, one task per combination of key=a,b; eval, which also
 takes a run: `rloo slurm render eval runs/NAME`.
@@ -18,8 +15,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli.cli import eval_target, json_answer, slurm_cluster
+from rloo_cli.cli import eval_target, slurm_cluster
 from rloo_cli.cli.slurm_template import SLURM_JOB_KINDS, SlurmJob, fill_batch_script
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.user_files import USER_RECIPE_FILES
@@ -33,24 +31,23 @@ SBATCH_TIMEOUT_S = 60.0
 
 def run(args: list[str]) -> int:
     """The verb. Raises ConfigError, and MachineError (3) for a job that cannot run here."""
-    args, as_json = json_answer.take_json_flag(args)
-    verb, *rest = args or [""]
-    if verb not in ("render", "submit"):
-        what = f"rloo slurm {verb}: not understood" if verb else "rloo slurm needs a verb"
-        why = "it is render, which prints the script, or submit, which sends it"
-        raise ConfigError(Problem(what, "command line", why, USAGE))
-    job = job_from_args(rest)
+    options = parse_verb("slurm", args)
+    job = job_from_args(options.kind, options.run, options.overrides)
     if note := slurm_cluster.check_time_limit(job):
         print(f"note: {note}", file=sys.stderr)
-    if verb == "render":
+    if options.action == "render":
         script = fill_batch_script(job)
-        print(json.dumps({"kind": job.kind, "script": script}) if as_json else script.rstrip("\n"))
+        print(
+            json.dumps({"kind": job.kind, "script": script})
+            if options.json
+            else script.rstrip("\n")
+        )
         if note := make_log_folder(job):
             print(note, file=sys.stderr)
         return 0
     slurm_cluster.check_cluster_fits(job)
     lines = submit_job(job)
-    if as_json:
+    if options.json:
         number = lines[0].removeprefix("job ").partition(":")[0]
         values = {"job": number, "kind": job.kind, "run": str(job.folder), "lines": lines}
         print(json.dumps(values, indent=2))
@@ -59,27 +56,22 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def job_from_args(args: list[str]) -> SlurmJob:
-    """The job that these arguments ask for. Raises ConfigError."""
-    plain = compose.split_config_dirs(args)[0]
-    flags = [w for w in plain if w.startswith("-")]
-    bare = [w for w in plain if "=" not in w and not w.startswith(("+", "~", "-"))]
-    keys = [w for w in args if w not in bare]
-    kind = bare.pop(0) if bare and bare[0] in SLURM_JOB_KINDS else ""
-    if flags or (bare and kind != "eval") or len(bare) > 1 or (bare and not kind):
-        wrong = (flags or bare)[0]
+def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> SlurmJob:
+    """The job that these arguments ask for; `run`: of an evaluation. Raises ConfigError."""
+    wrong = kind if kind and kind not in SLURM_JOB_KINDS else run if run and kind != "eval" else ""
+    if wrong:
         close = nearest_names(wrong, SLURM_JOB_KINDS)
         fix = f"rloo slurm render {close[0]} ..." if close else USAGE
         raise ConfigError(Problem(f"{wrong!r} is not understood", "command line", USAGE, fix))
-    if not bare and not any(w.lstrip("+").startswith("recipe=") for w in keys):
+    if not run and not any(w.lstrip("+").startswith("recipe=") for w in overrides):
         why = "a batch script's first word is a recipe"
         raise ConfigError(Problem("rloo slurm needs a recipe", "command line", why, USAGE))
-    if bare:
-        settings = eval_target.eval_target_of_run(bare[0], [w for w in keys if w in plain]).config
-        return SlurmJob("eval", settings, bare[0], _script_overrides(keys))
+    if run:
+        settings = eval_target.eval_target_of_run(run, overrides).config
+        return SlurmJob("eval", settings, run, _script_overrides(overrides))
     if kind == "sweep":
-        return _sweep_job(keys)
-    composed = _composed(kind, keys)
+        return _sweep_job(overrides)
+    composed = _composed(kind, overrides)
     settings = check.check_config(composed)
     server: Any = getattr(settings.generation, "server", None)
     served = server is not None and server.num_nodes > 0
@@ -92,7 +84,7 @@ def job_from_args(args: list[str]) -> SlurmJob:
     return SlurmJob(kind, settings, _recipe(composed), _script_overrides(composed.user_overrides))
 
 
-def _composed(kind: str, overrides: list[str]) -> compose.ComposedConfig:
+def _composed(kind: str | None, overrides: list[str]) -> compose.ComposedConfig:
     composed = compose.compose_config(overrides)
     if kind == "train_and_serve" and composed.values["generation"]["backend"] != "vllm_server":
         # As the script itself and `rloo vllm-serve` do: a server is what this is about.

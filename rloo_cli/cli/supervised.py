@@ -14,8 +14,9 @@ from pathlib import Path
 
 import yaml
 
-from rloo_cli.cli import json_answer
+from rloo_cli.cli import answers
 from rloo_cli.cli.eval import temporary_output_dir
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
 from rloo_cli.config.provenance import YAML_ERRORS
 from rloo_cli.config.schema import RunConfig
@@ -30,21 +31,15 @@ VERBS = {"sft": "sft", "reward_model": "reward-model"}
 def run(section: str, args: list[str]) -> int:
     """The verb of a section of the config; its exit code. Raises RunError."""
     verb = VERBS[section]
-    args, as_json = json_answer.take_json_flag(args)
-    flags = [w for w in compose.split_config_dirs(args)[0] if w.startswith("-")]
-    if flags or not args:
-        usage = f"rloo {verb} +recipe=NAME [key=value ...]"
-        why = f"flags of {verb}: --config-dir DIR, --json, --debug" if flags else ""
-        what = f"{flags[0]} is not a flag of {verb}" if flags else f"rloo {verb} needs a recipe"
-        raise ConfigError(Problem(what, "command line", why, usage))
-    composed = compose.compose_config(args)
+    options = parse_verb(verb, args)
+    composed = compose.compose_config(options.overrides)
     settings = check.check_config(composed, needs_reward=False)
     wrong = list(supervised.training_problems(settings, section))
     if wrong:
         placed = [messages.locate_problem(p, composed.sources) for p in wrong]
         raise ConfigError(*placed)
     place = supervised.training_folder(settings, section)
-    with json_answer.json_answer(as_json) as answer:
+    with answers.json_answer(options.json) as answer:
         with hf_cache.recorded_command(composed.user_overrides):
             local_ranks.check_not_a_rank(verb)
             ranks = local_ranks.count_local_ranks(settings)

@@ -1,11 +1,5 @@
 """`rloo sweep`: several configurations of one experiment side by side, in chunks of steps.
 
-    rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--dry-run]
-               [--keep N --at STEP [--by METRIC]]
-    rloo sweep show|resume SWEEP                 from this or another terminal
-    rloo sweep stop|promote SWEEP MEMBER         while it runs, at the member's next boundary
-    rloo sweep clone SWEEP MEMBER key=value ...
-
 Its members, called trials in the code, are the jobs that `--multirun` would run one after the
 other: each is a run, in root/<its name>.
 """
@@ -17,9 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
-from rloo_cli.cli import json_answer
+from rloo_cli.cli import answers, multirun
+from rloo_cli.cli.verb_parser import parse_verb
+from rloo_cli.cli.verbs import NEW
 from rloo_cli.config import compose
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.schema import RunConfig
@@ -33,67 +28,25 @@ from rloo_cli.planning import device
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-USAGE = "rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--keep N --at STEP]"
-ComposeJobs = Callable[[list[str]], list[ComposedConfig]]
 DEFAULT_CHUNK_STEPS = 10  # steps of a time slice
 SWEEP_KEYS = ("name", "resume")  # keys that the sweep sets for its trials
 
 
-class SweepArgumentParser(argparse.ArgumentParser):
-    """Reads the verb's flags; what it cannot read is a ConfigError (exit 2)."""
-
-    def __init__(self, usage: str = USAGE) -> None:
-        super().__init__(prog="rloo sweep", usage=usage, add_help=False, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        flags = ", ".join(flag for action in self._actions for flag in action.option_strings)
-        why = f"its flags are {flags}"
-        if "invalid" in message:
-            why = "a count is a whole number from 1 on"
-        elif "required" in message:
-            why = "found no name or folder of a sweep"
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, str(self.usage)))
-
-
-def _count(text: str) -> int:
-    """A number of 1 or more. Raises ValueError."""
-    if not 0 < int(text) <= 10**9:
-        raise ValueError
-    return int(text)
-
-
-_count.__name__ = "count"  # as argparse names it in its message
-
-
-def run(args: list[str], compose_jobs: ComposeJobs) -> int:
-    """Run the verb and return its exit code. `compose_jobs` composes the jobs of Hydra's sweep."""
-    if args[:1] == ["show"]:
-        return _show_sweep(args[1:])
-    args, as_json = json_answer.take_json_flag(args)
-    with json_answer.json_answer(as_json) as answer:
-        if args and args[0] in COMMANDS:
-            code = COMMANDS[args[0]](args[1:], answer)
-        else:
-            code = _run_new_sweep(args, compose_jobs, answer)
+def run(args: list[str]) -> int:
+    """Run the verb and return its exit code."""
+    options = parse_verb("sweep", args)
+    if options.action == "show":
+        return _show_sweep(options)
+    with answers.json_answer(options.json) as answer:
+        code = ACTIONS[options.action](options, answer)
         answer["code"] = code
     return code
 
 
-def _run_new_sweep(args: list[str], compose_jobs: ComposeJobs, answer: JsonObject) -> int:
-    flags = _add_pace_flags(SweepArgumentParser())
-    flags.add_argument("--name")
-    for name in ("--keep", "--at"):
-        flags.add_argument(name, type=_count, action="append", default=[])
-    flags.add_argument("--by", action="append", default=[])
-    flags.add_argument("--dry-run", action="store_true")
-    options, rest = flags.parse_known_args(args)
-    overrides = [w for w in rest if w not in ("-m", "--multirun")]
-    if not overrides:
-        why = f"found {' '.join(args) or 'nothing'}, and no key=value"
-        raise ConfigError(Problem("rloo sweep takes a recipe and keys", "command line", why, USAGE))
+def _run_new_sweep(options: argparse.Namespace, answer: JsonObject) -> int:
+    overrides = options.overrides
     rules.check_sweep_overrides(overrides)
-    jobs = compose_jobs(overrides)
+    jobs = [job.composed for job in multirun.sweep_jobs(overrides)]
     runs = rules.check_trial_configs([launcher.name_sweep_job(job) for job in jobs])
     names = [str(run.name) for run in runs]
     rules.check_distinct_names(names)
@@ -131,12 +84,6 @@ def _trials_that_fit(jobs: int, gpus: Sequence[str], runs: Sequence[RunConfig] =
     memory = device.find_device(None).memory_bytes
     with_engines = any(run.generation.shares_device for run in runs)
     return rules.max_open_trials(min(jobs, len(gpus)), memory, with_engines)
-
-
-def _add_pace_flags(parser: SweepArgumentParser) -> SweepArgumentParser:
-    parser.add_argument("--chunk", type=_count)
-    parser.add_argument("--jobs", type=_count)
-    return parser
 
 
 def _trial_overrides(overrides: Sequence[str]) -> list[str]:
@@ -242,11 +189,8 @@ def _sweep_values(sweep: SweepState) -> JsonObject:
     return asdict(sweep) | {"folder": str(sweep.folder)}
 
 
-def _resume_sweep(args: list[str], answer: JsonObject) -> int:
+def _resume_sweep(options: argparse.Namespace, answer: JsonObject) -> int:
     """`rloo sweep resume SWEEP`: go on with all trials that are not stopped or finished."""
-    flags = _add_pace_flags(SweepArgumentParser("rloo sweep resume SWEEP [--chunk N] [--jobs N]"))
-    flags.add_argument("sweep")
-    options = flags.parse_args(args)
     folder = state.find_sweep(options.sweep, "resume").absolute()
     sweep = state.read_sweep(folder)
     with contextlib.chdir(sweep.cwd):
@@ -263,12 +207,8 @@ def _relative_folder(folder: Path) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
-def _show_sweep(args: list[str]) -> int:
+def _show_sweep(options: argparse.Namespace) -> int:
     """`rloo sweep show SWEEP [--json]`."""
-    flags = SweepArgumentParser("rloo sweep show SWEEP [--json]")
-    flags.add_argument("sweep")
-    flags.add_argument("--json", action="store_true")
-    options = flags.parse_args(args)
     sweep = state.read_sweep(state.find_sweep(options.sweep, "show"))
     if options.json:
         running = bool(state.running_process(sweep.folder))
@@ -282,21 +222,14 @@ def _show_sweep(args: list[str]) -> int:
     return 0
 
 
-def _running_sweep_and_trial(verb: str, args: list[str]) -> tuple[SweepState, Trial, list[str]]:
-    """The sweep and the trial that a command names, and the arguments after them."""
-    usage = f"rloo sweep {verb} SWEEP MEMBER" + (" key=value ..." if verb == "clone" else "")
-    if len(args) < 2 or (len(args) > 2) != (verb == "clone") or args[0].startswith("-"):
-        what = f"rloo sweep {verb} needs other arguments"
-        why = f"found {' '.join(args) or 'nothing'}, a sweep and a member of it were expected first"
-        if len(args) > 1 and not args[0].startswith("-"):
-            expected = "a key=value" if verb == "clone" else "nothing"
-            why = f"words after the member: {len(args) - 2}, {expected} was expected"
-        raise ConfigError(Problem(what, "command line", why, usage))
-    found = state.read_sweep(state.find_sweep(args[0], verb))
-    trial = found.find_trial(args[1])
+def _running_sweep_and_trial(options: argparse.Namespace) -> tuple[SweepState, Trial]:
+    """The sweep and the trial that a command names."""
+    found = state.read_sweep(state.find_sweep(options.sweep, options.action))
+    trial = found.find_trial(options.member)
     if not state.running_process(found.folder):
-        raise ConfigError(_not_running_problem(verb, found, trial, args[2:]))
-    return found, trial, args[2:]
+        changes = getattr(options, "overrides", [])
+        raise ConfigError(_not_running_problem(options.action, found, trial, changes))
+    return found, trial
 
 
 def _not_running_problem(
@@ -320,21 +253,22 @@ def _sweep_status(sweep_state: SweepState) -> str:
     return "killed" if sweep_state.state in ("training", "stopping") else sweep_state.state
 
 
-def _trial_command(verb: str) -> Callable[[list[str], JsonObject], int]:
+def _send_command(options: argparse.Namespace, answer: JsonObject) -> int:
     """`rloo sweep stop|promote SWEEP MEMBER`."""
-
-    def command(args: list[str], answer: JsonObject) -> int:
-        sweep, trial, _ = _running_sweep_and_trial(verb, args)
-        answer["said"] = commands.send_request(sweep.folder, do=verb, member=trial.number)
-        print(answer["said"])
-        return 0
-
-    return command
+    sweep, trial = _running_sweep_and_trial(options)
+    answer["said"] = commands.send_request(sweep.folder, do=options.action, member=trial.number)
+    print(answer["said"])
+    return 0
 
 
-def _clone_trial(args: list[str], answer: JsonObject) -> int:
+def _clone_trial(options: argparse.Namespace, answer: JsonObject) -> int:
     """Compose and check the clone's config, then tell the sweep of it."""
-    sweep, trial, changes = _running_sweep_and_trial("clone", args)
+    if not options.overrides:
+        what, why = "a clone needs a changed key", "no key=value follows the member"
+        fix = "rloo sweep clone SWEEP MEMBER key=value ..."
+        raise ConfigError(Problem(what, "command line", why, fix))
+    sweep, trial = _running_sweep_and_trial(options)
+    changes = options.overrides
     folder = sweep.folder.absolute()
     with contextlib.chdir(sweep.cwd):
         names = [w.partition("=")[2] for w in changes if override_key(w) == "name"]
@@ -348,8 +282,9 @@ def _clone_trial(args: list[str], answer: JsonObject) -> int:
             what, why = "a clone stays in its sweep's root", f"it is {folder.parent}"
             problems.append(Problem(what, "root", why, "leave root out"))
         if not changes:
-            fix = f"rloo sweep clone {args[0]} {args[1]} train.learning_rate=3e-5"
-            what, why = "a clone needs a changed key", f"{' '.join(args[2:])} changes no training"
+            fix = f"rloo sweep clone {options.sweep} {trial.number} train.learning_rate=3e-5"
+            given = " ".join(options.overrides)
+            what, why = "a clone needs a changed key", f"{given} changes no training"
             problems.append(Problem(what, "command line", why, fix))
         if problems:
             raise ConfigError(*problems)
@@ -359,9 +294,10 @@ def _clone_trial(args: list[str], answer: JsonObject) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str], JsonObject], int]] = {
+ACTIONS: dict[str, Callable[[argparse.Namespace, JsonObject], int]] = {
+    NEW: _run_new_sweep,
     "resume": _resume_sweep,
-    "stop": _trial_command("stop"),
-    "promote": _trial_command("promote"),
+    "stop": _send_command,
+    "promote": _send_command,
     "clone": _clone_trial,
 }

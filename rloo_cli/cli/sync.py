@@ -1,9 +1,5 @@
 """`rloo sync RUN TRACKER`: send all of a run's metrics to a tracker, now.
 
-    rloo sync RUN wandb          or another tracker of logging.trackers
-    --project NAME               instead of the run's logging.tracker_project
-    --json                       how many lines were sent, and where they are
-
 For a run that was trained without it, or whose lines did not all fit. It may be repeated: it goes
 on under the same id, and what the tracker has is not sent again. Exits with 10 if it refuses.
 """
@@ -12,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.reporting.trackers import TrackerClient, known_tracker_runs, tracker_about
@@ -21,16 +17,11 @@ from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
 from rloo_cli.utils.files import JsonObject
 
 SEND_LIMIT_S = 24 * 3600.0  # of all lines; one call of a client has a limit of its own
-USAGE = "rloo sync RUN TRACKER [--project NAME] [--json]"
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, no metrics, no such tracker), TrackerError."""
-    parser = RunArgumentParser("sync", USAGE)
-    parser.add_argument("tracker", nargs="?", metavar="TRACKER")
-    parser.add_argument("--project")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(args)
+    options = parse_verb("sync", args)
     if options.tracker not in TRACKERS:
         what = f"there is no tracker {options.tracker!r}" if options.tracker else "which tracker?"
         why = f"trackers: {', '.join(TRACKERS)}"

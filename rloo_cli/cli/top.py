@@ -1,20 +1,15 @@
 """`rloo top [RUN]`: a screen of a run that goes on, or of one that has ended.
 
-    rloo top              the run under runs/ that was written last
-    rloo top RUN          this one; q, Escape or Ctrl-C leaves, and never touches the run
-    --once                print one frame and end; --once --json: its values
-    --every SECONDS       between two looks at the files (2)
-
 Reads files only, and imports no torch.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.cli.answers import answer_console
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.run_folders import RUNS_ROOT, find_run_folder
 from rloo_cli.inspection.run_list import list_runs
 from rloo_cli.inspection.run_screen import RunScreen
@@ -23,16 +18,10 @@ from rloo_cli.utils.errors import ConfigError, Problem, require_packages
 if TYPE_CHECKING:  # lazy: textual takes a third of a second
     from textual.app import App
 
-USAGE = "rloo top [RUN] [--once] [--json] [--every SECONDS]"
-
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for a run that is not there."""
-    parser = RunArgumentParser("top", USAGE)
-    parser.add_argument("--once", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--every", type=float, default=2.0)
-    options: argparse.Namespace = parser.parse_args(args)
+    options = parse_verb("top", args)
     if not options.every > 0:
         what = f"--every {options.every:g}: more than 0 seconds"
         why = "it is the time from one drawing of the screen to the next"

@@ -1,12 +1,5 @@
 """`rloo verify-resume +recipe=NAME [key=value ...]`: does a killed run end as one left alone?
 
-    rloo verify-resume +recipe=my.yaml    6 steps twice; the second is killed in step 5 and goes on
-    --steps N --kill-in-step S            how many steps, and in which it is killed
-    --inside-save                         killed inside its first save instead
-    --tolerance 1e-5                      numbers as near as that are equal (0 = bit for bit)
-    --keep                                keep both folders; they are kept where they differ
-    --json                                the result as data
-
 On the user's own recipe and machine. Exits with 20 where anything differs, and says what first.
 """
 
@@ -16,14 +9,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose
 from rloo_cli.inspection.first_difference import difference_lines
 from rloo_cli.inspection.resume_proof import MIN_STEPS, ResumeProof, proof_words, prove_resume
 from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
 
-USAGE = "rloo verify-resume +recipe=NAME [key=value ...] [--steps N] [--kill-in-step S]" \
-    " [--inside-save] [--tolerance X] [--keep] [--json]"  # fmt: skip
+USAGE = "rloo verify-resume +recipe=NAME [key=value ...] [--steps N] [--kill-in-step STEP]"
 
 
 def run(args: list[str]) -> int:
@@ -44,7 +36,7 @@ def run(args: list[str]) -> int:
             options.steps,
             options.kill_in_step,
             options.inside_save,
-            options.tolerance,
+            options.tolerance or 0.0,
             say=(lambda text: None) if options.json else print,
         )
         keep = options.keep or not proof.exact
@@ -64,17 +56,8 @@ def run(args: list[str]) -> int:
 
 def read_words(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The verb's flags, and the words of the recipe."""
-    parser = RunArgumentParser("verify-resume", USAGE)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--kill-in-step", type=int)
-    parser.add_argument("--tolerance", type=float, default=0.0)
-    for flag in ("--inside-save", "--keep", "--json"):
-        parser.add_argument(flag, action="store_true")
-    options, words = parser.parse_known_args(args)
-    unknown = [word for word in words if word.startswith("-")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {unknown[0]}")
-    words = [word for word in (options.run, *words) if word]
+    options = parse_verb("verify-resume", args)
+    words = options.overrides
     if options.kill_in_step is None:
         options.kill_in_step = options.steps - 1
     if options.steps < MIN_STEPS or not 1 <= options.kill_in_step <= options.steps:

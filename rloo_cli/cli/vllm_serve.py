@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.checkpoint.run_folder import SERVER_LOGS, check_folder_free
-from rloo_cli.cli import json_answer
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, hf_cache
 from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.schema import RunConfig
@@ -39,7 +39,8 @@ UNREAD_OVERRIDES = {
 
 def run(args: list[str]) -> int:
     """The verb: serve until asked to end; the exit code. Raises RunError."""
-    args, as_json = json_answer.take_json_flag(args)
+    options = parse_verb("vllm-serve", args)
+    args, as_json = options.overrides, options.json
     out = sys.stderr if as_json else sys.stdout
     is_alone = not any(word.startswith("+recipe=") for word in args)
     if is_alone:

@@ -18,11 +18,12 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rloo_cli.config import mistakes, pasted
@@ -39,7 +40,7 @@ from rloo_cli.config.user_files import (
     register_recipe_file,
     unknown_choice_problem,
 )
-from rloo_cli.utils import paths, redact
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -85,7 +86,9 @@ def _first_base(path: Path, state: tuple[int, int, int]) -> str:
 
 
 # Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
-HYDRA_SWEEP_KEYS = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
+HYDRA_SWEEP_KEYS = re.compile(
+    r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.(?!params\b)[\w.]+)"
+)
 # What Hydra raises for overrides and files that do not compose; some are plain Python's.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError)
 
@@ -112,14 +115,9 @@ def rewrite_overrides(overrides: Iterable[str], config_dirs: Sequence[Path] = ()
     problems: list[Problem] = []
     ranked: list[tuple[int, str]] = []
     overrides = list(overrides)
-    before, after = ["", *overrides], [*overrides[1:], ""]
-    for previous, override, following in zip(before, overrides, after, strict=False):
+    for override in overrides:
         try:
-            if mistakes.is_flag_value(previous, override):  # its flag is refused already
-                _refuse_secrets(override, override)
-                continue
-            value = following if mistakes.is_flag_value(override, following) else None
-            ranked.append(_rewrite_override(override, groups, value))
+            ranked.append(_rewrite_override(override, groups))
         except ConfigError as error:
             problems += error.problems
     problems += _unknown_plugin_keys_problems(overrides)
@@ -166,28 +164,19 @@ def _unknown_plugin_keys_problems(overrides: Sequence[str]) -> Iterator[Problem]
             yield Problem(f"{key} is not a key", f"{COMMAND_LINE}: {override}", why, fix)
 
 
-def _rewrite_override(
-    override: str, groups: dict[str, dict[str, Path]], flag_value: str | None = None
-) -> tuple[int, str]:
-    """An override -> its rank in the order, and the form that Hydra takes.
-
-    `flag_value`: the next argument, where `override` is a flag and that seems to be its value.
-    """
+def _rewrite_override(override: str, groups: dict[str, dict[str, Path]]) -> tuple[int, str]:
+    """An override -> its rank in the order, and the form that Hydra takes."""
     name, equals, value = override.partition("=")
     bare = name.lstrip("+~")
     where = f"{COMMAND_LINE}: {override}"
-    _refuse_secrets(name.lstrip("+~-"), override)
-    if name.startswith("-"):
-        fix = mistakes.suggest_for_flag(name, value if equals else flag_value, groups["recipe"])
-        takes = "it takes keys, as key=value, and a few flags"
-        why = takes if fix.startswith(("-", "+")) else "keys are set without dashes"
-        where += f" {flag_value}" if flag_value is not None else ""
-        raise ConfigError(Problem(f"{name} is not a flag of rloo", where, why, fix))
+    mistakes.refuse_secrets(bare, override)
     if (bare == "hydra" or bare.startswith(("hydra.", "hydra/"))) and (
         not HYDRA_SWEEP_KEYS.fullmatch(bare) or name.startswith("~") or "_target_" in override
     ):
         why = "a run is written to root/name; of Hydra only its sweeps can be set"
         fix = "root=FOLDER, or hydra/launcher=NAME, hydra.launcher.KEY=VALUE"
+        if bare.startswith("hydra.sweeper.params"):
+            why, fix = "a recipe has it; here a key has several values", "--multirun KEY=A,B"
         raise ConfigError(Problem(f"{bare} is not a key of rloo", where, why, fix))
     if name.startswith("~") and bare:
         return 1, override
@@ -235,18 +224,6 @@ def _recipe_choice(choice: str, groups: dict[str, dict[str, Path]], where: str) 
     return choice if paths.RECIPES in path.parents else register_recipe_file(path, where, groups)
 
 
-def _refuse_secrets(key: str, override: str) -> None:
-    secret = redact.find_secret(override)
-    if secret or redact.SECRET_KEY.search(key.replace("-", "_")):
-        named = secret.isidentifier()
-        variable = secret if named else "HF_TOKEN" if "hf" in override.lower() else "NAME"
-        key = "an argument" if redact.find_secret(key) else key
-        why = f"it holds the value of ${secret}; " if named else ""
-        why += "no key takes one: what a config holds is written to disk"
-        fix = f"export {variable}=... (or use the tool's login file), and leave {key} out"
-        raise ConfigError(Problem(f"{key}: this looks like a secret", COMMAND_LINE, why, fix))
-
-
 def search_path_override(config_dirs: Sequence[Path]) -> list[str]:
     """The override that makes Hydra look for groups in the user's folders too."""
     escaped = [str(d.resolve()).replace("\\", "\\\\").replace("'", "\\'") for d in config_dirs]
@@ -268,18 +245,54 @@ def split_config_dirs(arguments: Iterable[str]) -> tuple[list[str], list[Path]]:
     return rest, folders
 
 
+def read_arguments(
+    arguments: Iterable[str], config_dirs: Sequence[str | Path] = ()
+) -> tuple[list[str], list[Path]]:
+    """The overrides as Hydra takes them, and the folders of groups, `config_dirs` first.
+
+    `arguments` may have `--config-dir DIR` among them, any number of times. Raises ConfigError.
+    """
+    overrides, named = split_config_dirs(arguments)
+    dirs = [*map(Path, config_dirs), *named]
+    register_config_dirs(dirs)
+    return rewrite_overrides(overrides, dirs), dirs
+
+
 def compose_config(
     overrides: Iterable[str] = (), config_dirs: Sequence[str | Path] = ()
 ) -> ComposedConfig:
-    """Compose a config as `rloo train` does. Raises ConfigError.
-
-    `overrides` may have `--config-dir DIR` among them, any number of times.
-    """
-    overrides, named = split_config_dirs(overrides)
-    dirs = [*map(Path, config_dirs), *named]
-    register_config_dirs(dirs)
-    cfg = compose_by_hydra(rewrite_overrides(overrides, dirs), dirs)
+    """Compose a config as `rloo train` does, of what `read_arguments` takes. Raises ConfigError."""
+    rewritten, dirs = read_arguments(overrides, config_dirs)
+    cfg = compose_by_hydra(rewritten, dirs)
     return read_hydra_config(cfg, cfg.hydra, dirs)
+
+
+def config_text(arguments: Iterable[str], kind: str, package: str | None, resolve: bool) -> str:
+    """What `--cfg job|hydra|all` prints: YAML, as `hydra.main` prints it. Raises ConfigError.
+
+    `package`: only this section.
+    """
+    rewritten, dirs = read_arguments(arguments)
+    cfg = compose_by_hydra(rewritten, dirs)
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_readonly(cfg.hydra, None)
+    with flag_override(cfg, ["readonly", "struct"], False):
+        for key in [k for k in cfg if (k == "hydra") != (kind == "hydra") and kind != "all"]:
+            cfg.pop(key)
+        for key in ("help", "hydra_help") if kind == "hydra" else ():
+            cfg.hydra.pop(key)
+    try:
+        part = cfg if package is None else OmegaConf.select(cfg, package)
+        if part is None:
+            fix = f"--package {pasted.guess_name(str(package), [str(key) for key in cfg])}"
+            what, why = f"there is no section {package!r}", "it is not in the composed config"
+            raise ConfigError(Problem(what, "--package", why, fix))
+        if not OmegaConf.is_config(part):
+            return str(part)
+        head = "" if package is None else f"# @package {package}\n"
+        return (head + OmegaConf.to_yaml(part, resolve=resolve)).rstrip("\n")
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(hydra_problem(error, rewritten)) from None
 
 
 def compose_by_hydra(rewritten: Sequence[str], config_dirs: Sequence[Path] = ()) -> DictConfig:

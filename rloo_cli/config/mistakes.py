@@ -1,40 +1,75 @@
 """Guesses what an argument that `rloo` does not accept was meant to be: typical first mistakes.
 
-Each function returns what to write instead, for the `fix` of a refusal; "" where it has no guess.
+Each `suggest` returns what to write instead, for the `fix` of a refusal; "" where it has no guess.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rloo_cli.config.old_names import find_old_name, nearest_names
+from rloo_cli.utils import paths, redact
+from rloo_cli.utils.errors import ConfigError, Problem
 
-# Flags that `rloo train` and the verbs that compose a config take.
-FLAGS = ("--dry-run", "--multirun", "--cfg", "--config-dir", "--debug", "--errors", "--resolve")
 RECIPE_FLAGS = ("config", "config-file", "config-path", "config-name", "recipe", "conf")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
-def is_flag_value(flag: str, argument: str) -> bool:
+def unknown_flag_problem(
+    words: Sequence[str],
+    others: Mapping[str, str],
+    verb: str,
+    flags: Sequence[str],
+    takes_keys: bool,
+    usage: str,
+) -> Problem:
+    """The problem of a flag that the verb does not have; `words`: it and what follows it.
+
+    `others`: flag -> a verb that has it. Raises ConfigError where the flag or its value is a
+    secret.
+    """
+    flag, equals, value = words[0].partition("=")
+    following = words[1] if len(words) > 1 and _is_flag_value(*words[:2]) else ""
+    where = " ".join(["command line:", words[0], *[following] * bool(following)])
+    refuse_secrets(flag.lstrip("-"), f"{words[0]} {following}")
+    name = flag.strip("-").replace("_", "-")
+    close = nearest_names(f"--{name}", flags) if "." not in name else []
+    fix, why = (close or [usage])[0], f"its flags are {', '.join(flags)}"
+    if flag in others:
+        why = f"it is a flag of {others[flag]}"
+    elif takes_keys and name and (not close or name in RECIPE_FLAGS):
+        fix = _suggest_key(flag, value if equals else following or None, paths.recipe_files())
+        why = "keys are set without dashes, as key=value"
+    return Problem(f"{flag} is not a flag of {verb}", where, why, fix)
+
+
+def _is_flag_value(flag: str, argument: str) -> bool:
     """Whether `argument` is meant as the value of the flag before it, as in `--config my.yaml`."""
-    bare = flag.startswith("-") and "=" not in flag and flag.lstrip("-") != ""
-    return bare and argument != "" and "=" not in argument and argument[0] not in "-+~"
+    return "=" not in flag + argument and argument[:1] not in ("", "-", "+", "~")
 
 
-def suggest_for_flag(flag: str, value: str | None, recipes: Iterable[str]) -> str:
-    """`--dry_run`, `--config my.yaml`, `--learning_rate 1e-6` -> what to write instead."""
+def _suggest_key(flag: str, value: str | None, recipes: Iterable[str]) -> str:
+    """`--config my.yaml`, `--learning_rate 1e-6` -> what to write instead."""
     name = flag.strip("-")
-    if not name:
-        return ""
     if name.replace("_", "-") in RECIPE_FLAGS:
         return f"+recipe={_as_recipe(value, recipes) if value else 'my.yaml'}"
-    close = nearest_names(f"--{name.replace('_', '-')}", FLAGS)
-    if close and "." not in name:
-        return close[0]
     old = find_old_name(name)
     new_key = old.new_key if old is not None and not old.fix else None
     key = new_key if new_key and "<" not in new_key else name
     return f"{key}={'VALUE' if value is None else value}"
+
+
+def refuse_secrets(key: str, override: str) -> None:
+    """Raises ConfigError for an argument that holds a secret."""
+    secret = redact.find_secret(override)
+    if secret or redact.SECRET_KEY.search(key.replace("-", "_")):
+        named = secret.isidentifier()
+        variable = secret if named else "HF_TOKEN" if "hf" in override.lower() else "NAME"
+        key = "an argument" if redact.find_secret(key) else key
+        why = f"it holds the value of ${secret}; " if named else ""
+        why += "no key takes one: what a config holds is written to disk"
+        fix = f"export {variable}=... (or use the tool's login file), and leave {key} out"
+        raise ConfigError(Problem(f"{key}: this looks like a secret", "command line", why, fix))
 
 
 def suggest_for_bare_argument(argument: str, recipes: Iterable[str]) -> str:

@@ -5,10 +5,8 @@ reaches `main` is a bug in rloo and exits with 1.
 """
 
 import errno
-import json
 import os
 import sys
-import traceback
 from dataclasses import asdict, astuple, dataclass
 from importlib.util import find_spec
 
@@ -51,6 +49,8 @@ class RunError(Exception):
 
     def render(self, as_json: bool = False) -> str:
         if as_json:
+            import json  # lazy: one flag's
+
             return json.dumps([asdict(p) | {"code": self.code} for p in self.problems], indent=2)
         blocks = [p.render() for p in self.problems[:MAX_PROBLEMS_SHOWN]]
         if len(self.problems) > MAX_PROBLEMS_SHOWN:
@@ -194,5 +194,7 @@ def print_exit(error: BaseException, advice: str = "please report it with the li
 
 
 def _print_traceback(error: BaseException) -> None:
+    import traceback  # lazy: for bugs, and for --debug
+
     trace = "".join(traceback.format_exception(error))
     print(show_control_characters(trace), end="", file=sys.stderr)

@@ -5,7 +5,6 @@ of the cache.
 import functools
 import os
 import pwd
-import tempfile
 from pathlib import Path
 
 from rloo_cli.utils.errors import Problem
@@ -42,6 +41,8 @@ def stand_in_for_home() -> str:
         os.environ.setdefault("LOGNAME", f"uid-{os.getuid()}")
     if os.path.expanduser("~") != "~" or os.environ.get("XDG_CACHE_HOME"):
         return ""
+    import tempfile  # lazy: almost everybody has a home folder
+
     folder = Path(tempfile.gettempdir(), f"rloo-cache-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():

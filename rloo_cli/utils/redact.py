@@ -4,15 +4,17 @@ A config holds none (`compose` and `messages` refuse it), so this is for what ot
 an exception of a reward that quotes its environment, a library that prints a token.
 """
 
-import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rloo_cli.utils import console
+
+if TYPE_CHECKING:  # lazy: `rloo --help` logs nothing
+    import logging
 
 MASK = "[secret]"
 SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
@@ -67,11 +69,16 @@ def redact_tree(values: Any) -> Any:
     return redact_text(values) if isinstance(values, str) else values
 
 
-class RedactingFormatter(logging.Formatter):
+class RedactingFormatter:
     """Formats log lines, tracebacks included, with secrets masked and control characters shown."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return console.show_control_characters(redact_text(super().format(record)))
+    def __init__(self, form: str | None = None):
+        from logging import Formatter  # lazy: `rloo --help` logs nothing
+
+        self.inner = Formatter(form)
+
+    def format(self, record: "logging.LogRecord") -> str:
+        return console.show_control_characters(redact_text(self.inner.format(record)))
 
 
 class RedactingStream:
@@ -104,8 +111,9 @@ def redact_console() -> None:
     out, err = console.guard_stream(sys.stdout), console.guard_stream(sys.stderr)
     sys.stdout, sys.stderr = RedactingStream(out), RedactingStream(err)
     console.keep_streams()
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(RedactingFormatter(logging.BASIC_FORMAT))
+    if logging := sys.modules.get("logging"):  # else there is no handler yet
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(RedactingFormatter(logging.BASIC_FORMAT))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def jobs(monkeypatch):
         return 0
 
     def names(*words: str) -> list[str]:
-        assert main.run_train(["--multirun", *words]) == 0
+        assert main.find_verb(["train", "--multirun", *words])() == 0
         return found
 
     monkeypatch.setattr(launcher, "launch_run", job)

@@ -14,7 +14,7 @@ import yaml
 from compare_cases import write
 
 from rloo_cli.cli import compare, main
-from rloo_cli.cli.run_arguments import answer_console
+from rloo_cli.cli.answers import answer_console
 from rloo_cli.utils import console, redact
 
 # A title, the clipboard, a cleared screen, an 8-bit sequence, markup of rich, a turned-round text.

@@ -8,7 +8,7 @@ import pytest
 from cli_cases import Ended, Rloo
 
 from rloo_cli.cli import main
-from rloo_cli.cli.json_answer import json_answer
+from rloo_cli.cli.answers import json_answer
 
 pytestmark = pytest.mark.wide
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rank_cases import gone
 
-from rloo_cli.cli import multirun
+from rloo_cli.cli import main
 from rloo_cli.config import rules_code
 from rloo_cli.launch import processes
 from rloo_cli.utils import signals
@@ -72,11 +72,11 @@ def test_a_rewards_file_is_read_in_the_coding_that_python_reads_it_in(tmp_path: 
     assert len(wrong) == 1 and wrong[0].where.endswith("wrong.py:1")
 
 
-def test_a_run_that_is_no_sweep_makes_no_folder_that_it_could_leave_where_it_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_of_hydras_own_kind_makes_no_folder_that_it_could_leave_where_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for is_sweep in (False, True):
-        with multirun.sweep_output_dir(["seed=1"], is_sweep) as (folder, keys):
-            assert [p == folder for p in tmp_path.iterdir()] == [True] * is_sweep
-            assert str(folder) in keys[-1]
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "-m", "+recipe=smoke", "seed=1,2", "--dry-run"]
+    assert main.find_verb(words)() == 0
+    assert capsys.readouterr().out.endswith("2 jobs, 0 failed\n") and not [*tmp_path.iterdir()]

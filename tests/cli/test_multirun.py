@@ -58,7 +58,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def run(*words: str) -> tuple[int, list[str], list[float | None]]:
         names.clear(), results.clear()
-        return main.run_train([*words]), [*names], [*results]
+        return main.find_verb(["train", *words])(), [*names], [*results]
 
     return run
 
@@ -89,14 +89,14 @@ def test_every_job_is_checked_before_the_first_one_runs(jobs, tmp_path: Path, ca
 
 
 def test_a_job_returns_its_held_out_score_or_the_metric_that_is_asked_for(jobs, capsys) -> None:
-    words = ("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
+    words = ("-m", "hydra/sweeper=basic", "+recipe=smoke", "algorithm.beta=0.01,0.05")
     assert jobs(*words)[2] == [0.01, 0.05]
     assert jobs(*words, "logging.objective=kl")[2] == [0.2, 0.2]
     assert jobs(*words, "data.eval_split=null")[2] == [0.3, 0.3]  # nothing held out: the reward
     code, _, found = jobs(*words, "logging.objective=eval_rewards")
     assert code == 2 and found == [None, None]
     assert "logging.objective=eval_reward" in capsys.readouterr().err
-    code, _, found = jobs("-m", "+recipe=smoke", "algorithm.beta=0.5,0.05")
+    code, _, found = jobs(*words, "algorithm.beta=0.5,0.05")
     assert code == 4 and found == [None, 0.05]  # a job that failed has no value
 
 

@@ -266,7 +266,7 @@ def test_conversations_and_rows_without_an_answer_are_tried_too(place, capsys):
 def test_rows_of_a_mixture_come_from_all_its_sources(place):
     mixture = "data.mixture={a: {path: rows.jsonl, weight: 1}, b: {path: 'make:tiny', weight: 1}}"
     words = ["+recipe=smoke", "data=default", mixture, "reward=length_chars"]
-    _, config, names = subject.compose_subject(None, words, [])
+    _, config, names = subject.compose_subject(None, words)
     rows = subject.open_subject(config, names, 4).rows
     assert [row.example["source"] for row in rows] == ["a", "b", "a", "b"]
 
@@ -304,7 +304,7 @@ def test_a_reward_that_is_not_there_is_answered_with_the_nearest(place, sentence
         ((), "rloo reward", ""),
         (("tset",), "tset", "rloo reward test"),
         (("test", "mine.py:exact"), "recipe", ""),
-        (("test", "a", "b", "+recipe=smoke"), "one reward", ""),
+        (("test", "a", "b", "+recipe=smoke"), "'b'", ""),
         (("test", "mine.py", *ON_ROWS), "mine.py", "mine.py:FUNCTION"),
         (("test", "mine.py:exact", *ON_ROWS, "reward=contains"), "reward=...", ""),
         (("test", "mine.py:exact", "+recipe=smoke", "--rows", "0"), "--rows", ""),

@@ -255,7 +255,7 @@ def test_a_step_without_samples_names_the_nearest_that_have(run, asked, near, se
         (["mine", "--worst", "--best"], "--worst", ""),
         (["mine", "--step", "two"], "'two'", ""),
         (["mine", "--step"], "--step", ""),
-        (["mine", "-n", "0"], "-n 0", "-n 5"),
+        (["mine", "-n", "0"], "-n", "rloo samples RUN"),
         (["mine", "--reward", "right"], "--reward", "--worst --reward right"),
         (["mine", "step=3"], "step=3", ""),
         (["mine", "--eval"], "held-out", ""),
@@ -268,7 +268,7 @@ def test_what_is_not_understood_is_one_clear_error(run, words, key, fix, sentenc
     error = refused(*words)
     assert_refused(error, key=key, where="command line", fix=fix)
     assert len(error.problems) == 1
-    if not error.problems[0].what.startswith("rloo samples: "):  # Python's own words
+    if not error.problems[0].what.startswith("rloo samples: "):  # argparse's own words
         sentence(error)
 
 

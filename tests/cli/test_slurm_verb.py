@@ -15,6 +15,7 @@ from slurm_cases import NODES, Job, Slurm
 from rloo_cli.cli import slurm as verb
 from rloo_cli.cli.slurm_cluster import parse_slurm_time
 from rloo_cli.cli.slurm_template import DEFAULT_LEAD_S, fill_batch_script
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.schema import SlurmConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
@@ -35,7 +36,8 @@ def words(text: str) -> list[str]:
 
 
 def rendered(*given: str) -> str:
-    text = fill_batch_script(verb.job_from_args([*given]))
+    options = parse_verb("slurm", ["render", *given])
+    text = fill_batch_script(verb.job_from_args(options.kind, options.run, options.overrides))
     ended = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert ended.returncode == 0, ended.stderr
     return text
@@ -183,7 +185,7 @@ REFUSED = {
     "": "rloo slurm",
     "rendr +recipe=smoke": "rloo slurm rendr",
     "render serve +recipe=smoke": "'serve'",
-    "render --nodes=3 +recipe=smoke": "'--nodes=3'",
+    "render --nodes=3 +recipe=smoke": "--nodes",
     "render": "recipe",
     "render sweep +recipe=smoke": "sweep",
     "render +recipe=smoke algorithm.num_generation=4": "algorithm.num_generation",

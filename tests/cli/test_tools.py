@@ -1,14 +1,7 @@
-"""The verbs that only read: recipes, config, completion."""
+"""The verbs that only read: recipes and config."""
 
 import json
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +10,7 @@ import pytest
 import yaml
 from assert_refused import assert_refused
 
-from rloo_cli.cli import completion, main, verb_help
+from rloo_cli.cli import main
 from rloo_cli.cli.config import value_keys
 from rloo_cli.config import check, messages
 from rloo_cli.config.compose import compose_config
@@ -75,7 +68,7 @@ def test_a_recipe_is_copied_but_never_over_a_file(ask, tmp_path: Path) -> None:
         (["show", "smok"], "smok", "rloo recipes show smoke"),
         (["copy", "smoke", "my.txt"], "my.txt", ""),
         (["copy", "smoke"], "rloo recipes copy", ""),
-        (["delete", "smoke"], "rloo recipes delete smoke", ""),
+        (["delete", "smoke"], "rloo recipes delete", ""),
     ],
 )
 def test_recipes_refuses_what_it_does_not_understand(
@@ -263,105 +256,3 @@ def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_
         assert valid(recipe_itself, schema, definitions), recipe
         broken = values | {"algorithm": values["algorithm"] | {"num_generations": 0}}
         assert not valid(broken, schema, definitions)
-
-
-# completion
-
-
-@pytest.mark.parametrize("shell", completion.SCRIPTS)
-def test_the_script_of_a_shell_asks_for_answers(shell: str, ask) -> None:
-    script = ask("completion", shell)
-    assert "rloo completion query" in script
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-COMPLETED = {  # what is typed before TAB -> what stands there after it
-    "rloo train +recipe=qu": "rloo train +recipe=quickstart ",
-    "rloo train +recipe=smoke algorithm=gr": "rloo train +recipe=smoke algorithm=grpo ",
-    "rloo train algorithm.kl_in=l": "rloo train algorithm.kl_in=loss ",
-    "rloo train train.forward_all=f": "rloo train train.forward_all=false ",
-    "rloo train algorithm.be": "rloo train algorithm.beta=",
-    "rloo train tra": "rloo train train.",
-    "rloo train --dr": "rloo train --dry-run ",
-    "rloo train --cfg j": "rloo train --cfg job ",
-    "rloo train -m algorithm=rloo,gr": "rloo train -m algorithm=rloo,grpo ",
-    "rloo samples --wo": "rloo samples --worst ",
-    "rloo eval mi": "rloo eval mine ",
-    "rloo ledger m": "rloo ledger mine ",
-    "rloo compare mine ot": "rloo compare mine other ",
-    "rloo slurm render sw": "rloo slurm render sweep ",
-    "rloo train +recipe=my": "rloo train +recipe=my.yaml ",
-}
-
-
-@pytest.mark.slow
-def test_tab_in_a_real_bash_completes_behind_an_equals_sign(tmp_path: Path, ask) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "rloo").write_text(f'#!/bin/sh\nexec {sys.executable} -m rloo_cli "$@"\n')
-    (tmp_path / "bin" / "rloo").chmod(0o755)
-    for name in ("mine", "other"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "run.json").write_text("{}")
-    (tmp_path / "my.yaml").write_text("# Mine.\n")
-    (tmp_path / "script").write_text(ask("completion", "bash"))
-    words = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "TERM": "dumb", "PS1": "$ "}
-    words |= {"RLOO_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path), "INPUTRC": "/dev/null"}
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "-i"], words)
-    try:
-        os.write(terminal, b"bind 'set bell-style none'; stty cols 200; source ./script\n")
-        for typed, whole in COMPLETED.items():
-            os.write(terminal, f"{typed}\t".encode())
-            said = heard(terminal, whole)
-            assert said.endswith(whole), (typed, said[-200:])
-            os.write(terminal, b"\x15")  # Ctrl-U: the line is empty again
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(terminal)
-
-
-def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
-    """What a terminal says until it ends as wanted and falls silent, or for so long."""
-    said, limit = "", time.monotonic() + wait_s
-    while time.monotonic() < limit:
-        ready = select.select([terminal], [], [], 0.3)[0]
-        if ready:
-            said += os.read(terminal, 4096).decode(errors="replace").replace("\a", "")
-        elif said.endswith(wanted):
-            break
-    return said
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("typed", "some"),
-    [
-        (["tr"], {"train"}),
-        ([""], set(main.VERBS)),
-        (["train", "+rec"], {f"+recipe={name}" for name in paths.recipe_files()}),
-        (["train", "+debug=c"], {"+debug=cpu"}),
-        (["train", "algorithm.be"], {"algorithm.beta="}),
-        (["train", "+recipe=smoke", "reward=length_c"], {"reward=length_chars"}),
-        (["config", "explain", "algorithm.be"], {"algorithm.beta"}),
-        (["recipes", "c"], {"copy"}),
-        (["recipes", "show", "smok"], {"smoke"}),
-        (["completion", "z"], {"zsh"}),
-        (["train", "nonsense"], {""}),
-    ],
-)
-def test_a_half_typed_word_is_completed(typed: list[str], some: set[str], ask) -> None:
-    assert {*ask("completion", "query", *typed).rstrip("\n").split("\n")} == some
-
-
-def test_every_verb_is_completed() -> None:
-    assert set(verb_help.VERBS) == set(main.VERBS)
-    assert set(completion.completion_candidates([""])) == set(main.VERBS)
-
-
-def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHELL", "/usr/bin/fish")
-    assert_refused(refusal("completion"), fix='eval "$(rloo completion fish)"')

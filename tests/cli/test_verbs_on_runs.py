@@ -16,7 +16,8 @@ from fork_cases import Forked
 from ledger_audit import audit_ledger
 from seen_runs import DAMAGES, damaged_copy, make_real_runs, write_long_run
 
-from rloo_cli.cli import compare, main, verb_help
+from rloo_cli.cli import compare, main
+from rloo_cli.cli.verbs import VERBS as KNOWN_VERBS
 
 pytestmark = pytest.mark.wide
 
@@ -196,4 +197,4 @@ def test_two_runs_of_one_config_end_with_what_made_them_part(runs: Path, say: Sa
 
 
 def test_every_verb_takes_json() -> None:
-    assert not [verb for verb in main.VERBS if "--json" not in verb_help.verb_flags(verb)]
+    assert not [name for name, verb in KNOWN_VERBS.items() if "--json" not in verb.flags]

@@ -56,5 +56,5 @@ def test_from_the_command_line_to_backward_are_thirteen_frames_and_one_boundary(
     assert (
         inside[0] == "train/worker.py:main" and inside[-2] == "train/step.py:backward_micro_batch"
     )
-    assert command[1] == "cli/main.py:run_train", "what main() calls"
+    assert command[1:3] == ["cli/main.py:_run_verb", "cli/train.py:run"], "what main() calls"
     assert len(command) + len(inside) <= MOST, "\n".join([*command, *inside])

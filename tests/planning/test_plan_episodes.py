@@ -100,7 +100,7 @@ def test_the_plan_says_how_long_episodes_are_taken_to_be(
 def test_flags_of_episodes_are_refused_for_single_answers(flag: str) -> None:
     with pytest.raises(ConfigError, match="are of episodes"):
         verb.run(["+recipe=smoke", "--gpu=80GiB", flag])
-    with pytest.raises(ConfigError, match="number of turns"):
+    with pytest.raises(ConfigError, match="--turns MEAN"):
         verb.run(["+recipe=smoke", "--gpu=80GiB", "--turns=0.5"])
 
 

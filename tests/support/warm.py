@@ -16,7 +16,7 @@ def warm() -> None:
     from transformers import conversion_mapping
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-    from rloo_cli.cli import main, multirun, plan, sweep  # noqa: F401
+    from rloo_cli.cli import main, multirun, plan, sweep, train  # noqa: F401
     from rloo_cli.config import registry
     from rloo_cli.config.compose import compose_config
     from rloo_cli.evaluation import worker as evaluation_worker  # noqa: F401

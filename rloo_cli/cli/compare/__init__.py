@@ -1,16 +1,5 @@
 """`rloo compare RUN...`: compare runs, and configurations by their means over seeds.
 
-    rloo compare A B                    two runs: what differs in their configs, figures, charts
-    rloo compare 'runs/compare-*'       runs that differ in the seed alone are one configuration
-    rloo compare runs --out comparison  every run in a folder
-    --metric eval_reward/gold/mean      the held-out score to compare; usually eval_reward
-    --against LABEL                     compare the others with it; usually rloo, else the first
-    --unfinished                        count unfinished runs too, as far as they are
-    --anyway                            compare what is not comparable, with a warning
-    --json                              all figures, seed by seed
-    A B --first-difference              where two runs part first, alone, as an exit code
-    --tolerance 1e-5                    with it: numbers as near as that are equal
-
 A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. Of two runs the last
 section says where they part first: by which key, version, row of the data, token or number. The
 verb writes curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison,
@@ -30,9 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rloo_cli.checkpoint import resume
+from rloo_cli.cli.answers import answer_console
 from rloo_cli.cli.compare import charts, configurations, results, tables
 from rloo_cli.cli.compare.configurations import Configuration
-from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.inspection import first_difference, run_folders, run_record
@@ -42,28 +32,21 @@ from rloo_cli.reporting.panel import clean_line
 from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, write_json, write_text
 
-USAGE = "rloo compare RUN... [--out FOLDER] [--metric NAME] [--against LABEL] [--unfinished]" \
-    " [--anyway] [--first-difference [--tolerance X]] [--json]"  # fmt: skip
+USAGE = "rloo compare RUN ... [flags]"
 OUTPUT_FOLDER = "comparison"
 
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for runs not found, not finished or not comparable."""
-    parser = RunArgumentParser("compare", USAGE)
-    parser.add_argument("more", nargs="*", metavar="RUN")
-    for flag in ("--out", "--metric", "--against"):
-        parser.add_argument(flag)
-    for flag in ("--unfinished", "--anyway", "--first-difference", "--json"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--tolerance", type=float, default=0.0)
-    options = parser.parse_intermixed_args(args)
-    if not 0 <= options.tolerance < 1:
-        what = f"--tolerance {options.tolerance:g}: from 0 (bit for bit) to 1"
+    options = parse_verb("compare", args)
+    tolerance = options.tolerance or 0.0
+    if not 0 <= tolerance < 1:
+        what = f"--tolerance {tolerance:g}: from 0 (bit for bit) to 1"
         why = "it is relative, and absolute too: from 1 on all small numbers would be equal"
         raise ConfigError(Problem(what, "command line", why, "--tolerance 1e-5"))
-    folders = run_folders.find_compared_runs([w for w in (options.run, *options.more) if w])
+    folders = run_folders.find_compared_runs(options.run)
     if options.first_difference:
-        return _print_first_difference(folders, options.tolerance, options.json)
+        return _print_first_difference(folders, tolerance, options.json)
     runs = [run_record.read_run_record(folder) for folder in folders]
     configs = _configurations(runs, options.unfinished)
     score = _metric(configs, options.metric)
@@ -72,7 +55,7 @@ def run(args: list[str]) -> int:
     comparison = results.compare_configurations(configs, score, baseline, notes)
     parting = None
     if len(folders) == 2:
-        parting = first_difference.find_first_difference(folders[0], folders[1], options.tolerance)
+        parting = first_difference.find_first_difference(folders[0], folders[1], tolerance)
     out = Path(options.out) if options.out else _common_folder(runs) / OUTPUT_FOLDER
     _write_files(out, comparison, configs, parting)
     if options.json:

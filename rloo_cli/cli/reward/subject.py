@@ -7,7 +7,6 @@ No torch is imported unless a reward reads tokens or loads a model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rloo_cli.cli.reward import completions
@@ -87,10 +86,7 @@ class ProbeSubject:
 
 
 def compose_subject(
-    name: str | None,
-    overrides: Sequence[str],
-    config_dirs: Sequence[Path],
-    other: str | None = None,
+    name: str | None, overrides: Sequence[str], other: str | None = None
 ) -> tuple[ComposedConfig, RunConfig, list[str]]:
     """The config with the reward that `name` says. -> composed, checked, names of its rewards
 
@@ -105,9 +101,9 @@ def compose_subject(
     if name is not None and ":" in name:
         extra = ["reward=function", f"reward.function.path={_quoted(name)}"]
     elif name is not None:
-        entries = compose.compose_config(overrides, config_dirs).values.get("reward") or {}
+        entries = compose.compose_config(overrides).values.get("reward") or {}
         own = [entry for entry, values in entries.items() if "type" in (values or {})]
-        choices = paths.group_choices([*config_dirs])["reward"]
+        choices = paths.group_choices(compose.split_config_dirs(overrides)[1])["reward"]
         if name in own:
             chosen = [name]
         elif name in choices:
@@ -118,7 +114,7 @@ def compose_subject(
         what = f"{name} is tried, and reward=... is given too"
         why = f"both choose the rewards: one is {extra[0]}, the other is on the command line"
         raise ConfigError(Problem(what, "command line", why, "leave one of the two out"))
-    composed = compose.compose_config([*extra, *overrides], config_dirs)
+    composed = compose.compose_config([*extra, *overrides])
     config = check.check_config(composed)
     return composed, config, chosen or list(config.rewards)
 

@@ -36,10 +36,6 @@ def check_sweep_overrides(
                 f"{override}: a sweep has no {'launcher' if 'launcher' in override else 'sweeper'}"
             )
             problems.append(Problem(what, "command line", why, fix))
-        if override.startswith(("--cfg", "-c")) and not override.startswith("--config"):
-            fix = "rloo sweep --dry-run, or rloo train --multirun --cfg job"
-            what, why = f"{override} is not a flag of sweep", "each member has a config of its own"
-            problems.append(Problem(what, "command line", why, fix))
     if environment.get("RANK") and environment.get("WORLD_SIZE"):
         why, fix = "a sweep starts the processes of its members itself", "unset RANK WORLD_SIZE"
         problems.append(Problem("RANK and WORLD_SIZE are set", "environment", why, fix))

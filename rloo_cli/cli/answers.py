@@ -1,7 +1,7 @@
-"""`--json` of verbs that say much while they work: one JSON value on stdout, at the end.
+"""How verbs answer: on a console of stdout, or by `--json` with one value at the end.
 
-What is for people goes to stderr. The descriptor itself is turned, so that processes that the
-verb starts are heard there too.
+With `--json` a verb that says much while it works says it on stderr. The descriptor itself is
+turned, so that processes that the verb starts are heard there too.
 """
 
 import contextlib
@@ -11,14 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from rloo_cli.utils.files import JsonObject, read_json
-
-JSON_FLAG = "--json"
-
-
-def take_json_flag(args: list[str]) -> tuple[list[str], bool]:
-    """The arguments without --json, and whether it was there."""
-    return [word for word in args if word != JSON_FLAG], JSON_FLAG in args
 
 
 @contextlib.contextmanager
@@ -72,3 +67,16 @@ def run_values(folder: Path) -> JsonObject:
         "why": (about.get("ended") or {}).get("why"),
         "summary": summary,
     }
+
+
+def answer_console(width_without_terminal: int) -> Console:
+    """A console on stdout; that wide (cells) where stdout is a file or a pipe.
+
+    Characters that the terminal's encoding does not have are replaced. Brackets in a text are no
+    markup: it may be a model's, or of a run that somebody else made.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    # Both sizes are set, for TERM=dumb overrules a width alone.
+    width, height = (None, None) if sys.stdout.isatty() else (width_without_terminal, 40)
+    return Console(highlight=False, markup=False, emoji=False, width=width, height=height)

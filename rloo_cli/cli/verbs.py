@@ -1,42 +1,51 @@
-"""Holds the help of `rloo` and of each of its verbs. Imports nothing that is slow.
+"""The verbs of the command line: what each is for, the words and the flags that it takes.
 
-A verb's flags are listed here once: `rloo VERB --help` prints them, and the shell completes them.
+`verb_parser.py` makes one argparse parser of each entry: it reads the arguments, prints the help
+and gives the shell its completion script. Imports nothing that is slow.
 """
 
-import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
-from rloo_cli.utils import paths
 
+class Verb(NamedTuple):
+    """The command line of one verb."""
 
-@dataclass(frozen=True)
-class VerbHelp:
-    """The help of one verb."""
-
+    group: str  # of GROUPS
     summary: str  # its line in `rloo --help`
-    usage: tuple[str, ...]
-    flags: dict[str, str] = field(default_factory=dict)  # "--step N" -> what it does
-    examples: tuple[str, ...] = ()
+    words: dict[str, str]  # action -> the words after it; NEW: without an action
+    flags: dict[str, str]  # `--rows N=8`, `--cfg job|all, -c`, `--keep N ...` -> what it does
+    examples: tuple[str, ...]
     details: str = ""  # lines below the usage
+    flags_of: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # action -> some of the flags
 
 
-CONFIG_DIR = {
-    "--config-dir DIR, -cd": "a folder with groups and recipes of your own; may be repeated"
-}
+GROUPS = ("train", "serve and scale", "inspect", "tools")  # in the order of the help
+NEW = ""
+KEYS = "+recipe=NAME [key=value ...]"
+CONFIG_DIR = {"--config-dir DIR ..., -cd": "a folder with groups and recipes of your own"}
+RESULT_AS_JSON = {"--json": "print the result as JSON; logs go to stderr"}
 COMMON_FLAGS = {
     "--debug": "print tracebacks below an error",
     "--errors=json": "print errors as JSON, for tools",
     "--help, -h": "print this",
 }
-RUN_NOTE = "RUN is a run's folder, or its name under runs/."
+WORD_HELP = {  # what a word of the usage stands for
+    "RUN": "a run's folder, or its name under runs/",
+    "SWEEP": "a sweep's folder, or its name under runs/",
+    "MEMBER": "a member's number, its name, or a part of it",
+    "key=value": "keys with their values; +recipe=NAME or +recipe=my.yaml",
+}
 
-VERBS: dict[str, VerbHelp] = {
-    "train": VerbHelp(
+VERBS: dict[str, Verb] = {
+    "train": Verb(
+        "train",
         "train a policy",
-        ("rloo train [+recipe=NAME] [key=value ...] [flags]",),
+        {NEW: "[+recipe=NAME] [key=value ...]"},
         {
             "--dry-run": "check everything, print the plan and the config, train nothing",
-            "--json": "what came of it on stdout (with --dry-run its plan); all else on stderr",
+            "--json": "print the result as JSON (with --dry-run the plan); logs go to stderr",
             "--multirun, -m": "one run after the other, for each combination of key=a,b",
             "--cfg job|hydra|all, -c": "print the composed config instead of training",
             "--resolve": "with --cfg: with every interpolation resolved",
@@ -49,25 +58,29 @@ VERBS: dict[str, VerbHelp] = {
             "rloo train +recipe=quickstart resume=auto",
             "rloo train --multirun +recipe=quickstart algorithm.beta=0.01,0.05",
         ),
-        "+recipe is a name of `rloo recipes` or a file, +recipe=my.yaml. `rloo config` lists all\n"
-        "keys. A run writes to root/name, runs/NAME as a rule; Ctrl-C saves it, and resume=auto\n"
-        "goes on with it. --multirun returns logging.objective of each job to Hydra's sweeper.",
+        "+recipe is a name of `rloo recipes` or a file, +recipe=my.yaml. `rloo config` lists "
+        "all keys. A run writes to root/name, runs/NAME as a rule; Ctrl-C saves it, and "
+        "resume=auto goes on with it. --multirun returns logging.objective of each job to "
+        "Hydra's sweeper.",
     ),
-    "sweep": VerbHelp(
-        "train several configurations side by side, in turns: +recipe=NAME key=a,b",
-        (
-            "rloo sweep +recipe=NAME key=a,b [flags]",
-            "rloo sweep show|resume SWEEP",
-            "rloo sweep stop|promote SWEEP MEMBER",
-            "rloo sweep clone SWEEP MEMBER key=value ...",
-        ),
+    "sweep": Verb(
+        "train",
+        "train several configurations on one device, interleaved: +recipe=NAME key=a,b",
+        {
+            NEW: "+recipe=NAME key=a,b ...",
+            "show": "SWEEP",
+            "resume": "SWEEP",
+            "stop": "SWEEP MEMBER",
+            "promote": "SWEEP MEMBER",
+            "clone": "SWEEP MEMBER key=value ...",
+        },
         {
             "--chunk N": "steps that a member trains before the next has its turn (10)",
             "--jobs N": "members that train at the same time (one on each GPU; 1 without)",
             "--name NAME": "the sweep's folder, root/NAME",
-            "--keep N": "go on with the best N members only ...",
-            "--at STEP": "... from this step on; --keep and --at may be repeated in pairs",
-            "--by METRIC": "what they are ranked by (reward); METRIC:min = the lowest is the best",
+            "--keep N ...": "go on with the best N members only ...",
+            "--at N ...": "... from this step on; --keep and --at may be repeated in pairs",
+            "--by METRIC ...": "what they are ranked by (reward); METRIC:min = the lowest is best",
             "--dry-run": "check every member and list them, train nothing",
             "--multirun, -m": "accepted, and changes nothing",
             "--json": "the whole state of the sweep on stdout; what is for people on stderr",
@@ -77,17 +90,23 @@ VERBS: dict[str, VerbHelp] = {
             "rloo sweep +recipe=quickstart algorithm.beta=0.0,0.01,0.05",
             "rloo sweep +recipe=quickstart seed=1,2,3,4 --keep 2 --at 40 --by reward",
         ),
+        flags_of={
+            "resume": ("--chunk", "--jobs"),
+            **dict.fromkeys(("show", "stop", "promote", "clone"), ()),
+        },
     ),
-    "sft": VerbHelp(
+    "sft": Verb(
+        "train",
         "fine-tune a model on completions, before RLOO",
-        ("rloo sft +recipe=NAME [key=value ...]",),
+        {NEW: KEYS},
         {"--json": "the model's folder and scores on stdout; all else on stderr", **CONFIG_DIR},
         ("rloo sft +recipe=tldr_mini", "rloo sft +recipe=tldr_mini sft.epochs=1 name=mine"),
         "The model is written to root/sft/NAME; model.path takes that folder.",
     ),
-    "reward-model": VerbHelp(
+    "reward-model": Verb(
+        "train",
         "train a reward model on preferences",
-        ("rloo reward-model +recipe=NAME [key=value ...]",),
+        {NEW: KEYS},
         {"--json": "the model's folder and scores on stdout; all else on stderr", **CONFIG_DIR},
         (
             "rloo reward-model +recipe=tldr_mini",
@@ -95,52 +114,49 @@ VERBS: dict[str, VerbHelp] = {
         ),
         "The model is written to root/reward_model/NAME; reward.NAME.path takes that folder.",
     ),
-    "vllm-serve": VerbHelp(
+    "vllm-serve": Verb(
+        "serve and scale",
         "serve completions for a run from GPUs or a node of their own",
-        (
-            "rloo vllm-serve +recipe=NAME [key=value ...]",
-            "rloo vllm-serve model.path=ORG/NAME [key=value ...]",
-        ),
+        {NEW: "+recipe=NAME | model.path=ORG/NAME [key=value ...]"},
         {"--json": "its address on stdout, once it answers; all else on stderr", **CONFIG_DIR},
         (
             "rloo vllm-serve +recipe=quickstart",
             "rloo vllm-serve +recipe=quickstart generation.server.port=8001",
             "rloo vllm-serve model.path=make:tiny name=a_server",
         ),
-        "`rloo train` with the same overrides and generation=vllm_server finds the server. One\n"
+        "`rloo train` with the same overrides and generation=vllm_server finds the server. One "
         "without a recipe serves any run that names it: generation.server.base_url=URL.",
     ),
-    "eval": VerbHelp(
+    "eval": Verb(
+        "train",
         "score held-out data: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...",
-        (
-            "rloo eval RUN [key=value ...]",
-            "rloo eval RUN/checkpoint-N [key=value ...]",
-            "rloo eval +recipe=NAME [model.path=... key=value ...]",
-        ),
+        {NEW: "[RUN] [+recipe=NAME] [key=value ...]"},
         {"--json": "the metrics on stdout; all else on stderr", **CONFIG_DIR},
         (
             "rloo eval quickstart",
             "rloo eval runs/quickstart/checkpoint-50 eval.num_generations=8",
             "rloo eval +recipe=quickstart eval.max_samples=100",
         ),
-        f"{RUN_NOTE}\nIts final model is evaluated, or else its newest checkpoint.",
+        "Of a RUN its final model is evaluated, or else its newest checkpoint.",
     ),
-    "fetch": VerbHelp(
+    "fetch": Verb(
+        "serve and scale",
         "download what a run needs: +recipe=NAME, for machines without network",
-        ("rloo fetch +recipe=NAME [key=value ...]",),
+        {NEW: KEYS},
         {"--json": "each thing with its place on stdout; all else on stderr", **CONFIG_DIR},
         ("rloo fetch +recipe=quickstart", "rloo fetch +recipe=tldr_1b model.revision=main"),
     ),
-    "plan": VerbHelp(
+    "plan": Verb(
+        "serve and scale",
         "estimate memory, disk and time of a run: +recipe=NAME --gpu 80GiB",
-        ("rloo plan +recipe=NAME [key=value ...] [flags]",),
+        {NEW: KEYS},
         {
             "--gpu KIND": "the device: H100-80GB and others by name, 80GiB, or cpu",
             "--gpus N": "how many of them train",
             "--prompts N": "how many prompts the data has, for the number of steps",
             "--prompt-tokens N": "mean tokens of a prompt",
             "--completion-tokens N": "mean tokens of a completion",
-            "--turns N": "mean turns of an episode, with an agent",
+            "--turns MEAN": "mean turns of an episode, with an agent",
             "--observation-tokens N": "mean tokens of what tools say between two turns",
             "--json": "bytes, seconds and counts, for tools",
             **CONFIG_DIR,
@@ -150,50 +166,48 @@ VERBS: dict[str, VerbHelp] = {
             "rloo plan +recipe=tldr_1b --gpu H100-80GB --prompts 100000 --completion-tokens 40",
         ),
     ),
-    "recipes": VerbHelp(
+    "recipes": Verb(
+        "tools",
         "list recipes; recipes show NAME; recipes copy NAME my.yaml",
-        ("rloo recipes", "rloo recipes show NAME", "rloo recipes copy NAME my.yaml"),
+        {NEW: "", "list": "", "show": "RECIPE", "copy": "RECIPE FILE"},
         {"--json": "the same as data"},
         ("rloo recipes show quickstart", "rloo recipes copy quickstart my.yaml"),
     ),
-    "config": VerbHelp(
+    "config": Verb(
+        "tools",
         "list every key; config explain KEY; config --json",
-        (
-            "rloo config [+recipe=NAME] [key=value ...]",
-            "rloo config explain KEY [+recipe=NAME] [key=value ...]",
-        ),
+        {NEW: "[+recipe=NAME] [key=value ...]", "explain": "KEY [+recipe=NAME] [key=value ...]"},
         {
             "--json": "the JSON schema of a recipe, for editors; of a key: what is known of it",
             **CONFIG_DIR,
         },
         ("rloo config +recipe=quickstart", "rloo config explain algorithm.beta +recipe=quickstart"),
     ),
-    "runs": VerbHelp(
+    "runs": Verb(
+        "inspect",
         "list runs: state, age, steps, held-out score, size",
-        ("rloo runs [FOLDER] [--json]",),
+        {NEW: "[FOLDER]"},
         {"--json": "every run with all that the list knows of it"},
         ("rloo runs", "rloo runs runs/compare"),
-        "FOLDER is runs/ if none is named; runs lie in it or up to two folders below. A run whose\n"
-        "process is gone without having said so is `killed`.",
+        "FOLDER is runs/ if none is named; runs lie in it or up to two folders below. A run "
+        "whose process is gone without having said so is `killed`.",
     ),
-    "top": VerbHelp(
+    "top": Verb(
+        "inspect",
         "watch a run on a screen: phases, time left, speed, memory, sample, advice",
-        ("rloo top [RUN] [--once] [--json] [--every SECONDS]",),
+        {NEW: "[RUN]"},
         {
             "--once": "print one frame and end",
             "--json": "the values of the frame",
-            "--every SECONDS": "between two looks at the files (2)",
+            "--every SECONDS=2": "between two looks at the files",
         },
         ("rloo top quickstart", "rloo top quickstart --once --json"),
-        RUN_NOTE + " Without one: the run\nthat was written last. Leaving never touches the run.",
+        "Without a RUN: the run that was written last. Leaving never touches the run.",
     ),
-    "doctor": VerbHelp(
+    "doctor": Verb(
+        "inspect",
         "before a run: what the machine lacks; after it: what went wrong, with the key to turn",
-        (
-            "rloo doctor [+recipe=NAME] [key=value ...] [--deep] [--json]",
-            "rloo doctor RUN [--json]",
-            "rloo doctor --kill-orphans RUN [--json]",
-        ),
+        {NEW: "[RUN] [+recipe=NAME] [key=value ...]"},
         {
             "--deep": "tokenise prompts and call every reward on two rows; imports torch",
             "--kill-orphans RUN": "end the processes that a run which has ended left running",
@@ -206,31 +220,28 @@ VERBS: dict[str, VerbHelp] = {
             "rloo doctor quickstart",
             "rloo doctor --kill-orphans quickstart",
         ),
-        RUN_NOTE + " Before a run each line is ok, warn or\n"
-        "fail, with the fix; exits with 3 where one is fail. For a RUN it reads files only, and\n"
-        "exits with 20 where a pathology is found.",
+        "Before a run each line is ok, warn or fail, with the fix; exits with 3 where one is "
+        "fail. For a RUN it reads files only, and exits with 20 where a pathology is found.",
     ),
-    "report": VerbHelp(
+    "report": Verb(
+        "inspect",
         "write one HTML page that shows a run: curves, samples, seconds, memory",
-        ("rloo report RUN [--out FILE.html] [--json]",),
+        {NEW: "RUN"},
         {
             "--out FILE.html": "where to; RUN/report.html if it is left out",
             "--json": "the figures as data, and no page",
         },
         ("rloo report quickstart", "rloo report quickstart --out report.html"),
-        RUN_NOTE + " The page needs no network, and\nreads on a phone and in the dark.",
+        "The page needs no network, and reads on a phone and in the dark.",
     ),
-    "replay": VerbHelp(
+    "replay": Verb(
+        "inspect",
         "compute a recorded step again; or say what another reward would have taught",
-        (
-            "rloo replay RUN [--json]",
-            "rloo replay RUN --step N [--tolerance X] [--json]",
-            "rloo replay RUN --reward FILE.py:NAME [--step N] [-n N] [--json]",
-        ),
+        {NEW: "RUN"},
         {
-            "--step N": "the step; with --reward all recorded steps if it is left out",
+            "--step STEP": "the step; with --reward all recorded steps if it is left out",
             "--reward FILE.py:NAME": "score the recorded completions with it instead",
-            "-n N": "with --reward: how many completions are shown whose advantage flips (5)",
+            "-n N=5": "with --reward: how many completions are shown whose advantage flips",
             "--tolerance X": "numbers this near are equal; 0 = bit for bit, as on an equal CPU",
             "--json": "the result as data",
         },
@@ -239,64 +250,64 @@ VERBS: dict[str, VerbHelp] = {
             "rloo replay quickstart --step 3",
             "rloo replay quickstart --reward new.py:score --step 3",
         ),
-        RUN_NOTE + " It has recorded its rollouts\n"
-        "(logging.rollouts_every=1), and is not changed. Exits with 20 where a step comes out\n"
-        "differently.",
+        "The run has recorded its rollouts (logging.rollouts_every=1), and is not changed. Exits "
+        "with 20 where a step comes out differently.",
     ),
-    "sync": VerbHelp(
+    "sync": Verb(
+        "tools",
         "send all of a run's metrics to a tracker: RUN wandb",
-        ("rloo sync RUN TRACKER [--project NAME] [--json]",),
+        {NEW: "RUN TRACKER"},
         {
             "--project NAME": "instead of the run's logging.tracker_project",
             "--json": "how many lines were sent, and where they are",
         },
         ("rloo sync quickstart wandb", "rloo sync quickstart tensorboard --json"),
-        RUN_NOTE
-        + " TRACKER is\none of logging.trackers, such as tensorboard or wandb. It may be repeated.",
+        "TRACKER is one of logging.trackers, such as tensorboard or wandb. It may be repeated.",
     ),
-    "push": VerbHelp(
+    "push": Verb(
+        "tools",
         "send a run's model and its card to a hub, private unless told otherwise",
-        ("rloo push RUN --repo ORG/NAME [flags]",),
+        {NEW: "RUN"},
         {
             "--repo ORG/NAME": "the repository; it is made if it is not there",
             "--public": "let everybody see it",
             "--checkpoint NAME": "a checkpoint of the run instead of final/",
-            "--message TEXT": "of the commit (rloo push)",
+            "--message TEXT=rloo push": "of the commit",
             "--revision BRANCH": "a branch, which is made if it is not there (the main one)",
             "--dataset NAME": "the data set's name on the hub, for the card",
             "--dry-run": "print the card and the files, send nothing",
             "--json": "the result as data",
         },
         ("rloo push quickstart --repo ORG/NAME", "rloo push quickstart --dry-run"),
-        RUN_NOTE
-        + " The token is the\nhub's own (hf auth login, or HF_TOKEN). Repeat it as you like.",
+        "The token is the hub's own (hf auth login, or HF_TOKEN). Repeat it as you like.",
     ),
-    "samples": VerbHelp(
+    "samples": Verb(
+        "inspect",
         "show what a run wrote: --step N --worst; --eval",
-        ("rloo samples RUN [flags]",),
+        {NEW: "RUN"},
         {
-            "--step N": "samples of this step; else of the last step that has some",
+            "--step STEP": "samples of this step; else of the last step that has some",
             "--worst": "the worst first",
             "--best": "the best first",
             "--reward NAME": "with --worst or --best: sort by this reward, not by the score",
-            "-n N": "how many (5)",
+            "-n N=5": "how many",
             "--eval": "held-out samples instead",
             "--set NAME": "held-out samples of this set",
             "--json": "the whole samples, with all their fields",
         },
         ("rloo samples quickstart", "rloo samples runs/quickstart --step 40 --worst -n 20"),
-        RUN_NOTE,
     ),
-    "ledger": VerbHelp(
+    "ledger": Verb(
+        "inspect",
         "show what became of every prompt of a run",
-        ("rloo ledger RUN [--json]",),
+        {NEW: "RUN"},
         {"--json": "the sums, for tools"},
         ("rloo ledger quickstart", "rloo ledger runs/quickstart --json"),
-        RUN_NOTE,
     ),
-    "compare": VerbHelp(
+    "compare": Verb(
+        "inspect",
         "compare runs: curves, tables, which is better and how sure that is",
-        ("rloo compare RUN... [flags]",),
+        {NEW: "RUN ..."},
         {
             "--out FOLDER": "where tables and curves are written; else comparison/ beside the runs",
             "--metric NAME": "the held-out score to compare; usually eval_reward",
@@ -314,12 +325,13 @@ VERBS: dict[str, VerbHelp] = {
         ),
         "RUN is a folder, a name under runs/, a folder with runs in it, or a pattern in quotes.",
     ),
-    "verify-resume": VerbHelp(
+    "verify-resume": Verb(
+        "inspect",
         "prove that a killed run ends as one left alone: +recipe=NAME",
-        ("rloo verify-resume +recipe=NAME [key=value ...] [flags]",),
+        {NEW: KEYS},
         {
-            "--steps N": "steps of each run (6)",
-            "--kill-in-step S": "in whose update the second run is killed (the last but one)",
+            "--steps N=6": "steps of each run",
+            "--kill-in-step STEP": "in whose update the second run is killed (the last but one)",
             "--inside-save": "kill it inside its first save instead",
             "--tolerance X": "numbers this near (relatively) are equal; 0 = bit for bit",
             "--keep": "keep the folders of both runs; they are kept where they differ",
@@ -329,44 +341,49 @@ VERBS: dict[str, VerbHelp] = {
             "rloo verify-resume +recipe=smoke",
             "rloo verify-resume +recipe=smoke --steps 4 --inside-save",
         ),
-        "Both runs train in processes of their own, in a temporary folder under root. Exits with\n"
-        "20 where anything differs, and says what first.",
+        "Both runs train in processes of their own, in a temporary folder under root. Exits "
+        "with 20 where anything differs, and says what first.",
     ),
-    "slurm": VerbHelp(
+    "slurm": Verb(
+        "serve and scale",
         "write a recipe as a batch job: render or submit [KIND] +recipe=NAME",
-        (
-            "rloo slurm render [KIND] +recipe=NAME [key=value ...]",
-            "rloo slurm submit [KIND] +recipe=NAME [key=value ...]",
-        ),
+        {
+            "render": "[KIND] [RUN] +recipe=NAME [key=value ...]",
+            "submit": "[KIND] [RUN] +recipe=NAME [key=value ...]",
+        },
         {"--json": "the script, or the job's number, as data", **CONFIG_DIR},
         (
             "rloo slurm render +recipe=quickstart slurm.time=1:00:00",
             "rloo slurm render sweep +recipe=quickstart algorithm.beta=0.01,0.05",
         ),
-        "KIND: train, train_and_serve, sweep, or eval (which also takes a run's folder). render\n"
+        "KIND: train, train_and_serve, sweep, or eval (which also takes a run's folder). render "
         "prints the script and needs no Slurm; submit sends it with sbatch.",
     ),
-    "migrate": VerbHelp(
+    "migrate": Verb(
+        "tools",
         "turn a TRL or ms-swift command line or config into a recipe",
-        ("rloo migrate COMMAND ...", "rloo migrate FILE.yaml [flags]"),
+        {NEW: "COMMAND ..."},
         {
-            "--world-size N": "processes that the old run had, where its command does not say",
-            "--from DIALECT": "which tool and version it was written for",
+            "--world-size W": "processes that the old run had, where its command does not say",
+            "--from DIALECT": "which tool and version it was written for (see below)",
             "--json": "the recipe's text as JSON",
         },
         (
             "rloo migrate trl rloo --model_name_or_path M --dataset_name D > my.yaml",
             "rloo migrate --world-size 8 config.yaml > my.yaml",
         ),
+        "COMMAND is the old command itself, or a file of its settings (.yaml, .json); --world- "
+        "size and --from stand before it, or behind a file. DIALECT: rloo or grpo (TRL's), "
+        "swift; or a version of TRL: trl_0_9 (<= 0.10), trl_0_21 (0.11 to 0.21), trl_0_28 (0.22 "
+        "to 0.28), grpo_0_16 (0.14 to 0.16), grpo_0_28 (0.22 to 0.28); trl: RLOO or GRPO as its "
+        "settings say.",
     ),
-    "reward": VerbHelp(
+    "reward": Verb(
+        "tools",
         "try a reward on data and tricks: list, test [REWARD] +recipe=NAME",
-        (
-            "rloo reward list [--json]",
-            "rloo reward test [REWARD] +recipe=NAME [key=value ...] [flags]",
-        ),
+        {"list": "", "test": "[REWARD] +recipe=NAME [key=value ...]"},
         {
-            "--rows N": "rows of the data to try it on (8)",
+            "--rows N=8": "rows of the data to try it on",
             "--against REWARD": "a second reward: do the two order completions alike?",
             "--json": "all figures, and every completion that could be exploited",
             **CONFIG_DIR,
@@ -376,66 +393,16 @@ VERBS: dict[str, VerbHelp] = {
             "rloo reward test mine.py:score +recipe=quickstart --rows 20",
             "rloo reward test length_chars +recipe=quickstart --against exact_match",
         ),
-        "REWARD is file.py:function, a reward of the recipe or a choice of conf/reward; without\n"
+        "REWARD is file.py:function, a reward of the recipe or a choice of conf/reward; without "
         "one, all of the recipe's. test exits with 20 where it finds an error or an exploit.",
+        flags_of={"list": ("--config-dir",)},
     ),
-    "completion": VerbHelp(
+    "completion": Verb(
+        "tools",
         "print the shell's completion script: bash, zsh or fish",
-        ("rloo completion bash|zsh|fish",),
+        {NEW: "SHELL"},
         {"--json": "the script as JSON"},
         ('eval "$(rloo completion bash)"', "rloo completion zsh > ~/.zfunc/_rloo"),
         "To keep it, put the line for your shell into its start-up file, ~/.bashrc for bash.",
     ),
 }
-
-
-def help_overview() -> str:
-    """The text of `rloo --help`: every verb and every recipe in a line."""
-    files = paths.recipe_files()
-    headlines = {n: p.read_text().partition("\n")[0].lstrip("# ") for n, p in files.items()}
-    lines = [
-        "usage: rloo VERB [+recipe=NAME] [key=value ...]",
-        "",
-        "verbs (rloo VERB --help has the flags and examples of each):",
-        *align_columns({name: verb.summary for name, verb in VERBS.items()}),
-        "",
-        "recipes:",
-        *align_columns(headlines),
-        "",
-        "try: rloo train +recipe=quickstart",
-    ]
-    return "\n".join(lines)
-
-
-def verb_help_text(name: str) -> str:
-    """The text of `rloo VERB --help`."""
-    verb = VERBS[name]
-    starts = ["usage: ", *["       "] * len(verb.usage)]
-    lines = [f"{start}{line}" for start, line in zip(starts, verb.usage, strict=False)]
-    lines += ["", f"{name}: {verb.summary}", *verb.details.splitlines()]
-    lines += ["", "flags:", *align_columns(verb.flags | COMMON_FLAGS)]
-    return "\n".join([*lines, "", "examples:", *[f"  {example}" for example in verb.examples]])
-
-
-def verb_flags(name: str) -> list[str]:
-    """Every flag of a verb as it is typed, in its long and its short spelling."""
-    text = " ".join([*VERBS[name].flags, *COMMON_FLAGS]) if name in VERBS else ""
-    return re.findall(r"(?<!\S)--?[a-z][a-z-]*(?:=json)?", text)
-
-
-def flag_values(name: str, flag: str) -> list[str] | None:
-    """The values that a flag of a verb takes, or [] if they cannot be listed.
-
-    Returns None for a flag without a value, and for one that is not a flag of this verb.
-    """
-    for usage in VERBS[name].flags if name in VERBS else ():
-        spellings, value = usage.split(", "), usage.split(",")[0].partition(" ")[2]
-        if value and flag in {spelling.partition(" ")[0] for spelling in spellings}:
-            return value.split("|") if "|" in value else []
-    return None
-
-
-def align_columns(cells: dict[str, str]) -> list[str]:
-    """Lines of two columns, the first as wide as its longest cell."""
-    width = max(map(len, cells), default=0)
-    return [f"  {left:<{width}}  {right}" for left, right in cells.items()]

@@ -1,0 +1,114 @@
+"""`rloo train`: compose, check, then run or plan, once per job of a sweep."""
+
+from pathlib import Path
+
+from rloo_cli.cli import answers, multirun
+from rloo_cli.cli.multirun import Job
+from rloo_cli.cli.plan import dry_run, dry_run_values
+from rloo_cli.cli.verb_parser import parse_verb
+from rloo_cli.config import check, compose, hf_cache
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch import launcher
+from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
+from rloo_cli.utils.files import JsonObject
+
+STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
+
+
+def run(args: list[str]) -> int:
+    """Run the verb. Raises ConfigError for a config or a sweep that cannot be composed."""
+    options = parse_verb("train", args)
+    if options.cfg is not None:
+        print(compose.config_text(options.overrides, options.cfg, options.package, options.resolve))
+        return 0
+    if options.resolve or options.package is not None:
+        what, why = "--resolve and --package are of a printed config", "there is no --cfg"
+        raise ConfigError(Problem(what, "command line", why, "--cfg job --resolve"))
+    jobs = JobResults(options.dry_run, options.json)
+    with answers.json_answer(options.json) as answer:
+        best = ""
+        if not options.multirun:
+            jobs.run(multirun.single_job(options.overrides))
+        elif multirun.has_plugins(options.overrides):
+            best = _run_plugin_sweep(options.overrides, jobs)
+        else:
+            found = multirun.sweep_jobs(options.overrides)
+            if not options.dry_run:
+                _check_jobs(found)
+            for job in found:
+                jobs.run(job)
+        if len(jobs.codes) > 1:
+            print(f"{len(jobs.codes)} jobs, {sum(code != 0 for code in jobs.codes)} failed")
+        if best:
+            print(best)
+            answer["best"] = best
+        code = next((code for code in jobs.codes if code), 0)
+        answer |= {"code": code, "runs": jobs.values}
+    return code
+
+
+class JobResults:
+    """Runs jobs, or plans them, and keeps their exit codes and what --json says of each."""
+
+    def __init__(self, dry: bool, as_json: bool):
+        self.dry, self.as_json = dry, as_json
+        self.codes: list[int] = []
+        self.values: list[JsonObject] = []
+
+    def run(self, job: Job) -> float | None:
+        """Run one job. -> the value that a sweeper which optimizes gets"""
+        if self.codes and self.codes[-1] in STOPPED_CODES:  # a sweep that was asked to stop
+            return None
+        value = None
+        try:
+            with hf_cache.recorded_command(job.composed.user_overrides):
+                start = dry_run if self.dry else launcher.launch_run
+                job.code = start(job.composed, multirun=job.multirun)
+            trained = job.multirun and job.code == 0 and not self.dry
+            if self.as_json or trained:
+                named = launcher.name_sweep_job(job.composed) if job.multirun else job.composed
+                settings = check.check_config(named)
+                self.values.append(
+                    dry_run_values(settings) if self.dry else _values_of_run(settings)
+                )
+                if trained:
+                    value = multirun.objective_value(settings)
+        except RunError as error:  # not raised: a failed job does not stop a sweep
+            job.code = print_error(error)
+        self.codes.append(job.code)
+        return value
+
+
+def _check_jobs(jobs: list[Job]) -> None:
+    """Raises ConfigError with everything that is wrong with any job of a sweep."""
+    problems: list[Problem] = []
+    for job in jobs:
+        try:
+            check.check_config(launcher.name_sweep_job(job.composed))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+
+
+def _run_plugin_sweep(overrides: list[str], jobs: JobResults) -> str:
+    """Run a sweep of another sweeper or launcher. -> its best job, if it names one"""
+    sweep = multirun.PluginSweep(overrides)
+    try:
+        sweep.run(jobs.run)
+    except ConfigError as error:
+        if not jobs.codes:
+            raise
+        jobs.codes.append(print_error(_sweeper_error(len(jobs.codes), error.problems[0])))
+    jobs.codes += sweep.exit_codes
+    return sweep.best_job
+
+
+def _sweeper_error(num_jobs: int, found: Problem) -> ConfigError:
+    what = f"Hydra's sweeper gave up after {num_jobs} jobs"
+    fix = found.fix or "correct what the failed jobs above say, then run it again"
+    return ConfigError(Problem(what, "hydra/sweeper", found.what, fix))
+
+
+def _values_of_run(settings: RunConfig) -> JsonObject:
+    return answers.run_values(Path(settings.root, str(settings.name)))
