@@ -1,7 +1,8 @@
 """`rloo plan +recipe=NAME`: memory, disk, tokens, steps and time of a run, before it is started.
 
-Needs neither a GPU nor weights nor torch. `rloo train --dry-run` checks the data's first rows and
-the rewards as well, and prints the plan's head and the resolved config.
+Needs neither a GPU nor weights; torch only for a model that is not among the built-in ones, whose
+parameters are counted, and for a CPU, which is measured. `rloo train --dry-run` checks the data's
+first rows and the rewards as well, and prints the plan's head and the resolved config.
 """
 
 import contextlib

@@ -1,19 +1,20 @@
 """Estimates what a run needs before it starts: memory of each rank, disk, tokens, steps and hours.
 
-This is arithmetic on a checked config and on models' config.json. No weights are loaded and no
-torch is imported, so that `rloo plan` answers in about a second on a machine without a GPU.
+This is arithmetic on a checked config and on what was counted of a model. No weights are loaded.
+For the models of `known_models.json` no torch is imported either: their plans take about a second.
+Any other model is counted on torch's meta device.
 
     plan_inputs     the run that is planned, in numbers
     device          what a GPU or a machine has
     duration        seconds and FLOP of a step
     machine_plan    the plan on this machine, and why it does not fit
-    model_spec      parameters, layers, heads of a model from its config.json
-    model_families  how each family's weights are counted; a table of known models
+    meta_model      counts a model on torch's meta device: parameters, what autograd keeps
+    model_counts    what was counted of a model
+    model_spec      a model's parameters, layers, heads; known_models.json: those that are built in
     overlap_times   seconds of a step under each generation.overlap
     peak_memory     activations and buffers at their peak
     plan            the whole plan, and which keys to change
     static_memory   weights, gradients, optimizer state, reference
     text            the plan as text
-    vision_tower    a vision tower's parameters, and what an image costs
     vllm_memory     memory of vLLM's engine
 """

@@ -15,7 +15,7 @@ from rloo_cli.config.agent import agent_config, observation_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.planning import overlap_times
-from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.model_counts import ModelSpec
 from rloo_cli.planning.overlap_times import StepParts
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import trained_params, value_model_params
@@ -80,8 +80,7 @@ def mean_token_lengths(
 def forward_cost(model: ModelSpec) -> ForwardCost:
     """The cost of a forward pass as the run counts it, with the experts that a token uses."""
     s = model.sizes
-    body = s.layers * model.active_params + model.final_params
-    return ForwardCost(body, s.layers, s.q_width, s.hidden, s.vocab_size)
+    return ForwardCost(model.active_params, s.layers, s.q_width, s.hidden, s.vocab_size)
 
 
 def estimate_step_duration(
@@ -193,9 +192,8 @@ def decode_speed(
     model, device = inputs.model, inputs.device
     gpus = 1 if sampler is None else sampler.tensor_parallel_size
     shared = 1 if sampler is not None else inputs.run.algorithm.num_generations
-    body = model.sizes.layers * model.active_params + model.final_params
     return DecodeSpeed(
-        token_flops=2.0 * (body + model.output_embedding_params),
+        token_flops=2.0 * (model.active_params + model.output_embedding_params),
         flops_per_s=gpus * device.flops_per_s,
         weight_bytes=inputs.bytes_per_weight * model.total_params,
         context_bytes=model.kv_bytes(inputs.bytes_per_weight)

@@ -30,7 +30,7 @@ def plan_on_this_machine(run: RunConfig) -> RunPlan:
     """The plan of a run on this machine.
 
     It is on the CPU if there is no GPU and the run fits; else on the GPUs that `plan_run` assumes.
-    A CPU's speeds are assumed: a dry run imports no torch.
+    A CPU's speeds are assumed: a dry run does not import torch to measure them.
     """
     here = device.find_device(None, small=True, measured=False)
     if here.kind == "cpu" and run.generation.samples_here:
@@ -43,7 +43,7 @@ def plan_on_this_machine(run: RunConfig) -> RunPlan:
 def plan_on_local_device(run: RunConfig) -> RunPlan:
     """The plan of a run on this machine's GPUs, or its CPU where it has none; nothing is assumed.
 
-    No speed is measured: it imports no torch. Raises MachineError, ConfigError.
+    No speed is measured, for which torch would be imported. Raises MachineError, ConfigError.
     """
     here = device.find_device(None, small=True, measured=False)
     return plan.make_run_plan(run, here, PlanOptions())

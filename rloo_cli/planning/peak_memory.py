@@ -162,11 +162,13 @@ def _activation_memory(inputs: PlanInputs, static: StaticMemory) -> ActivationMe
 
 def kept_bytes_per_layer(inputs: PlanInputs) -> float:
     """Bytes per token that a layer keeps, adapters' inputs in float32 included."""
-    kept = inputs.model.saved_bytes(inputs.bytes_per_weight)
-    if inputs.bytes_per_weight < 4:
-        kept += sum(4.0 * i for _, i, _ in adapter_targets(inputs))
-    lora = inputs.run.model.lora
-    return kept + (sum(4.0 * adapter_rank(lora) for _ in adapter_targets(inputs)) if lora else 0.0)
+    kept, lora = inputs.model.saved_bytes(inputs.bytes_per_weight), inputs.run.model.lora
+    if lora is None:
+        return kept
+    each = 4.0 * adapter_rank(lora)
+    cast = inputs.bytes_per_weight < 4
+    added = (x.copies * (each + 4.0 * x.inputs * cast) for x in adapter_targets(inputs))
+    return kept + sum(added) / inputs.model.sizes.layers
 
 
 def _bytes_per_forward_token(inputs: PlanInputs, recompute: bool) -> float:
@@ -215,7 +217,7 @@ def tower_bytes(inputs: PlanInputs, tokens: int) -> float:
         return 0.0
     prompts = max(1, tokens // inputs.group_tokens)
     size, recompute = inputs.bytes_per_weight, run.model.gradient_checkpointing is True
-    each = tower.saved_bytes(size) / (tower.sizes.layers if recompute else 1)
+    each = tower.saved_bytes(size) / (tower.layers if recompute else 1)
     return prompts * inputs.max_prompt_tokens * each
 
 

@@ -11,7 +11,7 @@ from rloo_cli.config.schema import DatasetConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.planning import model_spec
 from rloo_cli.planning.device import Device
-from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.model_counts import ModelSpec
 
 if TYPE_CHECKING:
     from rloo_cli.rewards.model import Config as RewardModelConfig
@@ -90,7 +90,8 @@ class PlanInputs:
     def resolved_layout(self) -> str:
         """The layout of forward passes."""
         wanted = self.layout or self.run.train.layout
-        return self.model.family.layout if wanted == "auto" else wanted
+        longest = self.max_prompt_tokens + self.max_completion_tokens
+        return self.model.layout_for(longest) if wanted == "auto" else wanted
 
     def dtype_bytes(self, dtype: str) -> int:
         """Bytes of a number of a dtype's name; auto is bfloat16 on a GPU."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.config.schema import LoraConfig
-from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.model_counts import Linear, ModelSpec
 from rloo_cli.planning.plan_inputs import PlanInputs
 
 # Bytes per parameter. For an optimizer that is not listed, two moments are assumed.
@@ -53,11 +53,13 @@ def trained_params(inputs: PlanInputs) -> tuple[int, int]:
     lora, model = inputs.run.model.lora, inputs.model
     if lora is None:
         return model.total_params - frozen_params(inputs), 0
-    targets = adapter_targets(inputs)
     r = adapter_rank(lora)
-    per_layer = sum(r * (i + o) + (o if lora.use_dora else 0) for _, i, o in targets)
+    count = sum(
+        x.copies * (r * (x.inputs + x.outputs) + (x.outputs if lora.use_dora else 0))
+        for x in adapter_targets(inputs)
+    )
     tables = {"embed_tokens", "embed_in", "wte", "lm_head", "embed_out"} & {*lora.modules_to_save}
-    return 0, per_layer * model.sizes.layers + len(tables) * model.output_embedding_params
+    return 0, count + len(tables) * model.output_embedding_params
 
 
 def adapter_rank(lora: LoraConfig) -> int:
@@ -83,20 +85,17 @@ def value_model_params(inputs: PlanInputs) -> int:
     return 0 if model is None else model.total_params - model.head_params + model.sizes.hidden
 
 
-def adapter_targets(inputs: PlanInputs) -> list[tuple[str, int, int]]:
-    """(name, in, out) of a layer's linear layers that get an adapter."""
-    lora, model = inputs.run.model.lora, inputs.model
+def adapter_targets(inputs: PlanInputs) -> list[Linear]:
+    """The linear maps of all layers that get an adapter."""
+    lora = inputs.run.model.lora
     if lora is None:
         return []
-    targets: list[tuple[str, int, int]] = []
-    for name, i, o in model.family.linears(model.sizes):
-        chosen = (
-            lora.target_modules == "all-linear" or name.rpartition(".")[2] in lora.target_modules
-        )
-        if chosen and name not in lora.exclude_modules:
-            of_expert = "_proj" in name and model.sizes.mlp_width in (i, o)
-            targets += [(name, i, o)] * (max(model.sizes.experts, 1) if of_expert else 1)
-    return targets
+    wanted, excluded = lora.target_modules, lora.exclude_modules
+    return [
+        linear
+        for linear in inputs.model.linears
+        if (wanted == "all-linear" or linear.name in wanted) and linear.name not in excluded
+    ]
 
 
 def policy_weight_bytes(inputs: PlanInputs, model: ModelSpec) -> float:
@@ -104,7 +103,7 @@ def policy_weight_bytes(inputs: PlanInputs, model: ModelSpec) -> float:
     q, s = inputs.run.model.quantization, inputs.bytes_per_weight
     if q is None:
         return s * model.total_params
-    maps = sum(i * o for _, i, o in model.family.linears(model.sizes)) * model.sizes.layers
+    maps = sum(x.inputs * x.outputs * x.copies for x in model.linears if not x.is_expert)
     each = 1.0 if q.bits == 8 else 0.5 + (0.0159 if q.double_quant else 0.0625)  # with its scales
     return each * maps + s * (model.total_params - maps)
 

@@ -6,7 +6,7 @@ from rloo_cli.config.agent import agent_config, observation_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import plan as planning
-from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.model_counts import ModelSpec
 from rloo_cli.planning.overlap_times import MODES, advised_mode
 from rloo_cli.planning.peak_memory import PROCESS_BYTES
 from rloo_cli.planning.plan import UTILIZATION_STEPS, RunPlan

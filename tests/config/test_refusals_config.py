@@ -11,7 +11,7 @@ from transformers import SchedulerType
 
 from rloo_cli.config import rules, synthetic
 from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, vision_model
-from rloo_cli.planning import model_families
+from rloo_cli.planning import model_spec
 
 pytestmark = pytest.mark.process
 
@@ -475,7 +475,9 @@ def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
     shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
     shapes["addition_shallow"] = addition.SHAPE
-    shapes |= dict.fromkeys(("smollm2", "smollm2_shallow"), model_families.SMOLLM2)
+    shapes |= dict.fromkeys(
+        ("smollm2", "smollm2_shallow"), model_spec.model_config_values("make:smollm2")
+    )
     shapes |= dict.fromkeys(("products", "game"), tool_model.SHAPE)
     shapes["vision"] = vision_model.TEXT_SHAPE
     assert {

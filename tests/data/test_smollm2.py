@@ -17,8 +17,7 @@ from rloo_cli import api
 from rloo_cli.config import synthetic
 from rloo_cli.data import cache
 from rloo_cli.data.synthetic import gguf, shallow, smollm2
-from rloo_cli.planning.model_families import SMOLLM2
-from rloo_cli.planning.model_spec import load_model_spec
+from rloo_cli.planning.model_spec import load_model_spec, model_config_values
 from rloo_cli.utils.errors import MachineError
 
 pytestmark = pytest.mark.process
@@ -36,10 +35,10 @@ def test_the_converted_model_is_a_plain_folder_that_answers_a_question(
     answer = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids.input_ids.shape[1] :]
     assert "12" in tokenizer.decode(answer, skip_special_tokens=True)
     assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
-    planned = load_model_spec("make:smollm2")
+    planned, values = load_model_spec("make:smollm2"), model_config_values("make:smollm2")
     assert planned.total_params == sum(p.numel() for p in model.parameters()) == 134_515_008
-    assert {k: v for k, v in model.config.to_dict().items() if k in SMOLLM2} == SMOLLM2
-    assert synthetic.SYNTHETIC_CONTEXT_LENGTHS["smollm2"] == SMOLLM2["max_position_embeddings"]
+    assert {k: v for k, v in model.config.to_dict().items() if k in values} == values
+    assert synthetic.SYNTHETIC_CONTEXT_LENGTHS["smollm2"] == planned.context_length
 
 
 def test_the_shallow_model_is_the_whole_one_without_six_layers(smollm2_folder: Path) -> None:

@@ -20,6 +20,7 @@ READ = {
     "adapter_config.json",
     "config.json",
     "default.yaml",
+    "known_models.json",
     "old_names.txt",
     "optimization_results.yaml",
     "tldr_mini.yaml",

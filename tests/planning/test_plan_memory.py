@@ -14,12 +14,8 @@ HALF = ("model.dtype=bfloat16",)
 def test_a_small_model_is_counted_by_hand() -> None:
     found = model_spec.parse_model_spec(SMALL, "small", "here")
     assert found.total_params == COUNT == 251_328
-    assert (found.embedding_params, found.head_params, found.layer_params, found.final_params) == (
-        TABLE,
-        TABLE,
-        LAYER,
-        64,
-    )
+    parts = found.embedding_params, found.head_params, found.layer_params, found.body_params
+    assert parts == (TABLE, TABLE, LAYER, 3 * LAYER + 64)
 
 
 # What stays: weights, gradients, optimizer. Of COUNT = n numbers on 4 ranks.
@@ -117,7 +113,7 @@ def test_each_rank_has_a_whole_copy_of_a_reward_model_without_its_head() -> None
 
 def test_activations_of_a_forward_are_rows_times_what_a_layer_keeps() -> None:
     found = case("model.dtype=float32", "algorithm.num_generations=4", "train.prompts_per_step=2")
-    norms, heads = 2 * 12 * 64, 4 * 4
+    norms, heads = 2 * (12 * 64 + 4), 4 * 4  # a norm keeps its factor
     each = norms + 4 * (4 * 64) + heads + 4 * 4 * 128  # q, k, v, out; log-sum-exps; MLP
     assert peak_memory.kept_bytes_per_layer(found) == each
     cut = peak_memory.estimate_peak_memory(found).forward
