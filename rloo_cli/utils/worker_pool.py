@@ -203,7 +203,7 @@ class WorkerPool:
 
     def start_idle(self) -> None:
         """Start the workers that are kept, so that the first calls do not wait for them."""
-        while len(self.idle) < self.keep:
+        for _ in range(self.keep - len(self.idle)):  # calls may take some of them meanwhile
             self.idle.append(self.take_new())
 
     @contextlib.contextmanager

@@ -195,7 +195,7 @@ def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
     words = ("data.max_prompt_length=32", "model.tokenizer=make:tiny")
     text = verb.dry_run_text(checked(f"model.path={tmp_path}", *words))
     assert "\ndevice     CPU with" in text and "--gpu NAME" in text
-    large = json.dumps(SMALL | {"num_hidden_layers": 900, "hidden_size": 8192})
+    large = json.dumps(SMALL | {"num_hidden_layers": 45, "hidden_size": 8192})
     (tmp_path / "large" / "config.json").write_text(large)
     text = verb.dry_run_text(checked(f"model.path={tmp_path}/large", *words))
     assert "\ndevice     H100-80GB" in text
