@@ -71,8 +71,11 @@ class VerbParser(argparse.ArgumentParser):
 
         `overrides` begins with each --config-dir=DIR, as `compose_config` takes it.
         """
-        if self.takes_command:
-            return self.parse_args(args)
+        if self.takes_command:  # it has flags of its own, and begins at the first that is not ours
+            end = self._end_of_flags(args)
+            options = self.parse_args(args[:end])
+            options.command = [*args[end:]]
+            return options
         flags_alone = VerbParser(self.verb, self.action, with_words=False)
         options, words = flags_alone.parse_known_args(args)
         places = [at for at, word in enumerate(words) if word[:1] == "-" and " " not in word]
@@ -89,6 +92,14 @@ class VerbParser(argparse.ArgumentParser):
             self._sort_words(options)
             self._check_recipe(options)
         return options
+
+    def _end_of_flags(self, args: Sequence[str]) -> int:
+        """How many of the first words are flags of this verb, with their values."""
+        with_value = {f for a in self._actions if a.nargs != 0 for f in a.option_strings}
+        end = 0
+        while end < len(args) and args[end].partition("=")[0] in self.flags:
+            end += 2 if args[end] in with_value else 1
+        return end
 
     def _check_recipe(self, options: argparse.Namespace) -> None:
         """Raises ConfigError where the usage has +recipe=NAME, and nothing is to be composed."""
