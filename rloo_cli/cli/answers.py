@@ -73,7 +73,7 @@ def answer_console(width_without_terminal: int) -> Console:
     """A console on stdout; that wide (cells) where stdout is a file or a pipe.
 
     Characters that the terminal's encoding does not have are replaced. Brackets in a text are no
-    markup: it may be a model's, or of a run that somebody else made.
+    markup: it may be a model's, or come from another user's run.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

@@ -24,7 +24,6 @@ from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils.errors import ConfigError, Problem
 
 OWN_FLAGS = ("--from", "--world-size", "--json")
-OWN_FLAGS = ("--from", "--world-size", "--json")
 FROM_CHOICES = [*DIALECTS, "swift", "rloo"]
 
 

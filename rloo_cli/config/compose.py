@@ -285,7 +285,7 @@ def config_text(arguments: Iterable[str], kind: str, package: str | None, resolv
         part = cfg if package is None else OmegaConf.select(cfg, package)
         if part is None:
             fix = f"--package {pasted.guess_name(str(package), [str(key) for key in cfg])}"
-            what, why = f"there is no section {package!r}", "it is not in the composed config"
+            what, why = f"section {package!r} not found", "the composed config does not have it"
             raise ConfigError(Problem(what, "--package", why, fix))
         if not OmegaConf.is_config(part):
             return str(part)

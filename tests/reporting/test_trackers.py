@@ -133,6 +133,21 @@ def test_lines_that_do_not_fit_are_left_out_and_counted(
     assert "rloo sync" in notes[-1]
 
 
+def test_a_tracker_whose_queue_is_full_at_the_end_still_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "QUEUE_LINES", 2)
+    finished = tmp_path / "finished"
+    writes = f"def finish(self): open({str(finished)!r}, 'w')"
+    stand_in(tmp_path, STAND_INS["slow"].replace("def finish(self): pass", writes), monkeypatch)
+    client, _ = make_client(tmp_path, "wandb")
+    client.start()
+    for step in range(10):
+        client.send({"step": step, "reward": 0.5})
+    client.close(limit_s=60.0)
+    assert finished.exists() and client.trackers[0].left_out > 0
+
+
 def test_a_few_lines_that_a_tracker_refuses_are_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

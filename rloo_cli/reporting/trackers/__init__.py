@@ -89,7 +89,7 @@ class TrackerThread:
     ):
         self.name, self.pool, self.tell = name, pool, tell
         self.earlier: deque[MetricsMapping] = deque()
-        self.lines: queue.Queue[JsonObject | None] = queue.Queue(QUEUE_LINES)
+        self.lines: queue.SimpleQueue[JsonObject | None] = queue.SimpleQueue()  # None is its end
         self.busy_since: float | None = time.monotonic()  # None while it waits for a line
         self.num_sent = self.left_out = 0
         self.has_failed = False
@@ -105,15 +105,14 @@ class TrackerThread:
         """Queue a line; one too many is left out."""
         if self.has_failed:
             return
-        try:
-            self.lines.put_nowait(line)
-        except queue.Full:
+        if self.lines.qsize() < QUEUE_LINES:
+            self.lines.put(line)
+        else:
             self.left_out += 1
 
     def end(self) -> None:
-        """Let it finish what is in the queue."""
-        with contextlib.suppress(queue.Full):
-            self.lines.put_nowait(None)
+        """Let it finish what is in the queue, even a full one."""
+        self.lines.put(None)
 
     def _run(self) -> None:
         worker: Worker | None = None
