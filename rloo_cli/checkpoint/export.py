@@ -24,7 +24,7 @@ from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.files import fsync_path
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_WEIGHTS_FILE_BYTES = 5 * 10**9  # transformers splits files at the same size
 WriteModel = Callable[[Path], None]
@@ -37,7 +37,7 @@ def write_model_folder(
     if lora.has_adapter(model):
         lora.save_adapter(model, folder)
     else:
-        _make_savable(model.generation_config)
+        _make_savable(model)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if family_of_model(model) is not None:
@@ -48,7 +48,7 @@ def write_merged_model(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path
 ) -> None:
     """Write the whole model; an adapter is merged into it, and also written to `adapter`."""
-    _make_savable(model.generation_config)
+    _make_savable(model)
     if lora.has_adapter(model):
         lora.save_adapter(model, folder / "adapter")
         model = lora.merged_model(model)
@@ -73,7 +73,7 @@ def write_gathered_model(
     files.close()
     policy.model.config.save_pretrained(folder)
     if policy.model.can_generate():  # a reward model has no generation config
-        _make_savable(policy.model.generation_config)
+        _make_savable(policy.model)
         policy.model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -219,9 +219,14 @@ def save_final(
     return named
 
 
-def _make_savable(config: "GenerationConfig") -> None:
-    """Set `do_sample` if the config cannot be saved without: some published ones lack it."""
+def _make_savable(model: "PreTrainedModel") -> None:
+    """Set `do_sample` if a generation config cannot be saved without: some published ones lack it.
+
+    A reward model has no such config.
+    """
+    if not model.can_generate():
+        return
     try:
-        config.validate(strict=True)
+        model.generation_config.validate(strict=True)
     except ValueError:
-        config.do_sample = True
+        model.generation_config.do_sample = True

@@ -9,7 +9,7 @@ stopped begins anew.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -18,7 +18,7 @@ from rloo_cli.cli import answers
 from rloo_cli.cli.eval import temporary_output_dir
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
-from rloo_cli.config.provenance import YAML_ERRORS
+from rloo_cli.config.provenance import YAML_ERRORS, ConfigSources
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import local_ranks, preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
@@ -34,15 +34,13 @@ def run(section: str, args: list[str]) -> int:
     options = parse_verb(verb, args)
     composed = compose.compose_config(options.overrides)
     settings = check.check_config(composed, needs_reward=False)
-    wrong = list(supervised.training_problems(settings, section))
-    if wrong:
-        placed = [messages.locate_problem(p, composed.sources) for p in wrong]
-        raise ConfigError(*placed)
+    _refuse(supervised.training_problems(settings, section), composed.sources)
     place = supervised.training_folder(settings, section)
     with answers.json_answer(options.json) as answer:
         with hf_cache.recorded_command(composed.user_overrides):
             local_ranks.check_not_a_rank(verb)
             ranks = local_ranks.count_local_ranks(settings)
+            _refuse(supervised.spread_problems(settings, section, ranks), composed.sources)
             preflight.check_supervised_machine(settings, section, ranks)
             is_there = _is_trained(place, settings, section)
             code = 0 if is_there else _train_in_subprocess(place, settings, section, ranks)
@@ -53,6 +51,12 @@ def run(section: str, args: list[str]) -> int:
         summary = read_json(place / "training" / "summary.json") if code == 0 else {}
         answer |= {"model": str(place), "code": code, "summary": summary}
     return code
+
+
+def _refuse(problems: Iterable[Problem], sources: ConfigSources) -> None:
+    """Raise ConfigError for problems, with the places where their keys were set."""
+    if placed := [messages.locate_problem(p, sources) for p in problems]:
+        raise ConfigError(*placed)
 
 
 def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str, ranks: int) -> int:
@@ -102,10 +106,10 @@ def _print_results(
     """What was reached, where the model is, and what to do with it."""
     overrides = [w for w in overrides if not w.lstrip("+").startswith(("sft.", "reward_model."))]
     summary: JsonObject = read_json(output_dir / "training" / "summary.json")
-    for name, after in summary["after"].items():
-        if name != "eval_rows":
-            before = summary["before"][name]
-            print(f"{name.replace('eval_', 'held-out '):<18} {before:.4g} -> {after:.4g}")
+    for name in ("loss", "accuracy", "margin"):
+        if (after := summary["after"].get(f"eval_{name}")) is not None:
+            before = summary["before"][f"eval_{name}"]
+            print(f"{'held-out ' + name:<18} {before:.4g} -> {after:.4g}")
     if section == "sft":
         key = "model.path"
     else:

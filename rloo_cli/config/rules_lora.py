@@ -182,13 +182,20 @@ def _reference(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
 
 
-def unsupported_adapter_problems(run: RunConfig, section: str) -> Iterator[Problem]:
-    """Adapter keys that are set where a `section` (sft, reward_model) trains all weights."""
-    for key in ("lora", "quantization"):
-        if getattr(run.model, key) is not None:
-            why = "it trains every weight: the policy's adapter would be ignored"
-            what = f"model.{key} is not for {section}"
-            yield Problem(what, f"model.{key}", why, f"model.{key}=null")
+def supervised_adapter_problems(run: RunConfig, section: str) -> Iterator[Problem]:
+    """Adapter keys that a `section` (sft, reward_model) does not take."""
+    if run.model.quantization is not None:
+        what, where = f"model.quantization is not for {section}", "model.quantization"
+        yield Problem(
+            what, where, "it trains an adapter over weights that are whole", f"{where}=null"
+        )
+    keys = run.model.lora
+    if keys is None:
+        return
+    yield from _saved_adapter_problems(keys)
+    if section == "reward_model" and keys.path is not None:
+        what, where = "reward_model begins with a new adapter", "model.lora.path"
+        yield Problem(what, where, "the adapter of a language model has no head", f"{where}=null")
 
 
 def adapter_package_problems(run: RunConfig) -> Iterator[Problem]:

@@ -51,7 +51,9 @@ class TrainingConfig(Frozen):
     data: TrainingData
     epochs: float = key("Passes over the examples", gt=0, le=1e6)
     batch_size: Positive = key("Examples (for reward_model: pairs) per optimizer step")
-    micro_batch_size: Positive | None = key("Examples per forward pass; null = batch_size")
+    micro_batch_size: Positive | None = key(
+        "Most examples per forward pass, which take equal parts of a batch; null = batch_size"
+    )
     learning_rate: float = key("Peak learning rate; it falls linearly to 0", ge=0, le=10)
     warmup_steps: int = key("Optimizer steps of linear warm-up", ge=0)
     weight_decay: float = key("AdamW's decoupled weight decay", ge=0)

@@ -68,12 +68,37 @@ def training_problems(run: RunConfig, section: str) -> Iterator[Problem]:
         )
         fix = "model.revision=..., or say which model it is of"
         yield Problem(what, f"{section}.revision", why, fix)
-    yield from rules_lora.unsupported_adapter_problems(run, section)
+    yield from rules_lora.supervised_adapter_problems(run, section)
     size, batch_size = settings.micro_batch_size, settings.batch_size
     if size is not None and size > batch_size:
         key = f"{section}.micro_batch_size"
         why = f"a step has {batch_size} examples ({section}.batch_size)"
         yield Problem(f"{key} = {size} is more than a step has", key, why, f"{key}={batch_size}")
+
+
+def split_batch(settings: TrainingConfig, ranks: int) -> tuple[int, int]:
+    """How a step's examples are split. -> (examples of a forward pass, passes of each rank)
+
+    A pass has the most examples, up to micro_batch_size, of which a rank's share is a multiple.
+    """
+    share = settings.batch_size // ranks
+    most = min(settings.micro_batch_size or share, share)
+    size = next(n for n in range(most, 0, -1) if share % n == 0)
+    return size, share // size
+
+
+def spread_problems(run: RunConfig, section: str, ranks: int) -> Iterator[Problem]:
+    """Why so many processes cannot share a training."""
+    size, key = training_settings(run, section).batch_size, f"{section}.batch_size"
+    if size % ranks:
+        what, why = f"{key} = {size} cannot be shared", f"{ranks} processes take equal parts of it"
+        yield Problem(what, key, why, f"{key}={-(-size // ranks) * ranks}")
+    engine = run.distributed.engine
+    if ranks > 1 and run.model.lora is not None and engine not in rules_lora.WHOLE_ENGINES:
+        what = f"distributed.engine = {engine} and model.lora do not go together in {section}"
+        why = "the adapter is merged into weights that a process has whole"
+        fix = "distributed.engine=ddp, or model.lora=null"
+        yield Problem(what, "distributed.engine", why, fix)
 
 
 def training_download_problems(run: RunConfig, section: str) -> Iterator[Problem]:

@@ -42,8 +42,8 @@ SYNTHETIC_MODELS = {
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_model_folder",
     "tiny_reward": "rloo_cli.data.synthetic.tiny:tiny_reward_model_folder",
     "tldr_base": "rloo_cli.data.synthetic.tldr:tldr_base_folder",
-    "tldr_sft": "rloo_cli.train.supervised.tldr:tldr_sft_folder",
-    "tldr_reward": "rloo_cli.train.supervised.tldr:tldr_reward_folder",
+    "tldr_sft": "rloo_cli.data.synthetic.tldr_models:tldr_sft_folder",
+    "tldr_reward": "rloo_cli.data.synthetic.tldr_models:tldr_reward_folder",
     "vision": "rloo_cli.data.synthetic.vision_model:vision_model_folder",
 }
 SYNTHETIC_CONTEXT_LENGTHS = {  # of the models, in tokens, for checks that come before torch
@@ -65,7 +65,7 @@ SYNTHETIC_DATA = {
     "tiny_chat": "rloo_cli.data.synthetic.tiny:tiny_chat_examples",
     "tiny_pairs": "rloo_cli.data.synthetic.tiny:tiny_pair_examples",
     "tldr": "rloo_cli.data.synthetic.tldr:tldr_examples",
-    "tldr_pairs": "rloo_cli.train.supervised.tldr:tldr_preference_pairs",
+    "tldr_pairs": "rloo_cli.data.synthetic.tldr_models:tldr_preference_pairs",
     "vision": "rloo_cli.data.synthetic.pictures:picture_examples",
     "vision_noise": "rloo_cli.data.synthetic.pictures:noise_examples",
 }

@@ -10,6 +10,8 @@ the others. They come in a permutation of the source; when all were used, in the
 """
 
 import hashlib
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -22,6 +24,7 @@ IndexArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 # Every rank draws from the same order, and keeps this many places of it: an epoch of millions of
 # prompts is permuted again (some 30 ms) when they are used up.
 ORDER_BLOCK = 8_192
+SORT_WINDOW = 16  # batches whose examples are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,24 @@ def mixture_quotas(mixture: tuple[Source, ...], epoch: int) -> list[list[int]]:
             count[i] += sign
         after = [taken + c for taken, c in zip(before, count, strict=True)]
     return [before, after]
+
+
+def like_length_batches(
+    lengths: IndexArray | Sequence[int], batch_size: int, seed: int
+) -> Iterator[list[int]]:
+    """Iterate over batches of example indices without end; each pass has every example once.
+
+    Examples of like length share a batch, so that little is padded; the order of batches is still
+    random. `lengths`: tokens of each example.
+    """
+    epoch, window_size = 0, SORT_WINDOW * batch_size
+    while True:
+        rng = random.Random(f"{seed}/{epoch}")
+        indices = list(range(len(lengths)))
+        rng.shuffle(indices)
+        windows = [indices[i : i + window_size] for i in range(0, len(indices), window_size)]
+        alike = [i for window in windows for i in sorted(window, key=lambda i: lengths[i])]
+        batches = [alike[i : i + batch_size] for i in range(0, len(alike), batch_size)]
+        rng.shuffle(batches)
+        yield from batches
+        epoch += 1

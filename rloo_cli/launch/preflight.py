@@ -72,6 +72,9 @@ def check_supervised_machine(run: RunConfig, section: str, local_ranks: int = 1)
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
     problems = [*supervised.training_download_problems(run, section), *_packages(run)]
     problems += [*_devices(local_ranks), *(_engine(run) if local_ranks > 1 else ())]
+    if find_spec("trl") is None:
+        what, why = "this verb trains with TRL, which is not installed", f"the section is {section}"
+        problems.append(Problem(what, "this machine", why, "pip install 'rloo-cli[stages]'"))
     if problems := [*problems, *root_problems(run), *_cache(run)]:
         raise MachineError(*problems)
 

@@ -295,7 +295,8 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     empty = [n for n, p in whole.named_parameters() if p.is_meta]
     if empty:
         raise RuntimeError(f"the merged model has no {', '.join(empty[:5])}")
-    whole.generation_config = model.generation_config
+    if model.can_generate():  # a reward model has no generation config
+        whole.generation_config = model.generation_config
     whole.requires_grad_(False)
     return whole.eval()
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from cli_cases import Rloo, strict
@@ -21,19 +22,24 @@ from rloo_cli.checkpoint import resume
 from rloo_cli.cli import main, supervised
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose_config
-from rloo_cli.config.supervised import training_data, training_model
+from rloo_cli.config.supervised import split_batch, training_data, training_model
+from rloo_cli.data.order import like_length_batches
 from rloo_cli.data.synthetic import tiny
+from rloo_cli.distributed.world import World
+from rloo_cli.launch import preflight
 from rloo_cli.policy import reward_load
 from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.engine.ready import RewardSetup
-from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
-from rloo_cli.utils.errors import ConfigError, DataError, NumbersError, RunError
+from rloo_cli.train.supervised import rows, trainers, worker
+from rloo_cli.utils.errors import ConfigError, DataError, MachineError, NumbersError, RunError
 from rloo_cli.utils.files import read_json
 
 SFT = ["+recipe=smoke", "sft.completion_column=answer", "sft.learning_rate=1e-2"]
 SFT += ["sft.data.eval_split=test", "sft.batch_size=8", "sft.warmup_steps=2", "sft.log_every=2"]
 PAIRS = ["+recipe=smoke", "reward_model.data.path=make:tiny_pairs", "reward_model.batch_size=8"]
 PAIRS += ["reward_model.data.eval_split=test", "reward_model.learning_rate=1e-2"]
+COMPLETIONS = ("chosen", "rejected")
+KEPT_ENDINGS = {".json", ".jsonl", ".yaml", ".safetensors", ".jinja"}
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +70,38 @@ def left(place: Path) -> list[str]:
 
 def settings(*words: str) -> Any:
     return check.check_config(compose_config(["+recipe=smoke", *words]))
+
+
+def last_scores(model: Any, sequences: list[list[int]]) -> list[float]:
+    """A reward model's score of each sequence, alone, at its last token."""
+    with torch.no_grad():
+        hidden = [model.base_model(torch.tensor([ids]))[0][0, -1] for ids in sequences]
+        return [float(model.score(state)) for state in hidden]
+
+
+def read(section: str, run: Any, data: Any, tokens: Any, limit: int = 99) -> rows.TrainingRows:
+    """The examples of a section, as ids."""
+    source = training_data(run, section)
+    return rows.RowReader(section, source, tokens, run, limit).read_rows(data)
+
+
+def learned_ids(row: dict[str, list[int]]) -> list[int]:
+    """The ids of an example that the loss counts."""
+    return [label for label in row["labels"] if label != rows.NOT_LEARNED]
+
+
+def training_of(
+    section: str, model: Any, examples: list[dict[str, Any]], *words: str, tokens: Any = None
+) -> list[dict[str, Any]]:
+    """The lines of metrics of a training on these ids, one a step."""
+    data = [e | {"length": max(len(ids) for ids in e.values())} for e in examples]
+    prepared = [rows.TrainingRows(datasets.Dataset.from_list(data), 0, 0)]
+    run = settings(*(f"{section}.{word}" for word in ("log_every=1", "warmup_steps=0", *words)))
+    world, found = World(0, 1, torch.device("cpu")), []
+    given = (model, tokens or tiny.tiny_tokenizer(), run, world, prepared)
+    trainer, _ = trainers.build_trainer(section, *given, Path("training"), found.append)
+    trainer.train()
+    return found
 
 
 # What the verbs leave.
@@ -98,8 +136,8 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
     assert model.config.pad_token_id == tokens.pad_token_id == 0
     entry = settings("reward=model", f"reward.model.path={folder}").rewards["model"]
     row = tiny.tiny_pair_examples("test")[0]
-    pair = reward_model.tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokens)
-    ours = reward_model.score_sequences(model.eval(), [pair.chosen, pair.rejected])
+    pair = [rows.tokenize_with_eos(row["prompt"] + row[n], tokens, True) for n in COMPLETIONS]
+    ours = last_scores(model.eval(), pair)
     reads = build_reward("model", entry).code
     reads.prepare_model(
         RewardSetup(tokens, [], 100, torch.device("cpu"), lambda note: None, reward_load)
@@ -108,7 +146,7 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
     ids = [[*tokens(text)["input_ids"], tokens.eos_token_id] for text in texts]
     prompt = tokens(row["prompt"])["input_ids"]
     theirs = reads([row["prompt"]] * 2, texts, [prompt] * 2, ids, ["stop"] * 2, [0, 0])
-    assert ours.tolist() == pytest.approx(theirs, abs=1e-5)  # trained on what is read later
+    assert ours == pytest.approx(theirs, abs=1e-5)  # trained on what is read later
 
 
 def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
@@ -121,6 +159,81 @@ def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
     with pytest.raises(ConfigError, match="another sft"):
         main.find_verb(["sft", *SFT, "sft.data.max_samples=8"])()
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("word", ["lora=default", "lora=dora"])
+def test_an_adapter_is_merged_into_the_model_that_sft_leaves(
+    here: None, place: Path, word: str
+) -> None:
+    assert main.find_verb(["sft", *SFT, word])() == 0
+    folder = place / "runs" / "sft" / "smoke"
+    first, model = a_model(), AutoModelForCausalLM.from_pretrained(folder)
+    assert first.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(model.model.embed_tokens.weight, first.model.embed_tokens.weight)
+    for old, new in zip(first.model.layers, model.model.layers, strict=True):
+        assert not torch.equal(old.self_attn.q_proj.weight, new.self_attn.q_proj.weight)
+    assert (folder / "adapter" / "adapter_config.json").is_file()
+    lines = strict(folder / "training" / "metrics.jsonl")
+    measured = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert measured[1] < measured[0]
+
+
+def test_an_adapter_of_a_reward_model_is_trained_with_its_head(here: None, place: Path) -> None:
+    assert main.find_verb(["reward-model", *PAIRS, "lora=default"])() == 0
+    folder = place / "runs" / "reward_model" / "smoke"
+    summary = read_json(folder / "training" / "summary.json")
+    assert summary["after"]["eval_accuracy"] > 0.9
+    entry = settings("reward=model", f"reward.model.path={folder}").rewards["model"]
+    code = build_reward("model", entry).code
+    code.prepare_model(
+        RewardSetup(
+            tiny.tiny_tokenizer(), [], 100, torch.device("cpu"), lambda note: None, reward_load
+        )
+    )
+    row = tiny.tiny_pair_examples("test")[0]
+    tokens = tiny.tiny_tokenizer()
+    ids = [[*tokens(row[name])["input_ids"], 1] for name in COMPLETIONS]
+    prompt = tokens(row["prompt"])["input_ids"]
+    texts = [row[name] for name in COMPLETIONS]
+    better, worse = code([row["prompt"]] * 2, texts, [prompt] * 2, ids, ["stop"] * 2, [0, 0])
+    assert better > worse
+
+
+def test_an_adapter_of_the_output_embedding_is_refused(here: None, place: Path) -> None:
+    words = ("lora=default", "model.lora.target_modules=[lm_head,q_proj]")
+    with pytest.raises(ConfigError) as refused:
+        main.find_verb(["sft", *SFT, *words])()
+    assert refused.value.problems[0].where == "model.lora.target_modules"
+
+
+@pytest.mark.parametrize("words", [SFT, PAIRS], ids=["sft", "reward_model"])
+def test_what_is_left_holds_no_pickle(here: None, place: Path, words: list[str]) -> None:
+    verb = "sft" if words is SFT else "reward-model"
+    assert main.find_verb([verb, *words, "model.dtype=bfloat16"])() == 0
+    files = [path for path in place.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= KEPT_ENDINGS and len(files) > 6
+    kind = AutoModelForCausalLM if words is SFT else AutoModelForSequenceClassification
+    model = kind.from_pretrained(next(place.rglob("model.safetensors")).parent)
+    assert model.dtype is torch.bfloat16
+
+
+def test_without_trl_the_verbs_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    have = preflight.find_spec
+    monkeypatch.setattr(preflight, "find_spec", lambda n: None if n == "trl" else have(n))
+    for section in ("sft", "reward_model"):
+        with pytest.raises(MachineError) as refused:
+            preflight.check_supervised_machine(settings(), section)
+        assert refused.value.code == 3
+        assert refused.value.problems[0].fix == "pip install 'rloo-cli[stages]'"
+
+
+@pytest.mark.parametrize("verb", ["sft", "reward-model"])
+def test_a_training_that_user_code_ends_with_0_is_not_finished(rloo: Rloo, verb: str) -> None:
+    (rloo.folder / "mine.py").write_text("import os\ndef end(row):\n    os._exit(0)\n")
+    path = "make:tiny" if verb == "sft" else "make:tiny_pairs"
+    ended = rloo(verb, "+recipe=smoke", f"data.path={path}", "data.map=mine.py:end")
+    assert ended.code == 6 and "os._exit" in ended.err, ended.said
+    assert rloo.left() == ["mine.py"]
 
 
 @pytest.mark.slow
@@ -160,7 +273,7 @@ BAD = {
     "sft sft.path=./nothing": (2, "does not exist"),
     "sft sft.revision=v1": (2, "without sft.path"),
     "reward-model reward_model.data.path=./nothing.jsonl": (2, "does not exist"),
-    "sft --dry-run": (2, "--dry-run is not a flag of sft"),
+    "sft --dry-run": (2, "--dry-run is not a flag of rloo sft"),
     "sft sft.path=org/nothing": (3, "HF_HUB_OFFLINE"),
 }
 
@@ -251,19 +364,22 @@ def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path, s
     (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = settings("data.path=mine.jsonl")
     data = worker.dataset.load_split(training_data(run, "sft"), "train")
-    kept = examples.sft_examples(
-        data, training_data(run, "sft"), run.sft, tiny.tiny_tokenizer(), run, 63
+    kept = read("sft", run, data, tiny.tiny_tokenizer(), 63)
+    assert (len(kept.dataset), kept.num_too_long, kept.num_empty, max(kept.lengths)) == (
+        7,
+        2,
+        1,
+        63,
     )
-    assert (len(kept.examples), kept.num_too_long, kept.num_empty, kept.max_tokens) == (7, 2, 1, 63)
     sentence(kept.describe(63))
 
 
-def test_a_loss_that_is_no_number_ends_the_training() -> None:
-    model, rows = a_model(), [sft.SftExample([5, 6, 7], 1)]
+def test_a_loss_that_is_no_number_ends_the_training(place: Path) -> None:
+    model = a_model()
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
     with pytest.raises(NumbersError, match="not finite"):
-        fit.SupervisedTrainer(model, sft.SftObjective(), settings().sft, 1).train(rows)
+        training_of("sft", model, ROWS)
 
 
 # The losses.
@@ -273,86 +389,98 @@ def a_model(kind: Any = AutoModelForCausalLM, path: str = "make:tiny") -> Any:
     return kind.from_pretrained(synthetic.resolve_model_path(path))
 
 
+def example(ids: list[int], start: int) -> dict[str, list[int]]:
+    """An example whose completion begins at `start`."""
+    return {"input_ids": ids, "labels": [rows.NOT_LEARNED] * start + ids[start:]}
+
+
 ROWS = [
-    sft.SftExample([5, 6, 7, 8, 1], 2),
-    sft.SftExample([9, 1, 9, 1], 3),
-    sft.SftExample([4, 3, 2, 7, 6, 1], 1),
+    example([5, 6, 7, 8, 1], 2),
+    example([9, 1, 9, 1], 3),
+    example([4, 3, 2, 7, 6, 1], 1),
+    example([8, 8, 1], 1),
+]
+ID_PAIRS = [
+    {"chosen_ids": [5, 6, 7, 8, 1], "rejected_ids": [9, 1, 9, 1]},
+    {"chosen_ids": [4, 1], "rejected_ids": [3, 2, 1, 7, 6, 1]},
 ]
 
 
-def test_the_loss_of_sft_is_transformers_with_the_prompt_masked() -> None:
-    model = a_model()
-    ids, mask = fit.pad_right([row.ids for row in ROWS], model)
-    labels = ids.masked_fill(mask == 0, -100)
-    for row, example in zip(labels, ROWS, strict=True):
-        row[: example.completion_start] = -100
-    theirs = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-    ours, _ = sft.SftObjective().loss(model, ROWS)
-    assert float(ours.detach()) / sum(map(sft.SftObjective().loss_count, ROWS)) == pytest.approx(
-        float(theirs.detach())
+def test_the_loss_of_sft_is_transformers_with_the_prompt_masked(place: Path) -> None:
+    model, total, count = a_model(), 0.0, 0
+    for row in ROWS:
+        ids, labels = (torch.tensor([row[n]]) for n in ("input_ids", "labels"))
+        learned = len(learned_ids(row))
+        total += learned * float(model(input_ids=ids, labels=labels).loss.detach())
+        count += learned
+    (line,) = training_of("sft", model, ROWS, "batch_size=4", "learning_rate=0")
+    assert line["loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["<pad>", "<eos>"])
+def test_a_reward_model_reads_the_last_token_whatever_the_padding_is(
+    place: Path, padding: str
+) -> None:
+    model = a_model(AutoModelForSequenceClassification, "make:tiny_reward")
+    tokens = tiny.tiny_tokenizer()
+    tokens.pad_token = padding
+    chosen, rejected = (
+        last_scores(model.eval(), [pair[f"{name}_ids"] for pair in ID_PAIRS])
+        for name in COMPLETIONS
     )
+    gaps = [one - other for one, other in zip(chosen, rejected, strict=True)]
+    losses = [math.log(1 + math.exp(-gap)) for gap in gaps]
+    center = [0.5 * (one + other) ** 2 for one, other in zip(chosen, rejected, strict=True)]
+    words = ("batch_size=2", "learning_rate=0", "center_rewards_coefficient=0.5")
+    (line,) = training_of("reward_model", model, ID_PAIRS, *words, tokens=tokens)
+    assert line["margin"] == pytest.approx(sum(gaps) / 2, abs=1e-5)
+    assert line["loss"] == pytest.approx((sum(losses) + sum(center)) / 2, abs=1e-5)
 
 
-def test_who_stands_beside_a_row_changes_nothing() -> None:
-    model = a_model()
-    alone = sum(float(sft.SftObjective().loss(model, [row])[0].detach()) for row in ROWS)
-    assert float(sft.SftObjective().loss(model, ROWS)[0].detach()) == pytest.approx(alone, rel=1e-5)
-    # EOS is 1 and stands inside rows too; the score is read at the last place all the same.
-    judge, ids = (
-        a_model(AutoModelForSequenceClassification, "make:tiny_reward"),
-        [r.ids for r in ROWS],
-    )
-    one_by_one = [float(reward_model.score_sequences(judge, [row])[0].detach()) for row in ids]
-    assert reward_model.score_sequences(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
-    judge.config.pad_token_id = 1
-    assert reward_model.score_sequences(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
-
-
-def test_bradley_terry_by_hand() -> None:
-    chosen, rejected = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.0, 0.0, 1.0])
-    by_hand = [math.log(1 + math.exp(-1)), math.log(2), math.log(1 + math.exp(3))]
-    assert reward_model.bradley_terry_loss(chosen, rejected).tolist() == pytest.approx(by_hand)
-    centred = [loss + 0.5 * x for loss, x in zip(by_hand, (1, 0, 1), strict=True)]
-    assert reward_model.bradley_terry_loss(chosen, rejected, 0.5).tolist() == pytest.approx(centred)
-
-
-@pytest.mark.parametrize("micro", [1, 2, None])
-def test_parts_of_a_batch_make_the_same_step(micro: int | None) -> None:
-    model, found = a_model(), []
-    one = settings("sft.batch_size=3", "sft.learning_rate=1e-2", "sft.warmup_steps=0").sft
-    one = one.model_copy(update={"micro_batch_size": micro})
-    fit.SupervisedTrainer(model, sft.SftObjective(), one, 1, found.append).train(ROWS)
-    whole = a_model()
-    fit.SupervisedTrainer(
-        whole, sft.SftObjective(), one.model_copy(update={"micro_batch_size": 3}), 1
-    ).train(ROWS)
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+@pytest.mark.parametrize("micro", [1, 3])
+def test_parts_of_a_batch_make_the_same_step(place: Path, micro: int) -> None:
+    words = ("batch_size=4", "learning_rate=1e-2")
+    parts, whole = a_model(), a_model()
+    training_of("sft", parts, ROWS, *words, f"micro_batch_size={micro}")
+    (line,) = training_of("sft", whole, ROWS, *words)
+    assert line["rows"] == 4 and line["steps"] == 1
+    for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    assert found[0]["loss"] == pytest.approx(5.5, abs=0.5) and found[0]["steps"] == 1
+
+
+def test_a_batch_is_split_into_equal_parts() -> None:
+    def parts(micro: int | None, ranks: int) -> tuple[int, int]:
+        keys = {"batch_size": 12, "micro_batch_size": micro}
+        return split_batch(settings().sft.model_copy(update=keys), ranks)
+
+    assert parts(None, 1) == (12, 1) and parts(None, 2) == (6, 1)
+    assert parts(5, 1) == (4, 3) and parts(5, 2) == (3, 2) and parts(1, 3) == (1, 4)
 
 
 def test_every_pass_has_every_row_once_in_a_seeded_order() -> None:
     lengths = [7 * i % 23 for i in range(50)]
-    draw = fit.batch_order(lengths, 4, 1)
+    draw = like_length_batches(lengths, 4, 1)
     passes = [[next(draw) for _ in range(13)] for _ in range(2)]
     for batches in passes:
         assert sorted(i for batch in batches for i in batch) == list(range(50))
     assert passes[0] != passes[1]
-    again = fit.batch_order(lengths, 4, 1)
+    again = like_length_batches(lengths, 4, 1)
     assert [next(again) for _ in range(13)] == passes[0]
-    other = fit.batch_order(lengths, 4, 2)
+    other = like_length_batches(lengths, 4, 2)
     assert [next(other) for _ in range(13)] != passes[0]
     spread = [max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in passes[0]]
     assert sum(spread) / len(spread) < 5  # like lengths stand together
+    order = trainers.SeededOrder(lengths, 4, 1, 70)
+    assert [*order] == [i for batch in (*passes[0], *passes[1]) for i in batch][:70]
+    assert len(order) == 70
 
 
-def test_the_rate_warms_up_and_falls_to_nothing() -> None:
-    found: list[dict[str, Any]] = []
-    one = settings("sft.batch_size=1", "sft.warmup_steps=2", "sft.learning_rate=1e-3").sft
-    one = one.model_copy(update={"log_every": 1, "epochs": 2.0})
-    fit.SupervisedTrainer(a_model(), sft.SftObjective(), one, 1, found.append).train(ROWS)
+def test_the_rate_warms_up_and_falls_to_nothing(place: Path) -> None:
+    words = ("batch_size=1", "warmup_steps=2", "learning_rate=1e-3", "epochs=1.5")
+    found = training_of("sft", a_model(), ROWS, *words)
     rates = [line["learning_rate"] for line in found]
     assert rates == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert [line["epoch"] for line in found] == [0.25, 0.5, 0.75, 1, 1.25, 1.5]
 
 
 # Texts.
@@ -361,13 +489,11 @@ def test_the_rate_warms_up_and_falls_to_nothing() -> None:
 def test_every_completion_has_one_end() -> None:
     tokens = tiny.tiny_tokenizer()
     for text in ("ab", "ab<eos>", "ab<eos>\n"):
-        ids = sft.tokenize_with_eos(text, tokens, False)
+        ids = rows.tokenize_with_eos(text, tokens, False)
         assert ids == [*tokens("ab")["input_ids"], 1]
-    row = sft.tokenize_example([5, 6], "ab", tokens)
-    assert row.ids[:2] == [5, 6] and row.completion_start == 2 and row.ids[-1] == 1
     tokens.eos_token = None
     with pytest.raises(DataError, match="no end-of-text"):
-        sft.tokenize_with_eos("ab", tokens, False)
+        rows.tokenize_with_eos("ab", tokens, False)
 
 
 def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
@@ -376,14 +502,13 @@ def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
     row = {"prompt": asked, "completion": said, "chosen": "Yes", "rejected": said}
     (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
     run, tokens = settings("data.path=mine.jsonl"), tiny.tiny_tokenizer()
-    source = training_data(run, "sft")
-    data = worker.dataset.load_split(source, "train")
-    (example,) = examples.sft_examples(data, source, run.sft, tokens, run, 99).examples
-    assert tokens.decode(example.ids[: example.completion_start]) == "<|user|>Hi\n<|assistant|>"
-    assert tokens.decode(example.ids[example.completion_start :]) == "Yes\n<eos>"
-    (pair,) = examples.preference_pairs(data, source, run.reward_model, tokens, run, 99).examples
-    assert tokens.decode(pair.chosen) == "<|user|>Hi\n<|assistant|>Yes\n"
-    assert pair.chosen == pair.rejected
+    data = worker.dataset.load_split(training_data(run, "sft"), "train")
+    (row,) = read("sft", run, data, tokens).dataset
+    assert tokens.decode(row["input_ids"]) == "<|user|>Hi\n<|assistant|>Yes\n<eos>"
+    assert tokens.decode(learned_ids(row)) == "Yes\n<eos>"
+    (pair,) = read("reward_model", run, data, tokens).dataset
+    assert tokens.decode(pair["chosen_ids"]) == "<|user|>Hi\n<|assistant|>Yes\n"
+    assert pair["chosen_ids"] == pair["rejected_ids"]
 
 
 HI, YES = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
@@ -411,9 +536,9 @@ def test_texts_and_conversations_without_a_prompt_are_trained_on_whole(
     )
     source = training_data(run, "sft")
     (data,) = worker._load_examples(source, run.sft, "sft")
-    example, *others = examples.sft_examples(data, source, run.sft, tokens, run, 99).examples
-    assert len(others) == 2 and tokens.decode(example.ids) == decoded
-    assert sft.SftObjective().loss_count(example) == len(example.ids) - 1
+    first, *others = read("sft", run, data, tokens).dataset
+    assert len(others) == 2 and tokens.decode(first["input_ids"]) == decoded
+    assert first["labels"] == first["input_ids"]
 
 
 def test_pairs_of_whole_conversations_need_no_prompt(place: Path) -> None:
@@ -422,9 +547,9 @@ def test_pairs_of_whole_conversations_need_no_prompt(place: Path) -> None:
     run, tokens = settings("data.path=mine.jsonl", "data.eval_split=null"), tiny.tiny_tokenizer()
     source = training_data(run, "reward_model")
     (data,) = worker._load_examples(source, run.reward_model, "reward_model")
-    read = examples.preference_pairs(data, source, run.reward_model, tokens, run, 99)
-    assert tokens.decode(read.examples[0].chosen) == "<|user|>Hi\n<|assistant|>Yes\n"
-    assert tokens.decode(read.examples[0].rejected) == "<|user|>Hi\n<|assistant|>No\n"
+    (pair,) = read("reward_model", run, data, tokens).dataset
+    assert tokens.decode(pair["chosen_ids"]) == "<|user|>Hi\n<|assistant|>Yes\n"
+    assert tokens.decode(pair["rejected_ids"]) == "<|user|>Hi\n<|assistant|>No\n"
 
 
 @pytest.mark.parametrize("words", ["data.template='Q {prompt}'", "data.chat=true", "data.system=x"])
@@ -434,7 +559,7 @@ def test_keys_for_prompts_are_refused_where_texts_have_none(place: Path, words: 
     source = training_data(run, "sft")
     (data,) = worker._load_examples(source, run.sft, "sft")
     with pytest.raises(DataError) as refused:
-        examples.sft_examples(data, source, run.sft, tiny.tiny_tokenizer(), run, 99)
+        read("sft", run, data, tiny.tiny_tokenizer())
     assert refused.value.problems[0].where == words.partition("=")[0]
 
 
@@ -444,7 +569,7 @@ def test_data_of_no_known_format_is_refused_with_its_columns(place: Path) -> Non
     source = training_data(run, "sft")
     (data,) = worker._load_examples(source, run.sft, "sft")
     with pytest.raises(DataError) as refused:
-        examples.sft_examples(data, source, run.sft, tiny.tiny_tokenizer(), run, 99)
+        read("sft", run, data, tiny.tiny_tokenizer())
     assert refused.value.problems[0].where.startswith("data.prompt_column")
 
 
@@ -456,7 +581,7 @@ def test_a_template_that_rewrites_the_past_is_refused(place: Path, sentence) -> 
     source = training_data(run, "sft")
     with pytest.raises(DataError) as refused:
         data = worker.dataset.load_split(source, "train")
-        examples.sft_examples(data, source, run.sft, tokens, run, 99)
+        read("sft", run, data, tokens)
     sentence(refused)
 
 

@@ -123,11 +123,28 @@ def test_a_choice_has_a_value_for_every_key(group: str) -> None:
         assert getattr(run.model, group) is not None
 
 
-def test_a_training_of_whole_models_does_not_leave_an_adapter_out_silently(
-    rloo_without_torch: Rloo,
+@pytest.mark.parametrize(
+    ("words", "key", "fix"),
+    [
+        ("sft lora=default quantization=4bit", "model.quantization", "model.quantization=null"),
+        ("reward-model lora=default model.lora.path=ADAPTER", "model.lora.path", "=null"),
+        (
+            "sft lora=default distributed=zero3 distributed.num_processes=2",
+            "distributed.engine",
+            "distributed.engine=ddp",
+        ),
+    ],
+)
+def test_an_adapter_that_a_training_before_rloo_cannot_have_is_refused_without_torch(
+    words: str, key: str, fix: str, tmp_path: Path, rloo_without_torch: Rloo
 ) -> None:
-    ended = rloo_without_torch("sft", "+recipe=smoke", "lora=default")
-    assert_refused(ended, key="model.lora", fix="model.lora=null")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    made = {"peft_type": "LORA", "r": 16, "lora_alpha": 32.0}
+    (adapter / "adapter_config.json").write_text(json.dumps(made))
+    verb, *rest = words.replace("ADAPTER", str(adapter)).split()
+    ended = rloo_without_torch(verb, "+recipe=smoke", *rest)
+    assert_refused(ended, key=key, fix=fix)
 
 
 def test_an_adapters_folder_as_the_model_is_named_with_its_base(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from prompt_cases import config
 from rloo_cli.config import synthetic
 from rloo_cli.data import cache as data_cache
 from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model, tool_tasks, vision_model
-from rloo_cli.train.supervised import tldr as trained
+from rloo_cli.data.synthetic import tldr_models as trained
 from rloo_cli.utils.errors import MachineError
 
 pytestmark = pytest.mark.wide

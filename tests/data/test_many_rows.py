@@ -18,11 +18,9 @@ from resume_cases import attempt, differing, left
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
-from rloo_cli.config.supervised import training_data
 from rloo_cli.data import cache, dataset, exact_values, fingerprint, prompts, splits, survey
 from rloo_cli.data.render import PromptRows
 from rloo_cli.data.vocabulary import check_prompt_ids
-from rloo_cli.train.supervised import examples
 from rloo_cli.utils.errors import ConfigError, DataError, RunError
 
 COUNT = 60
@@ -184,29 +182,6 @@ def test_lengths_are_kept_for_what_they_depend_on(tmp_path):
     path.unlink()
     lengths.append(prepared(json_file(tmp_path, rows)).lengths)
     assert len({tuple(found) for found in lengths}) == 4
-
-
-def test_lengths_of_examples_are_kept_for_their_column_and_chat_template(tmp_path, monkeypatch):
-    monkeypatch.setattr(examples, "KEY_EXAMPLES", 2)
-    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    longer = plain.replace("{% endfor", "{% if 'last' in m['content'] %}##{% endif %}{% endfor")
-    rows = [row | {"one": "yes", "two": "yes"} for row in chat(*texts())]
-    rows[-1] |= {"one": "last", "two": "and last"}
-    path = json_file(tmp_path, rows)
-
-    def lengths(column, template):
-        words = [f"sft.data.path={path}", "sft.data.split=train", f"sft.completion_column={column}"]
-        run = check.check_config(compose_config(["+recipe=smoke", *words]))
-        source = training_data(run, "sft")
-        data = dataset.load_split(source, "train")
-        found = examples.sft_examples(data, source, run.sft, tokenizer(template), run, 99)
-        return found.lengths.tolist()
-
-    cases = [("one", plain), ("two", plain), ("one", longer)]
-    found = [lengths(*case) for case in cases]
-    assert found == [lengths(*case) for case in cases]
-    assert [one[-1] - found[0][-1] for one in found] == [0, 4, 2]
-    assert len({tuple(one[:-1]) for one in found}) == 1
 
 
 def test_a_large_file_is_read_once_and_again_when_it_changed(tmp_path, monkeypatch):

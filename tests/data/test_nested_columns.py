@@ -16,7 +16,7 @@ from rloo_cli.data import dataset, prompts, splits
 from rloo_cli.evaluation.judges.pairs import check_reference_column, reference_text
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.scoring import score_groups
-from rloo_cli.train.supervised.examples import _require_column
+from rloo_cli.train.supervised.rows import _require_column
 from rloo_cli.utils.errors import DataError
 
 ROWS: list[dict[str, Any]] = [

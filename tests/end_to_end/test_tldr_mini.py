@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from cli_cases import Rloo, strict, surroundings
+from safetensors.torch import load_file
 
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose_config
 from rloo_cli.data.synthetic import tldr
+from rloo_cli.data.synthetic import tldr_models as trained
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.tldr_posts import Facts, score_summary
-from rloo_cli.train.supervised import tldr as trained
 
 FACTS = Facts("boss", "stole", "bike", "monday", "jealous", "quit")
 POST = (
@@ -157,13 +158,14 @@ def test_the_whole_pipeline_from_nothing(tmp_path: Path) -> None:
     assert last["eval_reward"] > first["eval_reward"] + 0.5
     assert last["eval_reward/tldr_mini_gold/mean"] > first["eval_reward/tldr_mini_gold/mean"] + 1
     assert max(row.get("objective/kl", 0) for row in rows) < 20
-    # By hand, the same two models: bit for bit what the run made for itself.
+    # By hand, by TRL's trainers: in the same order, models that learned as much.
     for verb, folder in (("sft", "sft"), ("reward-model", "reward_model")):
         ended = rloo(verb, "+recipe=tldr_mini", timeout=600)
         assert ended.code == 0, ended.said
         name = {"sft": "tldr_sft-*", "reward_model": "tldr_reward-*"}[folder]
         (kept,) = (tmp_path / "cache").glob(name)
-        by_hand = tmp_path / "runs" / folder / "tldr_mini" / "model.safetensors"
-        assert by_hand.read_bytes() == (kept / "model.safetensors").read_bytes()
+        by_hand = load_file(tmp_path / "runs" / folder / "tldr_mini" / "model.safetensors")
+        made = load_file(kept / "model.safetensors")
+        assert {n: t.shape for n, t in by_hand.items()} == {n: t.shape for n, t in made.items()}
     assert re.search(r"held-out accuracy +0\.\d+ -> 0\.[67]", ended.out)
     shutil.rmtree(tmp_path / "runs")

@@ -11,6 +11,8 @@ tiny        A random model, a byte tokenizer and a few prompts
 tool_model  Tiny models that know how a tool is called
 tool_tasks  Products that need a calculator, and a guessing game
 tldr        The TL;DR pipeline in miniature, made here
+tldr_models    its supervised model, preferences and reward model
 tldr_posts  the posts, and the hidden rule that says how good a summary is
+tldr_training  the loop that trains its models
 vision_model  A tiny vision-language model that answers with any colour
 """

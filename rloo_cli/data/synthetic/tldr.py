@@ -3,7 +3,7 @@
     make:tldr         examples: prompt, summary (by careless people); train, validation, test
     make:tldr_base    a random model of 0.3 M parameters, one token per word
 
-`train/supervised/tldr.py` trains that model. `gold_score` is the hidden rule as a reward function,
+`tldr_models` trains that model. `gold_score` is the hidden rule as a reward function,
 for judging: nothing is trained on it.
 """
 

@@ -8,13 +8,15 @@ with 0; its caller gives the folder its name then.
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rloo_cli.checkpoint import export
@@ -23,61 +25,84 @@ from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingC
 from rloo_cli.config.supervised import training_data, training_model
 from rloo_cli.data import dataset
 from rloo_cli.data.cache import shared_folder
-from rloo_cli.distributed import gather, meta_load
-from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.world import (
     World,
     explain_lost_ranks,
     is_printed_elsewhere,
     join_ranks,
 )
-from rloo_cli.policy import load
-from rloo_cli.policy.model import Policy
-from rloo_cli.train.supervised import examples, parallel, reward_model, sft
-from rloo_cli.train.supervised.examples import PreparedExamples
-from rloo_cli.train.supervised.fit import MetricsObject, SupervisedTrainer, optimizer_config
-from rloo_cli.train.supervised.parallel import Objective
+from rloo_cli.policy import load, lora
+from rloo_cli.train.supervised import rows, trainers
+from rloo_cli.train.supervised.rows import TrainingRows
 from rloo_cli.utils import paths, process_exit, rng
-from rloo_cli.utils.errors import DataError, Problem, RunError
-from rloo_cli.utils.files import write_json
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError
+from rloo_cli.utils.files import JsonObject, write_json
 
 DEFAULT_EVAL_EXAMPLES = 200  # examples, if eval_rows is null
+SHARDED_ENGINES = ("fsdp2", "zero3")  # that have each weight in shards
 SUPERVISED_PROGRESS_S = 2.0  # seconds between two lines of progress on the terminal
 
 
-def run_supervised_training(folder: Path, section: str) -> MetricsObject:
+def run_supervised_training(folder: Path, section: str) -> JsonObject:
     """Run the training that folder/training/config.yaml describes. -> its summary. Raises RunError.
 
     Data is checked before any weights load.
     """
     process_exit.silence_libraries()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, at DeepSpeed
     run = check.read_config(folder / "training" / "config.yaml")
-    settings: TrainingConfig = getattr(run, section)
     rng.seed_generators(run.seed)
     world = join_ranks(run)
-    model_config, source = training_model(run, section), training_data(run, section)
+    model_config = training_model(run, section)
     say = print_line if world.is_main else print_nothing
     say("loading data ...")
     with _errors_name_section(section):
         for path in filter(None, (model_config.path, model_config.tokenizer)):
             world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
-        with shared_folder(world) as shared:
-            datasets = world.rank0_first(lambda: _load_examples(source, settings, section, shared))
         tokenizer = load.load_policy_tokenizer(model_config)
-        limits = (settings.max_length, load.read_max_positions(model_config), sys.maxsize)
-        limit = min(n for n in limits if n is not None)
-        read = examples.EXAMPLE_READERS[section]
-        prepared = [read(data, source, settings, tokenizer, run, limit, world) for data in datasets]
-    for name, part in zip(("trained on", "measured on"), prepared, strict=False):
-        for line in (f"{name}: {part.describe(limit)}", *part.notes):
-            say(line)
+        prepared = _read_examples(run, section, tokenizer, world, say)
     say("loading the model ...")
     with _errors_name_section(section):
-        trainer = _build_trainer(section, model_config, run, world, folder, tokenizer)
-    return _train_and_save(trainer, prepared, folder, tokenizer)
+        model = _load_model(section, model_config, run, world)
+    training = folder / "training"
+    write = _metrics_writer(training) if world.is_main else print_nothing
+    trainer, watch = trainers.build_trainer(
+        section, model, tokenizer, run, world, prepared, training, write
+    )
+    trainer.train()
+    dtype = load.resolve_dtype(run.model.dtype, world.device)
+    world.run_on_all_ranks(lambda: _save_model(trainer, dtype, folder, tokenizer))
+    before, after = watch.evaluations or ({}, {})
+    trained = prepared[0]
+    left_out = trained.num_too_long + trained.num_empty
+    counts = {"rows": len(trained.dataset), "left_out": left_out}
+    seconds = round(time.monotonic() - watch.began, 2)
+    steps = trainer.state.global_step
+    summary = {"steps": steps, **counts, "seconds": seconds, "before": before, "after": after}
+    world.run_on_rank0(lambda: write_json(training / "summary.json", summary))
+    return summary
+
+
+def _read_examples(
+    run: RunConfig,
+    section: str,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    say: Callable[[str], None],
+) -> list[TrainingRows]:
+    """The examples to train on, and those to evaluate on, as ids."""
+    settings: TrainingConfig = getattr(run, section)
+    source = training_data(run, section)
+    limits = (settings.max_length, load.read_max_positions(training_model(run, section)))
+    limit = min((n for n in limits if n is not None), default=sys.maxsize)
+    reader = rows.RowReader(section, source, tokenizer, run, limit, world)
+    with shared_folder(world) as shared:
+        opened = world.rank0_first(lambda: _load_examples(source, settings, section, shared))
+        files = [shared and shared / f"{name}.ids.arrow" for name in ("train", "eval")]
+        prepared = [reader.read_rows(*one) for one in zip(opened, files, strict=False)]
+    for name, part in zip(("trained on", "measured on"), prepared, strict=False):
+        say(f"{name}: {part.describe(limit)}")
+    return prepared
 
 
 def _load_examples(
@@ -101,91 +126,67 @@ def _load_examples(
     return [data.select(range(num_trained)), data.select(range(num_trained, len(data)))]
 
 
-def _build_trainer(
-    section: str,
-    model_config: ModelConfig,
-    run: RunConfig,
-    world: World,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-) -> SupervisedTrainer[Any]:
-    settings: TrainingConfig = getattr(run, section)
-    objective: Objective[Any] = sft.SftObjective()
-    if section == "reward_model":
-        center = run.reward_model.center_rewards_coefficient
-        objective = reward_model.PreferenceObjective(center)
-    write = _metrics_writer(folder / "training") if world.is_main else print_nothing
-    engine = parallel.build_supervised_engine(run, model_config, optimizer_config(settings), world)
-    pad_id = tokenizer.pad_token_id
-    model, meta_weights = _load_model(section, model_config, run, engine, pad_id)
-    module = parallel.TrainedModule(model, world.device, meta_weights)
-    return SupervisedTrainer(model, objective, settings, run.seed, write, (engine, module))
-
-
 def _load_model(
-    section: str,
-    model_config: ModelConfig,
-    run: RunConfig,
-    engine: ParallelEngine,
-    pad_id: int | None,
-) -> tuple[PreTrainedModel, gather.MetaWeights | None]:
-    """Load the model, with a new head if it becomes a reward model. -> it, or a shell of it and its
-    weights where the engine shards them"""
-    world = engine.world
+    section: str, model_config: ModelConfig, run: RunConfig, world: World
+) -> PreTrainedModel:
+    """Load the model, with a new head if it becomes a reward model, and with model.lora's adapter.
 
-    def read(device: torch.device) -> PreTrainedModel:
-        if section == "sft":
-            return load.load_causal_lm(model_config, model_config.path, device, world.device)
-        keys = (model_config, model_config.path, device, world.device)
-        loaded, _ = load.load_classifier_with_head(*keys)
-        loaded.config.pad_token_id = pad_id
-        reward_model.init_score_head(loaded, run.seed)
-        return loaded
-
-    if not engine.sharded:
-        return read(world.device), None
+    Weights that are all trained are float32: TRL computes with them in model.dtype.
+    """
+    adapter, device = model_config.lora, world.device
+    if world.size > 1 and run.distributed.engine in SHARDED_ENGINES:
+        device = torch.device("cpu")  # a device gets its shard alone
+    if section == "sft" and adapter is not None:
+        model = lora.load_trained_model(model_config, None, device, run.seed)
+        _refuse_adapted_head(model)
+        return model
+    if adapter is None:
+        model_config = model_config.model_copy(update={"dtype": "float32"})
     if section == "sft":
-        return meta_load.load_causal_shell(model_config, world, lambda: read(gather.CPU))
-    return meta_load.load_classifier_shell(model_config, world, lambda: read(gather.CPU))
+        return load.load_causal_lm(model_config, model_config.path, device)
+    model = load.load_sequence_classifier(model_config, model_config.path, device)
+    _init_score_head(model, run.seed)
+    if adapter is not None:
+        whole = [*adapter.modules_to_save, "score"]
+        kwargs = adapter.kwargs | {"task_type": "SEQ_CLS"}  # its head is no layer to adapt
+        keys = adapter.model_copy(update={"modules_to_save": whole, "kwargs": kwargs})
+        lora.attach_adapter(model, keys, run.seed)
+    return model
 
 
-def _train_and_save(
-    trainer: SupervisedTrainer[Any],
-    example_sets: list[PreparedExamples],
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-) -> MetricsObject:
-    began, trained = time.monotonic(), example_sets[0]
-    trainer.distribute(len(trained.examples))
-    held_out = example_sets[1].examples if len(example_sets) > 1 else []
-    before = trainer.evaluate_loss(held_out) if held_out else {}
-    if before:
-        trainer.write_metrics({"step": 0} | before)
-    steps = trainer.train(trained.examples, trained.lengths)
-    after = trainer.evaluate_loss(held_out) if held_out else {}
-    if after:
-        trainer.write_metrics({"step": steps} | after)
-    left_out = trained.num_too_long + trained.num_empty
-    counts = {"rows": len(trained.examples), "left_out": left_out}
-    seconds = round(time.monotonic() - began, 2)
-    summary = {"steps": steps, **counts, "seconds": seconds, "before": before, "after": after}
-    trainer.world.run_on_all_ranks(lambda: _save_model(trainer, folder, tokenizer))
-    if trainer.world.is_main:
-        write_json(folder / "training" / "summary.json", summary)
-    trainer.world.run_on_rank0(lambda: None)  # the others end when all is written
-    return summary
+def _refuse_adapted_head(model: PreTrainedModel) -> None:
+    """Raise ConfigError for an adapter that TRL would not compute with, nor train."""
+    head = model.get_output_embeddings()
+    names = [name for name in lora.adapter_scales(model) if model.get_submodule(name) is head]
+    if names:
+        what, where = "sft trains no adapter of the output embedding", "model.lora.target_modules"
+        why = f"TRL's loss reads the weight of {names[0]} without its adapter"
+        raise ConfigError(Problem(what, where, why, "model.lora.target_modules=all-linear"))
+
+
+def _init_score_head(model: PreTrainedModel, seed: int) -> None:
+    """Initialise the score head: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
+    weight = model.score.weight
+    initial = torch.empty(weight.shape)
+    std = (weight.shape[1] + 1) ** -0.5
+    torch.nn.init.normal_(initial, std=std, generator=torch.Generator().manual_seed(seed))
+    weight.data.copy_(initial)
 
 
 def _save_model(
-    trainer: SupervisedTrainer[Any], folder: Path, tokenizer: PreTrainedTokenizerBase
+    trainer: Any, dtype: torch.dtype, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write the model's folder; all ranks take part where its weights are in shards."""
-    if trainer.engine is not None and trainer.engine.sharded:
-        module = cast(Policy, trainer.module)
-        export.write_gathered_model(trainer.engine, module, tokenizer, folder)
-    elif trainer.world.is_main:
-        trainer.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    """Write the model's folder: safetensors in `dtype`, JSON, no pickle. All ranks take part."""
+    model, is_sharded = trainer.model, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if is_sharded else None
+    if not trainer.is_world_process_zero():
+        return
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if state is None:
+        export.write_merged_model(model.to(dtype), tokenizer, folder)
+        return
+    model.save_pretrained(folder, state_dict={name: t.to(dtype) for name, t in state.items()})
+    tokenizer.save_pretrained(folder)
 
 
 def print_line(line: str) -> None:
@@ -197,14 +198,14 @@ def print_nothing(line: object) -> None:
     """Print nothing: rank 0 does it."""
 
 
-def _metrics_writer(folder: Path) -> Callable[[MetricsObject], None]:
+def _metrics_writer(folder: Path) -> Callable[[JsonObject], None]:
     """A function that writes each line to metrics.jsonl.
 
     It prints one to the terminal every few seconds, and the last of a training or an evaluation.
     """
     printed = [0.0]
 
-    def write(line: MetricsObject) -> None:
+    def write(line: JsonObject) -> None:
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         last = line["step"] == line.get("steps", line["step"])
@@ -215,7 +216,7 @@ def _metrics_writer(folder: Path) -> Callable[[MetricsObject], None]:
     return write
 
 
-def _format_line(metrics: MetricsObject) -> str:
+def _format_line(metrics: JsonObject) -> str:
     step = f"step {metrics['step']}" + (f"/{metrics['steps']}" if "steps" in metrics else "")
     shown = [n for n in ("loss", "accuracy", "margin") if n in metrics or f"eval_{n}" in metrics]
     values = [(n if n in metrics else f"eval_{n}") for n in shown]
@@ -230,7 +231,7 @@ def _errors_name_section(section: str) -> Iterator[None]:
         yield
     except RunError as error:
         parts = ("what", "where", "why", "fix")
-        renamed = [replace(p, **{part: examples.section_key(section, getattr(p, part))
+        renamed = [replace(p, **{part: rows.section_key(section, getattr(p, part))
                                  for part in parts})
                    for p in error.problems]  # fmt: skip
         raise type(error)(*renamed) from error

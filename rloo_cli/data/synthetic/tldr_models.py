@@ -27,9 +27,8 @@ from transformers import (
 from rloo_cli.config.schema import RewardModelConfig, SftConfig, TrainingConfig
 from rloo_cli.data.cache import cached_folder
 from rloo_cli.data.synthetic import tldr_posts as posts
+from rloo_cli.data.synthetic import tldr_training
 from rloo_cli.data.synthetic.tldr import tldr_base_folder, tldr_examples
-from rloo_cli.train.supervised import reward_model as preferences
-from rloo_cli.train.supervised import sft
 from rloo_cli.utils import paths
 from rloo_cli.utils.files import JsonObject
 
@@ -60,7 +59,7 @@ def tldr_sft_folder() -> Path:
     def make(folder: Path) -> None:
         texts = [(example["prompt"], example[settings.completion_column]) for example in data]
         with torch.random.fork_rng():
-            sft.train_sft_model(start, texts, settings, seed, folder)
+            tldr_training.train_sft_model(start, texts, settings, seed, folder)
 
     return cached_folder("tldr_sft", _cache_key(start, settings, seed, data), make)
 
@@ -73,8 +72,8 @@ def tldr_reward_folder() -> Path:
 
     def make(folder: Path) -> None:
         texts = [tuple(pair[name] for name in names) for pair in data]
-        with torch.random.fork_rng():  # a new head is random until `init_score_head` replaces it
-            preferences.train_reward_model(start, texts, settings, seed, folder)
+        with torch.random.fork_rng():  # a new head is random until its own values replace it
+            tldr_training.train_reward_model(start, texts, settings, seed, folder)
 
     return cached_folder("tldr_reward", _cache_key(start, settings, seed, data), make)
 
