@@ -28,9 +28,8 @@ import results
 import torch
 from torch import Tensor
 
-from rloo_cli.algorithms.common.aggregate import update_denominator
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
-from rloo_cli.algorithms.common.kl import charge_tokens, sequence_kl
+from rloo_cli.algorithms.common.family import charge_tokens, update_denominator
 from rloo_cli.config import registry
 from rloo_cli.config.compose import compose_config
 from rloo_cli.plugin import AdvantageInputs, LossInputs
@@ -215,7 +214,7 @@ def of_rloo(*words: str) -> Callable[[Batch], Compared]:
         rows: Any = types.SimpleNamespace(sequence_ids=sequence, mask=torch.ones(len(sequence)),
                                           num_sequences=count, behaviour_logp=None)  # fmt: skip
         old, ref = batch.flat(batch.old), batch.flat(batch.ref)
-        kl = sequence_kl(old, ref, rows, config).reshape(PROMPTS, K)
+        kl = algorithm.sequence_kl(old, ref, rows).reshape(PROMPTS, K)
         score = batch.scores.reshape(PROMPTS, K)
         found = algorithm.advantages(AdvantageInputs(score, kl, score == score))
         flat = found.advantage.reshape(-1), found.usable.reshape(-1)

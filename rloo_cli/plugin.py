@@ -5,15 +5,19 @@
 Only re-exports; imports no torch, so that a file of yours is read as fast as one of ours.
 """
 
-from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
-from rloo_cli.algorithms.common.advantage import usable_completions as usable_rows
-from rloo_cli.algorithms.common.base import Algorithm, ValueLoss
-from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.base import Algorithm
+from rloo_cli.algorithms.common.config import Switches, in_reward
+from rloo_cli.algorithms.common.family import usable_completions as usable_rows
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
-from rloo_cli.algorithms.common.kl import in_reward
-from rloo_cli.algorithms.common.loss import LossInputs
-from rloo_cli.algorithms.common.policy_loss import Loss
-from rloo_cli.algorithms.common.token_advantage import StepTokens, TokenAdvantages
+from rloo_cli.algorithms.common.hooks import (
+    AdvantageInputs,
+    Advantages,
+    Loss,
+    LossInputs,
+    StepTokens,
+    TokenAdvantages,
+    ValueLoss,
+)
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import AlgorithmConfig, RewardConfig, RunConfig, key
 from rloo_cli.reporting.events import Events

@@ -27,11 +27,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.algorithms.common import advantage, aggregate, kl
-from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
 from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.family import aggregate_loss, estimate_kl
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
-from rloo_cli.algorithms.common.loss import LossInputs, micro_batch_loss
+from rloo_cli.algorithms.common.hooks import AdvantageInputs, Advantages, Loss, LossInputs
 from rloo_cli.algorithms.common.teacher_rules import teacher_server_problems
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
@@ -41,10 +40,8 @@ from rloo_cli.utils.errors import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.algorithms.common.policy_loss import Loss
     from rloo_cli.data.packing import MicroBatch
 
-BY_TOKEN = ("reinforce", "cispo", "vespo")  # policy losses with a term for every token
 WHOLE = ("single", "ddp")  # engines that leave each process its whole models
 
 
@@ -105,13 +102,11 @@ class OnPolicyDistillation(RLOO[Config]):
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """Rewards with the KL, for the metrics; advantages without it. (P, K) each -> (P, K)"""
-        score, config = inputs.score, self.config
-        penalty = score * 0.0 if inputs.kl is None else config.beta * inputs.kl
-        reward = (score - penalty).masked_fill(~inputs.scorable, 0.0)
-        a = advantage.subtract_baseline(score, config, inputs)
-        usable = advantage.usable_completions(inputs.scorable, config)
-        a = advantage.scale_advantages(a, score, inputs.scorable, config)
-        return advantage.normalize_over_step(reward, a, usable, inputs, config)
+        found = super().advantages(replace(inputs, kl=None))
+        if inputs.kl is None:
+            return found
+        reward = inputs.score - self.config.beta * inputs.kl
+        return replace(found, reward=reward.masked_fill(~inputs.scorable, 0.0))
 
     def loss(self, inputs: LossInputs) -> Loss:
         """The policy term with each token's charge in it, or with the divergence beside it."""
@@ -119,14 +114,14 @@ class OnPolicyDistillation(RLOO[Config]):
         if config.kl_in == "reward":
             assert inputs.ref_logp is not None
             old = inputs.old_logp if micro_batch.kl_logp is None else micro_batch.kl_logp
-            k = micro_batch.mask * kl.estimate_kl(old.detach() - inputs.ref_logp, config)
+            k = micro_batch.mask * estimate_kl(old.detach() - inputs.ref_logp, config)
             a = inputs.advantage
             a = a if a.shape == k.shape else a[micro_batch.sequence_ids]
             a = a - config.beta * discount_later_tokens(k, micro_batch, config.kl_discount)
-            return micro_batch_loss(replace(inputs, advantage=a), config)
+            return super().loss(replace(inputs, advantage=a))
         assert inputs.divergence is not None
-        found = micro_batch_loss(replace(inputs, ref_logp=None), config)
-        pull = aggregate.aggregate_loss(inputs.divergence, micro_batch, config)
+        found = super().loss(replace(inputs, ref_logp=None))
+        pull = aggregate_loss(inputs.divergence, micro_batch, config)
         pull = config.beta * pull / inputs.denominator
         return replace(found, total=found.total + pull, kl=pull.detach())
 
@@ -199,8 +194,7 @@ def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
 
 def _idle_choices(config: Config) -> Iterator[Problem]:
     """Switches under which a token has no advantage of its own, or which are not read."""
-    by_token = config.ratio_level == "token" or config.policy_loss in BY_TOKEN
-    if config.kl_in == "reward" and not by_token:
+    if config.kl_in == "reward" and not config.has_token_terms:
         yield Problem(
             "the teacher gives every token an advantage, which a completion's one ratio has not",
             "algorithm.ratio_level",

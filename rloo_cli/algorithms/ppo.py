@@ -19,16 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.algorithms.common import kl, rules
-from rloo_cli.algorithms.common.base import ValueLoss
-from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.algorithms.common.token_advantage import (
-    Grid,
-    StepTokens,
-    TokenAdvantages,
-    discounted_sum_to_go,
-    whiten_tokens,
-)
+from rloo_cli.algorithms.common import rules
+from rloo_cli.algorithms.common.config import Switches, in_reward
+from rloo_cli.algorithms.common.family import estimate_kl
+from rloo_cli.algorithms.common.hooks import StepTokens, TokenAdvantages, ValueLoss
+from rloo_cli.algorithms.common.token_advantage import Grid, discounted_sum_to_go, whiten_tokens
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.utils.errors import Problem
@@ -69,8 +64,8 @@ class PPO(RLOO[Config]):
             return TokenAdvantages(step.mask, step.mask)
         grid = Grid(step)
         e, v = grid.at_end(step.score), grid.rows(step.value)
-        if step.ref is not None and kl.in_reward(config):
-            e = e - config.beta * grid.rows(kl.estimate_kl(step.old - step.ref, config))
+        if step.ref is not None and in_reward(config):
+            e = e - config.beta * grid.rows(estimate_kl(step.old - step.ref, config))
         if config.whiten_rewards:
             e = grid.rows(whiten_tokens(grid.flat(e), step.mask, centre=False))
         later = v * 0.0
@@ -103,7 +98,7 @@ class PPO(RLOO[Config]):
         gae = "GAE gives every token its advantage, which is whitened over the step"
         refused = {  # key -> whether it is refused, why, the way out
             "algorithm.kl_credit": (
-                kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
+                in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
             ),
             "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
         }  # fmt: skip

@@ -14,20 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms.common import kl, rules
-from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.algorithms.common.token_advantage import (
-    Grid,
-    StepTokens,
-    TokenAdvantages,
-    discounted_sum_to_go,
-    whiten_tokens,
-)
+from rloo_cli.algorithms.common import rules
+from rloo_cli.algorithms.common.config import Switches, in_reward
+from rloo_cli.algorithms.common.family import estimate_kl
+from rloo_cli.algorithms.common.hooks import StepTokens, TokenAdvantages
+from rloo_cli.algorithms.common.token_advantage import Grid, discounted_sum_to_go, whiten_tokens
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.utils.errors import Problem
-
-BY_TOKEN = ("reinforce", "cispo", "vespo")  # policy losses with a term for every token
 
 
 class Config(Switches):
@@ -43,14 +37,14 @@ class Config(Switches):
 
 def _level_problems(config: Config) -> Iterator[Problem]:
     """Settings under which a token has no advantage, or no KL, of its own."""
-    if config.ratio_level != "token" and config.policy_loss not in BY_TOKEN:
+    if not config.has_token_terms:
         yield Problem(
             "REINFORCE++ gives every token an advantage, which a completion's one ratio has not",
             "algorithm.ratio_level",
             f"ratio_level={config.ratio_level} with policy_loss={config.policy_loss}",
             "algorithm.ratio_level=token",
         )
-    if kl.in_reward(config) and config.kl_credit == "sequence":
+    if in_reward(config) and config.kl_credit == "sequence":
         yield Problem(
             "REINFORCE++ charges every token for its own KL and what comes after it",
             "algorithm.kl_credit",
@@ -72,8 +66,8 @@ class ReinforcePlusPlus(RLOO[Config]):
             gain = (step.score - (total / count.clamp(min=1))[step.group])[step.sequence]
         else:
             earned = grid.at_end(step.score)
-            if step.ref is not None and kl.in_reward(config):
-                k = kl.estimate_kl(step.old - step.ref, config)
+            if step.ref is not None and in_reward(config):
+                k = estimate_kl(step.old - step.ref, config)
                 earned = earned - config.beta * grid.rows(k)
             gain = grid.flat(discounted_sum_to_go(earned, config.gamma))
         if len(step.score) == 0 or bool(step.score.max() == step.score.min()):
@@ -92,7 +86,7 @@ class ReinforcePlusPlus(RLOO[Config]):
                 f"found {config.baseline}",
                 "algorithm.baseline=none, or algorithm.minus_group_mean=true",
             )
-        if config.minus_group_mean and kl.in_reward(config):
+        if config.minus_group_mean and in_reward(config):
             yield Problem(
                 "minus_group_mean leaves no token a reward of its own",
                 "algorithm.minus_group_mean",

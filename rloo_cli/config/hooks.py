@@ -30,7 +30,7 @@ class ExpectedTensor:
 
 HOOKS = (
     "advantages", "token_advantages", "loss", "value_loss", "next_state", "rules", "warnings",
-    "forward_plan", "combine_rewards", "shape_scores",
+    "forward_plan", "combine_rewards", "shape_scores", "sequence_kl",
 )  # fmt: skip
 
 
@@ -138,5 +138,7 @@ def _expected_tensors(name: str, arguments: tuple[Any, ...]) -> Iterator[Expecte
             yield ExpectedTensor("1", shape[1:], "bool")
         case "shape_scores":
             yield ExpectedTensor("", shape, "float64")
+        case "sequence_kl":  # (N,), (N,), a micro-batch of S completions -> (S,)
+            yield ExpectedTensor("", (arguments[3].num_sequences,), "float64")
         case "loss" | "value_loss":
             yield ExpectedTensor("total", (), "float")

@@ -219,7 +219,7 @@ class Group:
 
 
 class AdvantageColumns(Protocol):
-    """An algorithm's `Advantages` (algorithms/common/advantage.py)."""
+    """An algorithm's `Advantages` (algorithms/common/hooks.py)."""
 
     @property
     def reward(self) -> Tensor: ...

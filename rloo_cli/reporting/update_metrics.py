@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rloo_cli.algorithms.common.base import ValueLoss
-from rloo_cli.algorithms.common.policy_loss import Loss
+from rloo_cli.algorithms.common.hooks import Loss, ValueLoss
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.data.segments import segment_sum

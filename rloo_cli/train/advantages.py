@@ -1,26 +1,26 @@
-"""Computes what a batch's updates need: old_logp, ref_logp, KL, rewards and advantages.
+"""Computes what a batch's updates need besides old_logp: ref_logp, KL, rewards and advantages.
 
 On-policy, the training forward's log-probabilities are old_logp: `prepare_advantages` computes what
 depends on the scores alone, `micro_batch_advantages` a micro-batch's advantages, and
 `finish_advantages` stores the results on the batch, with one transfer from the device per update.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from rloo_cli.algorithms.common import kl as common_kl
-from rloo_cli.algorithms.common.advantage import AdvantageInputs
+from rloo_cli.algorithms.common.completion_rules import ENVIRONMENT
+from rloo_cli.algorithms.common.family import charge_tokens
+from rloo_cli.algorithms.common.hooks import AdvantageInputs, Advantages
 from rloo_cli.algorithms.common.importance_weights import sampler_logprobs
+from rloo_cli.algorithms.common.token_advantage import collect_step_tokens
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.data.pass_results import ForwardPass, join_passes
 from rloo_cli.reporting.update_metrics import UpdateMetrics
-from rloo_cli.run import Run, StepProgress
-from rloo_cli.train import token_advantages
+from rloo_cli.run import Run
 from rloo_cli.train.minibatches import cut_micro_batches, forwarded_completions
 
 
@@ -35,27 +35,6 @@ def prepare_advantages(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
         forwarded = forwarded_completions(run, batch)
         with run.clock.phase("reference"):
             run.teacher.fill_reference(batch, forwarded, run.world.run_on_rank0)
-
-
-@torch.no_grad()
-def old_logprobs(
-    run: Run, step_progress: StepProgress, dummy_pass: Callable[[], None]
-) -> Iterator[ForwardPass]:
-    """Forward policy, reference and value model over the whole batch, without gradient."""
-    batch, updates = step_progress.batch, step_progress.updates
-    for group_slices in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
-        run.world.check_stop(frequent=True)
-        if not group_slices:  # other ranks have more
-            dummy_pass()
-            continue
-        micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
-        with run.clock.phase("old_logp"):
-            logprobs = run.policy.frozen_logp(micro_batch)
-            updates.count_forward(micro_batch, run.forward_limits.cost)
-        micro_batch.old_logp, micro_batch.kl_logp = logprobs.logp, logprobs.kl_logp
-        add_reference_logprobs(run, batch, micro_batch, updates)
-        token_advantages.add_values(run, batch, micro_batch, updates)
-        yield ForwardPass(micro_batch, measure_kl(run, micro_batch, updates))
 
 
 @torch.no_grad()
@@ -96,16 +75,14 @@ def measure_kl(run: Run, micro_batch: MicroBatch, updates: UpdateMetrics) -> Ten
     if run.config.generation.overlap != "none":  # the KL of the policy that sampled
         old = sampler_logprobs(old, micro_batch)
     if ref is not None:
-        kl = common_kl.sequence_kl(old, ref, micro_batch, run.algorithm.config)
+        kl = run.algorithm.sequence_kl(old, ref, micro_batch)
     updates.add_old_logprobs(micro_batch, kl)
     return None if kl is None else kl.detach().double()
 
 
 @torch.no_grad()
-def micro_batch_advantages(
-    run: Run, batch: Batch, forward_pass: ForwardPass
-) -> tuple[Tensor, Tensor]:
-    """Advantages of a micro-batch, and which are usable. -> (S,) or (N,), (S,) bool, on the device
+def micro_batch_advantages(run: Run, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+    """Advantages of a micro-batch's completions, or of its tokens. -> (S,) or (N,), on the device
 
     They are (N,) if each token has its own advantage. They come from the batch's table if that is
     computed; else from the micro-batch's whole groups, not normalised: `finish_advantages` returns
@@ -114,9 +91,9 @@ def micro_batch_advantages(
     micro_batch, device = forward_pass.micro_batch, run.world.device
     group_indices, index = micro_batch.group_indices, micro_batch.completion_index
     if batch.advantage is None:
-        inputs = _advantage_inputs(run, batch, group_indices, device, normalize=False)
-        kl = None if forward_pass.kl is None else forward_pass.kl_table(*inputs.score.shape)
-        table = run.algorithm.advantages(replace(inputs, kl=kl))
+        shape = len(group_indices), batch.shaped.shape[1]
+        kl = None if forward_pass.kl is None else forward_pass.kl_table(*shape)
+        table = group_advantages(run, batch, group_indices, kl, device, normalize=False)
         advantage, usable = table.advantage, table.usable
     else:
         assert batch.usable is not None
@@ -124,7 +101,10 @@ def micro_batch_advantages(
         usable = batch.usable[group_indices].to(device, non_blocking=True)
     by_token = micro_batch.advantage
     advantage = advantage.reshape(-1)[index] if by_token is None else by_token
-    return advantage.to(micro_batch.mask.dtype), usable.reshape(-1)[index]
+    return charge_tokens(
+        advantage.to(micro_batch.mask.dtype), usable.reshape(-1)[index],
+        micro_batch.kl_old_logp, micro_batch.ref_logp, micro_batch, run.algorithm.config,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -136,12 +116,11 @@ def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> 
     gather_passes(run, batch, passes)
     if not batch.active:
         return 1.0
-    inputs = _advantage_inputs(run, batch, batch.active, torch.device("cpu"))
     kl = None if batch.kl is None else batch.kl[batch.active]
-    table = run.algorithm.advantages(replace(inputs, kl=kl))
+    table = group_advantages(run, batch, batch.active, kl, torch.device("cpu"))
     batch.set_advantages(batch.active, table)
     if run.algorithm.config.by_token:
-        token_advantages.add_token_advantages(run, batch)
+        add_token_advantages(run, batch)
     return table.factor
 
 
@@ -162,19 +141,52 @@ class UpdateResults:
         return self.factor
 
 
-def _advantage_inputs(
+def group_advantages(
     run: Run,
     batch: Batch,
     group_indices: Sequence[int],
+    kl: Tensor | None,
     device: torch.device,
     normalize: bool = True,
-) -> AdvantageInputs:
-    """The inputs of these groups' advantages, without their KL."""
+) -> Advantages:
+    """Rewards and advantages of these groups, by the algorithm. (groups, K) -> (groups, K) each"""
     index = list(group_indices)
     score = batch.shaped[index].to(device, non_blocking=True)
     scorable = batch.scorable[index].to(device, non_blocking=True)
     greedy = None if batch.greedy is None else batch.greedy[index].to(device)
-    return AdvantageInputs(score, None, scorable, run.state.memory, greedy, normalize)
+    inputs = AdvantageInputs(score, kl, scorable, run.state.memory, greedy, normalize)
+    return run.algorithm.advantages(inputs)
+
+
+@torch.no_grad()
+def add_token_advantages(run: Run, batch: Batch) -> None:
+    """Let the algorithm compute every token's advantage, and store it on the groups.
+
+    This is done on the CPU and on every rank alike, since every rank knows the whole step.
+    `batch.advantage` becomes the mean over each completion's tokens.
+    """
+    assert batch.usable is not None and batch.advantage is not None
+    # Masked truncated completions need no forward, but their siblings are compared with them.
+    active = set(batch.active)
+    indices = [(i, k) for i, k in batch.usable.nonzero().tolist() if i in active]
+    weights = [r.weight for r in run.config.rewards.values() if r.type == ENVIRONMENT]
+    by_turn = run.algorithm.config.turn_rewards == "credit"
+    step, lengths = collect_step_tokens(batch, indices, sum(weights) if by_turn else None)
+    table = run.algorithm.token_advantages(step)
+    batch.norm_skipped = table.norm_skipped
+    for name in ("advantage", "returns"):
+        values = getattr(table, name)
+        if values is None:
+            continue
+        none = 0.0 if name == "advantage" else float("nan")
+        for i in batch.active:  # completions that are forwarded and not usable have none
+            blank = [torch.full((r.length,), none) for r in batch.groups[i].rollouts]
+            setattr(batch.groups[i], name, blank)
+        for (i, k), column in zip(indices, values.float().split(lengths), strict=True):
+            getattr(batch.groups[i], name)[k] = column
+    columns = zip(indices, table.advantage.split(lengths), step.mask.split(lengths), strict=True)
+    for (i, k), advantage, mask in columns:
+        batch.advantage[i, k] = (advantage * mask).sum() / mask.sum().clamp(min=1)
 
 
 def update_algorithm_state(run: Run, batch: Batch) -> None:

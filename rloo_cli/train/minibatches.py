@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rloo_cli.algorithms.common.advantage import usable_completions
-from rloo_cli.algorithms.common.aggregate import update_denominator
+from rloo_cli.algorithms.common.family import update_denominator, usable_completions
 from rloo_cli.algorithms.common.forward_plan import needed_completions
 from rloo_cli.config.agent import sampled_token_limit
 from rloo_cli.data import bin_packing

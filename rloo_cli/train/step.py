@@ -13,16 +13,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rloo_cli.algorithms.common.kl import charge_tokens
-from rloo_cli.algorithms.common.loss import LossInputs
+from rloo_cli.algorithms.common.hooks import LossInputs
 from rloo_cli.data.batch import Batch, Rollout
-from rloo_cli.data.packing import TOKEN_COLUMNS
+from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
 from rloo_cli.data.pass_results import ForwardPass
 from rloo_cli.policy.model import LogProbs
+from rloo_cli.reporting.update_metrics import add_value_loss
 from rloo_cli.run import Run, StepProgress
-from rloo_cli.train import advantages, guards, token_advantages
+from rloo_cli.train import advantages, guards
 from rloo_cli.train.advantages import UpdateResults
-from rloo_cli.train.minibatches import UpdatePlan, keeps_groups_whole, plan_updates
+from rloo_cli.train.minibatches import (
+    UpdatePlan,
+    cut_micro_batches,
+    keeps_groups_whole,
+    plan_updates,
+)
 from rloo_cli.utils.fault_injection import poison_tensor, trigger_fault
 from rloo_cli.utils.files import JsonObject
 
@@ -84,11 +89,28 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     step_progress.next_iteration()
 
 
+@torch.no_grad()
 def compute_old_logprobs(run: Run, step_progress: StepProgress) -> None:
     """Compute old_logp, KL, values and advantages of the whole batch, without gradient."""
-    batch = step_progress.batch
-    advantages.prepare_advantages(run, batch, step_progress.updates)
-    passes = [*advantages.old_logprobs(run, step_progress, lambda: dummy_pass(run, batch))]
+    batch, updates, passes = step_progress.batch, step_progress.updates, []
+    advantages.prepare_advantages(run, batch, updates)
+    for group_slices in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
+        run.world.check_stop(frequent=True)
+        if not group_slices:  # other ranks have more
+            dummy_pass(run, batch)
+            continue
+        micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
+        with run.clock.phase("old_logp"):
+            logprobs = run.policy.frozen_logp(micro_batch)
+            updates.count_forward(micro_batch, run.forward_limits.cost)
+        micro_batch.old_logp, micro_batch.kl_logp = logprobs.logp, logprobs.kl_logp
+        advantages.add_reference_logprobs(run, batch, micro_batch, updates)
+        if run.value_model is not None:
+            with run.clock.phase("value"):
+                packed = run.value_model.repack(batch, micro_batch, run.policy.layout)
+                micro_batch.value = run.value_model.frozen_values(packed)
+                updates.count_forward(packed, run.value_model.cost)
+        passes.append(ForwardPass(micro_batch, advantages.measure_kl(run, micro_batch, updates)))
     advantages.finish_advantages(run, batch, passes)
     step_progress.prepared = True
     step_progress.mark_position()
@@ -109,9 +131,7 @@ def update_with_old_logprobs(run: Run, step_progress: StepProgress) -> None:
                     continue
                 with run.clock.phase("update"):
                     micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
-                    loss += token_advantages.fit_value_model(
-                        run, step_progress, micro_batch, plan, is_last
-                    )
+                    loss += fit_value_model(run, step_progress, micro_batch, plan, is_last)
                     forward_pass = ForwardPass(micro_batch, None)
                     logprobs = run.policy.logp(micro_batch, want_entropy=True)
                     loss += backward_micro_batch(
@@ -132,10 +152,9 @@ def backward_micro_batch(
     is_last: bool,
 ) -> Tensor:
     """Run the backward pass of one micro-batch's loss. -> its share of the update's loss, ()"""
-    batch, config = forward_pass.micro_batch, run.algorithm.config
+    batch = forward_pass.micro_batch
     assert batch.old_logp is not None
-    a, usable = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
-    a = charge_tokens(a, usable, batch.kl_old_logp, batch.ref_logp, batch, config)
+    a = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
     inputs = LossInputs(
         logprobs.logp, batch.old_logp, batch.ref_logp, batch, a, plan.denominator,
         logprobs.kl_logp, logprobs.entropy, plan.num_all_tokens, logprobs.divergence,
@@ -144,6 +163,24 @@ def backward_micro_batch(
     run.engine.backward(poison_tensor("loss", loss.total), is_last)
     step_progress.updates.add_micro_batch(loss, batch, logprobs.entropy)
     step_progress.updates.count_forward(batch, run.forward_limits.cost, 3, training=True)
+    return loss.total.detach().double()
+
+
+def fit_value_model(
+    run: Run, step_progress: StepProgress, micro_batch: MicroBatch, plan: UpdatePlan, is_last: bool
+) -> Tensor | float:
+    """Forward and backward the value model on one micro-batch. -> its share of the loss, ()
+
+    Its backward pass comes before the policy's forward, so that activations of only one are kept.
+    """
+    if run.value_model is None:
+        return 0.0
+    packed = run.value_model.repack(step_progress.batch, micro_batch, run.policy.layout)
+    values = run.value_model.values(packed)
+    loss = run.algorithm.value_loss(values, micro_batch, max(plan.num_tokens, 1))
+    run.engine.backward_value(poison_tensor("value_loss", loss.total), is_last)
+    add_value_loss(step_progress.updates, loss, micro_batch)
+    step_progress.updates.count_forward(packed, run.value_model.cost, 3)
     return loss.total.detach().double()
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
+from rloo_cli.algorithms.common import family, importance_weights
 from rloo_cli.data.packing import MicroBatch
 
 numbers = st.floats(-100, 100, allow_nan=False, width=32)
@@ -133,7 +133,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(
     keys = {"loss_agg": agg, "ratio_level": level, "policy_loss": loss, "kl_in": "loss"}
     c = corrected(rule, "truncate", 1.1, 0.9, kl_estimator="k3", **keys)
     case = example(seed)
-    n = aggregate.update_denominator(c, 6, int(case["mask"].sum()), 1, 8)
+    n = family.update_denominator(c, 6, int(case["mask"].sum()), 1, 8)
     results = []
     for split in ([[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[2, 3, 0, 1], [4, 5]]):
         logp = case["logp"].clone().requires_grad_()
@@ -307,7 +307,8 @@ def test_an_epsilon_high_of_its_own_bounds_the_upper_side_only() -> None:
     c = config(epsilon=0.2, epsilon_high=0.0)
     assert c.upper == 1.0 and config(epsilon=0.2).upper == 1.2
     rho, a = tensor([1.1, 0.9]).double(), tensor([1.0, -1.0]).double()
-    close(policy_loss.clipped_term(rho, a, c), tensor([-1.0, 0.9]).double(), atol=1e-6)
+    term = family.policy_term(rho.log(), rho, a, micro([1, 1]), c, None)
+    close(term, tensor([-1.0, 0.9]).double(), atol=1e-6)
 
 
 def token_weighted(mode: str, level: str = "sequence", **keys: Any) -> tuple[Any, Tensor]:
@@ -487,11 +488,12 @@ def test_the_clip_range_grows_with_the_root_of_the_length(
     plain = config(epsilon=epsilon, epsilon_high=None, epsilon_tokens=None)
     wide = plain.model_copy(update={"epsilon_tokens": 100})
     power = tensor([max(1.0, n / 100) ** 0.5 for n in lengths], dtype=torch.float64)
-    low, high = policy_loss.clip_range(wide, batch)
+    low, high = family.clip_range(wide, batch)
     close(low.log() / power, torch.full_like(power, math.log(1 - epsilon)))
     close(high.log() / power, torch.full_like(power, math.log(1 + epsilon)))
-    assert policy_loss.clip_range(plain, batch) == (1 - epsilon, 1 + epsilon)
+    assert family.clip_range(plain, batch) == (1 - epsilon, 1 + epsilon)
     ratio = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed)).double() * 3
     a = torch.ones_like(ratio)
-    close(policy_loss.clipped_term(ratio, a, wide, (low, high)), -ratio.minimum(high))
-    close(policy_loss.clipped_term(ratio, -a, wide, (low, high)), ratio.maximum(low))
+    logp = torch.zeros_like(batch.mask)
+    close(family.policy_term(logp, ratio, a, batch, wide, None), -ratio.minimum(high))
+    close(family.policy_term(logp, ratio, -a, batch, wide, None), ratio.maximum(low))

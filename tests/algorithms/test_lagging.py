@@ -7,8 +7,9 @@ import torch
 from algorithm_cases import advantages, corrected, micro, row_gradient
 from torch import Tensor
 
+from rloo_cli.algorithms.common.family import family_loss
+from rloo_cli.algorithms.common.hooks import LossInputs
 from rloo_cli.algorithms.common.importance_weights import correction_weights
-from rloo_cli.algorithms.common.loss import LossInputs, micro_batch_loss
 
 VOCABULARY, LENGTH = 4, 3
 OUTCOMES = torch.tensor([*product(range(VOCABULARY), repeat=LENGTH)])  # (64, 3), every completion
@@ -42,7 +43,7 @@ def expected_gradient(cap: float) -> Tensor:
     logp = new[rows].reshape(-1)
     config = corrected("sequence", "truncate", cap)
     inputs = LossInputs(logp, logp.detach(), None, batch, advantage, 2.0)
-    micro_batch_loss(inputs, config).total.backward()
+    family_loss(inputs, config).total.backward()
     assert theta.grad is not None
     return -theta.grad
 
@@ -91,6 +92,6 @@ def test_a_completion_outside_the_geometric_range_has_no_policy_term() -> None:
     logp = old.clone().requires_grad_()
     advantage = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
     config = corrected("token", "truncate", 2.0, rule=rule)
-    micro_batch_loss(LossInputs(logp, old, None, batch, advantage, 1.0), config).total.backward()
+    family_loss(LossInputs(logp, old, None, batch, advantage, 1.0), config).total.backward()
     assert logp.grad is not None
     assert (row_gradient(logp.grad, batch) != 0).tolist() == [True, True, False]

@@ -16,8 +16,7 @@ from policy_cases import fresh, groups, packed
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from rloo_cli.algorithms.common.base import ValueLoss
-from rloo_cli.algorithms.common.token_advantage import StepTokens
+from rloo_cli.algorithms.common.hooks import StepTokens, ValueLoss
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import LAYOUTS, whole_group_slices
 from rloo_cli.policy import load

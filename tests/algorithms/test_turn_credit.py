@@ -12,8 +12,11 @@ from assert_refused import assert_refused
 
 from rloo_cli.agents.common.episode import episode_reward
 from rloo_cli.algorithms.common.base import load_algorithm
-from rloo_cli.algorithms.common.token_advantage import StepTokens, collect_step_tokens
-from rloo_cli.algorithms.common.turn_credit import subtract_turn_baseline
+from rloo_cli.algorithms.common.hooks import StepTokens
+from rloo_cli.algorithms.common.token_advantage import (
+    collect_step_tokens,
+    subtract_turn_baseline,
+)
 from rloo_cli.config import check, registry
 from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Group, Rollout, Turn

@@ -7,16 +7,21 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import advantages, column, config, corrected, micro, row_gradient, table
-from hook_calls import rloo
+from hook_calls import HookCalls, rloo
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms.common import aggregate, importance_weights, kl
-from rloo_cli.algorithms.common import policy_loss as common_policy_loss
+from rloo_cli.algorithms.common import family, importance_weights
 from rloo_cli.data.segments import target_logprobs
 from rloo_cli.utils.rng import sampling_seed
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 ESTIMATORS = ["k1", "k2", "k3"]
+
+
+@pytest.fixture(params=["straight", "family"], autouse=True)
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain RLOO is computed by rloo.py, and by common/family.py, to the same numbers."""
+    monkeypatch.setattr(HookCalls, "by_family", request.param == "family")
 
 
 def near(found: Tensor, expected: Any, atol: float = 1e-6) -> None:
@@ -81,8 +86,8 @@ def test_equal_scores_have_an_advantage_of_exactly_zero(score: float, k: int) ->
 def test_kl_estimators_and_rewards() -> None:
     v = VECTORS["KL"]
     old, ref, m = column([v["logp"]]), column([v["ref"]]), micro([3])
-    near(kl.estimate_kl(old - ref, config()), v["d"])
-    near(kl.estimate_kl(old - ref, config(kl_estimator="k3")), v["k3"])
+    near(family.estimate_kl(old - ref, config()), v["d"])
+    near(family.estimate_kl(old - ref, config(kl_estimator="k3")), v["k3"])
     for name, total in v["sum"].items():
         near(rloo.sequence_kl(old, ref, m, config(kl_estimator=name)), [total])
     row = torch.ones(1, 2, dtype=torch.float64)
@@ -103,7 +108,7 @@ def test_reinf_loss_of_a_completion_and_of_its_tokens() -> None:
         tensor(VECTORS["KL"]["token_rewards"]["1"]) - tensor(v["baselines"]), v["token_advantages"]
     )
     tokens = tensor(v["token_advantages"], dtype=torch.float64)
-    near(common_policy_loss.policy_term(x, x, tokens, m, c, None), v["token_losses"])
+    near(family.policy_term(x, x, tokens, m, c, None), v["token_losses"])
     mean = config(policy_loss="reinforce", loss_agg="token_mean")
     near(rloo.loss(x, x, None, m, tokens, mean, 3.0).total, v["token_mean"])
 
@@ -153,7 +158,8 @@ def test_clip_losses_and_gradients(sign: str, level: str) -> None:
     logp = tensor(v["ratios"], dtype=torch.float64).log().requires_grad_()
     a = torch.ones(4, dtype=torch.float64) * (1 if sign == "positive" else -1)
     m, old = micro([1] * 4), torch.zeros(4, dtype=torch.float64)
-    near(common_policy_loss.clipped_term(logp.detach().exp(), a, c), v[sign]["loss"])
+    found = family.policy_term(logp.detach(), logp.detach().exp(), a, m, c, None)
+    near(found, v[sign]["loss"])
     out = rloo.loss(logp, old, None, m, a, c, 1.0)
     near(out.total, sum(v[sign]["loss"]))
     out.total.backward()
@@ -205,22 +211,20 @@ AGGS = ["sequence_sum", "sequence_mean", "token_mean", "constant", "token_mean_l
 @pytest.mark.parametrize("agg", AGGS)
 def test_agg_with_one_row_per_micro_batch(agg: str) -> None:
     v, c = VECTORS["AGG"], config(loss_agg=agg)
-    n = aggregate.update_denominator(c, 2, 6, 2, v["max_completion_length"])
-    parts = [
-        aggregate.aggregate_loss(column([row]), micro([len(row)]), c) / n for row in v["terms"]
-    ]
+    n = family.update_denominator(c, 2, 6, 2, v["max_completion_length"])
+    parts = [family.aggregate_loss(column([row]), micro([len(row)]), c) / n for row in v["terms"]]
     near(parts[0] + parts[1], v[agg])
 
 
 @pytest.mark.parametrize("agg", AGGS[:4])
 def test_agg_in_one_micro_batch_is_the_same_also_for_row_terms(agg: str) -> None:
     v, c = VECTORS["AGG"], config(loss_agg=agg)
-    n = aggregate.update_denominator(c, 2, 6, 1, v["max_completion_length"])
-    near(aggregate.aggregate_loss(column(v["terms"]), micro([2, 4]), c) / n, v[agg])
+    n = family.update_denominator(c, 2, 6, 1, v["max_completion_length"])
+    near(family.aggregate_loss(column(v["terms"]), micro([2, 4]), c) / n, v[agg])
     rows = tensor([1.0, 2.0], dtype=torch.float64)
     once = 1.5  # a row-level term counts once per row under sequence_sum
     near(
-        aggregate.aggregate_loss(rows, micro([2, 4]), c) / n,
+        family.aggregate_loss(rows, micro([2, 4]), c) / n,
         once if agg == "sequence_sum" else v[agg],
     )
 
@@ -329,7 +333,7 @@ def dialect_loss(keys: dict[str, Any], step: float, given: Any = None) -> tuple[
     found = rloo.advantages(score, pull, scorable, c)
     a = found.advantage[0] if given is None else tensor(given, dtype=torch.float64)
     used = rloo.token_advantages(a, found.usable[0], old, ref, m, c)
-    n = aggregate.update_denominator(c, 4, sum(LENGTHS), 1, 8)
+    n = family.update_denominator(c, 4, sum(LENGTHS), 1, 8)
     out = rloo.loss(logp, old, ref, m, used, c, n)
     out.total.backward()
     assert logp.grad is not None

@@ -18,7 +18,7 @@ from algorithm_cases import column, micro, table
 from hook_calls import HookCalls, of_name
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms.common.token_advantage import StepTokens
+from rloo_cli.algorithms.common.hooks import StepTokens
 from rloo_cli.config.compose import compose_config
 
 HERE = Path(__file__).parent

@@ -82,9 +82,9 @@ RUNS = {
 QUICK = ("quickstart", "grpo", "fsdp2")
 PLANTED = {
     "loss": (
-        "rloo_cli/algorithms/common/loss.py",
-        "policy = aggregate.aggregate_loss(term, micro_batch, config) / denominator",
-        "policy = aggregate.aggregate_loss(term, micro_batch, config) / denominator * (1 + 1e-6)",
+        "rloo_cli/algorithms/rloo.py",
+        "total = (term * trained).sum() / inputs.denominator  # ()",
+        "total = (term * trained).sum() / inputs.denominator * (1 + 1e-6)",
     ),
     "reward": (
         "rloo_cli/rewards/exact_match.py",

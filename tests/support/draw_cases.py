@@ -79,6 +79,12 @@ SWITCHES: dict[str, tuple[float, list[Any]]] = {
     "whiten_rewards": (0.4, [True]),
     "minus_group_mean": (0.1, [True]),
 }  # fmt: skip
+# Of these, what leaves the formula of RLOO as it is: scores before it, and the updates around it.
+PLAIN_SWITCHES = (
+    "beta", "kl_temperature", "multi_reward", "normalize_rewards", "reward_clip_range",
+    "missing_eos_penalty", "mask_truncated_completions", "zero_std_groups", "epsilon",
+    "epsilon_high", "loss_denominator", "num_iterations", "num_minibatches", "num_generations",
+)  # fmt: skip
 CORRECTIONS = {
     "mode": ["none", "truncate", "truncate", "mask", "filter", "bypass"],
     "level": ["token", "sequence", "geometric"],
@@ -147,6 +153,28 @@ def drawn_words(rng: random.Random) -> dict[str, Any]:
     words["train.prompts_per_step"] = rng.choice([2, 3, 4, 4])
     words["train.micro_batch_tokens"] = rng.choice([40, 100, 1024])
     return words
+
+
+def plain_settings(number: int) -> RunConfig:
+    """A config that `algorithms/rloo.py` computes without its family's switches."""
+    for attempt in range(1000):
+        rng = random.Random(f"{number}/{attempt}/plain")
+        words: dict[str, Any] = {
+            "algorithm": "rloo",
+            "generation.temperature": rng.choice([1, 0.7]),
+        }
+        for key in PLAIN_SWITCHES:
+            if rng.random() < 0.4:
+                words[f"algorithm.{key}"] = rng.choice(SWITCHES[key][1])
+        words["algorithm.correction.mode"] = rng.choice(["none", "truncate"])
+        words["algorithm.correction.cap"] = rng.choice(CORRECTIONS["cap"])
+        words["train.prompts_per_step"] = rng.choice([2, 3, 4, 4])
+        words["train.micro_batch_tokens"] = rng.choice([40, 100, 1024])
+        try:
+            return checked(words)
+        except ConfigError:
+            continue
+    raise AssertionError("nothing is accepted")
 
 
 def checked(words: dict[str, Any]) -> RunConfig:

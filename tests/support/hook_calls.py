@@ -8,24 +8,33 @@ from torch import Tensor
 
 from rloo_cli.algorithms import ppo as ppo_module
 from rloo_cli.algorithms import rloo as rloo_module
-from rloo_cli.algorithms.common import aggregate, config, kl, score
-from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages, needs_whole_step
-from rloo_cli.algorithms.common.loss import LossInputs
+from rloo_cli.algorithms.common import config, family, forward_plan, score
+from rloo_cli.algorithms.common.hooks import AdvantageInputs, Advantages, LossInputs
 from rloo_cli.config import registry
 
 
 class HookCalls:
     """The algorithm of a module, a new one with each call's config."""
 
-    sequence_kl = staticmethod(kl.sequence_kl)
-    token_advantages = staticmethod(kl.charge_tokens)
+    token_advantages = staticmethod(family.charge_tokens)
     truncation = staticmethod(score.mask_truncated)
-    denominator = staticmethod(aggregate.update_denominator)
-    needs_whole_step = staticmethod(needs_whole_step)
+    denominator = staticmethod(family.update_denominator)
+    needs_whole_step = staticmethod(forward_plan.needs_whole_step)
+
+    by_family = False  # compute plain RLOO by common/family.py too, and not by rloo.py
 
     def __init__(self, module: ModuleType):
         self.Config = module.Config
-        self.of = registry.algorithm_class(module.__name__.rpartition(".")[2])
+        self.algorithm = registry.algorithm_class(module.__name__.rpartition(".")[2])
+
+    def of(self, c: Any) -> Any:
+        algorithm = self.algorithm(c)
+        algorithm.is_plain = algorithm.is_plain and not self.by_family
+        return algorithm
+
+    def sequence_kl(self, old: Tensor, ref: Tensor, micro: Any, c: Any) -> Tensor:
+        found: Tensor = self.of(c).sequence_kl(old, ref, micro)
+        return found
 
     def advantages(
         self, scores: Tensor, pull: Tensor | None, scorable: Tensor, c: Any, **known: Any

@@ -19,7 +19,7 @@ from loop_cases import (
 )
 from loop_cases import alone as make
 
-from rloo_cli.algorithms.common.advantage import AdvantageInputs
+from rloo_cli.algorithms.common.hooks import AdvantageInputs
 from rloo_cli.train import loop
 from rloo_cli.train import step as train_step
 

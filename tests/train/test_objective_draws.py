@@ -22,16 +22,19 @@ from draw_cases import (
     draw,
     given_of,
     one_thread,
+    plain_settings,
 )
 from objective_reference import Given, Reference
 from torch import Tensor
 
-from rloo_cli.algorithms.common import advantage, forward_plan
+from rloo_cli.algorithms import rloo
+from rloo_cli.algorithms.common import forward_plan
+from rloo_cli.algorithms.common.base import load_algorithm
 from rloo_cli.utils.errors import NumbersError
 
 pytestmark = pytest.mark.wide
 
-DRAWS, PARTS = 200, 4
+DRAWS, PARTS, PLAIN_DRAWS = 200, 4, 50
 ONLY = [int(n) for n in os.environ.get("RLOO_DRAWS", "").split(",") if n]
 PLAINLY = {"old_logp": "separate", "forward_all": True}
 CLOSE = 1e-5  # relative, of the gradients of an update in float32
@@ -96,9 +99,9 @@ def say_behaviour(bench: Bench, settings: Any, sampled: Sampled) -> None:
             sampled.behaviour[d, k] = None if rng.random() < 0.1 else said
 
 
-def try_draw(bench: Bench, number: int) -> str:
-    """Try one draw; "" or what is wrong with it."""
-    settings, rng = draw(number).settings, random.Random(f"{number}/more")
+def try_draw(bench: Bench, number: int, settings: Any = None) -> str:
+    """Try one draw, or other settings with what it samples; "" or what is wrong with it."""
+    settings, rng = settings or draw(number).settings, random.Random(f"{number}/more")
     sampled = Sampled(number, settings.algorithm.num_generations)
     say_behaviour(bench, settings, sampled)
     memory = rng.choice([{}, {"ema": 0.2, "ema_weight": 0.271}])
@@ -144,6 +147,19 @@ def test_an_update_is_what_the_formulas_say_under_any_switches_the_fast_way_too(
     assert not wrong, f"{len(wrong)} of {len(numbers)} draws:\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("by_family", [False, True], ids=["rloo.py", "family.py"])
+def test_plain_rloo_is_what_the_formulas_say_in_its_own_file_and_with_switches(
+    bench, monkeypatch, by_family
+):
+    """No draw of all switches is plain RLOO; these are, and both ways are held to the formulas."""
+    if by_family:
+        monkeypatch.setattr(rloo, "PLAIN", {"name": "no config is plain"})
+    for number in range(PLAIN_DRAWS):
+        settings = plain_settings(number)
+        assert load_algorithm(settings.algorithm).is_plain is not by_family
+        assert try_draw(bench, number, settings) == "", number
+
+
 def test_clipped_advantages_have_no_one_factor(bench):
     assert try_draw(bench, 83) == ""  # it fails without the guard; its part of the 200 is slow
 
@@ -162,6 +178,6 @@ def test_draws_meet_every_algorithm_and_dialect_and_the_corners_and_few_are_refu
         if k.normalize_advantages and k.entropy_coef and not forward_plan.needs_no_logprobs(k)
     ]
     masked = [k for k in keys if k.by_token and k.mask_truncated_completions is True]
-    clipped = [k for k in keys if k.normalize_advantages and advantage.clips_advantages(k)]
+    clipped = [k for k in keys if k.normalize_advantages and k.clips_advantages]
     again = [k for k in keys if k.zero_std_groups == "resample" and k.multi_reward != "sum"]
     assert min(map(len, (bonus, masked, clipped))) >= 8 and len(again) >= 2

@@ -14,6 +14,7 @@ import torch
 from loop_cases import ENDS, PLAIN, apart, digits
 from trl_cases import both, gaps, sums, vector
 
+from rloo_cli.algorithms import rloo
 from rloo_cli.train.minibatches import forwarded_completions
 
 pytestmark = pytest.mark.trl
@@ -149,6 +150,17 @@ def test_gradient_is_that_of_trl(case, name):
     assert len(later) + 1 == ours.run.config.updates_per_step
     assert all(float(vector(g).norm()) > 0.1 for g in ours.gradients)
     assert apart(ours.weights, theirs.weights) < CLOSE
+
+
+@pytest.mark.slow_but(PLAINLY)
+@pytest.mark.parametrize("name", [PLAINLY, "without KL", "truncated masked", "two iterations"])
+def test_with_the_switches_of_the_family_the_gradient_is_the_same(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(rloo, "PLAIN", {"name": "no config is plain"})
+    words, rewards, _ = CASES[name]
+    ours, theirs = both(tmp_path, *BASE, *words, rewards=rewards)
+    first, *later = gaps(ours, theirs)
+    assert not ours.run.algorithm.is_plain
+    assert first < CLOSE and all(gap < LATER for gap in later)
 
 
 @pytest.mark.slow_but("two iterations")

@@ -1,5 +1,6 @@
-"""The base class of algorithms: six hooks, with defaults for those that a class does not define.
+"""The base class of algorithms: seven hooks, with defaults for those that a class does not define.
 
+    sequence_kl       the KL of completions to the reference
     advantages        rewards and advantages of completions, from scores and KL
     token_advantages  an advantage for every token of the step, where `Config.by_token` says so
     loss              a micro-batch's share of an update's loss
@@ -9,44 +10,39 @@
 
 Two more may be overridden: how several rewards become one score (`combine_rewards`), and what
 happens to a score before the KL is subtracted (`shape_scores`). Which forward passes an update
-needs is derived from the config (`forward_plan`).
+needs is derived from the config (`forward_plan`). The defaults have every switch of the family.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rloo_cli.algorithms.common import advantage, forward_plan, rules, score, turn_credit
-from rloo_cli.algorithms.common import loss as common_loss
-from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
+from rloo_cli.algorithms.common import family, forward_plan, rules, score, token_advantage
 from rloo_cli.algorithms.common.config import Switches, resolve_loss_type, resolved_values
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
-from rloo_cli.algorithms.common.loss import LossInputs
+from rloo_cli.algorithms.common.hooks import (
+    AdvantageInputs,
+    Advantages,
+    Loss,
+    LossInputs,
+    StepTokens,
+    TokenAdvantages,
+    ValueLoss,
+)
 from rloo_cli.config import registry
 from rloo_cli.config.schema import AlgorithmConfig, RunConfig
+from rloo_cli.data.segments import segment_sum
 from rloo_cli.utils.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.algorithms.common.policy_loss import Loss
-    from rloo_cli.algorithms.common.token_advantage import StepTokens, TokenAdvantages
     from rloo_cli.data.packing import MicroBatch
 
 C = TypeVar("C", bound=Switches, covariant=True)
-
-
-@dataclass(frozen=True)
-class ValueLoss:
-    """A micro-batch's share of an update's value loss, and the values its metrics need."""
-
-    total: Tensor  # () with gradient, vf_coef included
-    value: Tensor  # () detached, without vf_coef
-    clipped: Tensor  # (N,) bool, more than epsilon_value from the value of the step's start
-    counted: Tensor  # (N,) bool, trained tokens that have a return
+EMA = 0.9  # the share of the moving average that stays in a step
 
 
 class Algorithm(ABC, Generic[C]):
@@ -63,6 +59,16 @@ class Algorithm(ABC, Generic[C]):
         """The algorithm's section of the config, with the switches that `loss_type` sets."""
         return self._config
 
+    def sequence_kl(self, old_logp: Tensor, ref_logp: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """KL_i, summed (not averaged) over each completion's unmasked tokens, in nats and float64.
+
+        With kl_temperature=one, both log-probabilities are those at temperature 1.
+        (N,), (N,) -> (S,)
+        """
+        k = family.estimate_kl(old_logp.double() - ref_logp.double(), self.config)
+        index, count = micro_batch.sequence_ids, micro_batch.num_sequences
+        return segment_sum(micro_batch.mask * k, index, count)
+
     @abstractmethod
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """Rewards and advantages of whole groups. (P, K) each -> (P, K) each
@@ -73,12 +79,12 @@ class Algorithm(ABC, Generic[C]):
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
         """Advantages of every token of the step, where `Config.by_token` says so. (N,) -> (N,)"""
         if self.config.turn_rewards == "credit":
-            return turn_credit.credit_turns(step, self.config)
+            return token_advantage.credit_turns(step, self.config)
         raise NotImplementedError(f"{type(self).__name__} does not define token_advantages")
 
     def loss(self, inputs: LossInputs) -> Loss:
         """A micro-batch's share of the update's loss: totals and their gradients add up to it."""
-        return common_loss.micro_batch_loss(inputs, self.config)
+        return family.family_loss(inputs, self.config)
 
     def value_loss(self, values: Tensor, micro: MicroBatch, num_tokens: float) -> ValueLoss:
         """A micro-batch's share of the value loss, for an algorithm with a value model. (N,)"""
@@ -87,8 +93,16 @@ class Algorithm(ABC, Generic[C]):
     def next_state(
         self, reward: Tensor, usable: Tensor, state: Mapping[str, float]
     ) -> dict[str, float]:
-        """The state for later steps, from this step's rewards. (P, K), (P, K) ->"""
-        return advantage.next_state(reward, usable, self.config, state)
+        """The state for later steps, from this step's rewards. (P, K), (P, K) ->
+
+        With baseline=ema, its average and the weight in it: b <- .9 b + .1 mean reward, from 0;
+        w <- .9 w + .1 is the share of b that is not that 0.
+        """
+        if self.config.baseline != "ema" or not bool(usable.any()):
+            return dict(state)
+        mean = float(reward[usable].mean())
+        b, w = state.get("ema", 0.0), state.get("ema_weight", 0.0)
+        return {"ema": EMA * b + (1 - EMA) * mean, "ema_weight": EMA * w + (1 - EMA)}
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """Conflicts between keys that stop a run before it starts."""

@@ -3,34 +3,179 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from rloo_cli.algorithms.common import advantage, aggregate, kl, policy_loss, score, turn_credit
-from rloo_cli.algorithms.common import importance_weights as weights
-from rloo_cli.config.schema import AlgorithmConfig, RunConfig, key
+from pydantic import Field
+
+from rloo_cli.algorithms.common.dialect import CLIPS_ADVANTAGES, DialectName
+from rloo_cli.config.schema import AlgorithmConfig, Frozen, Positive, RunConfig, key
 from rloo_cli.utils.files import JsonObject
 
+GeometricRange = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
+# What correction.mode=auto stands for where completions are sampled with older weights: truncated
+# token weights, and a trust region by the mean of a completion's tokens.
+OVERLAP_CORRECTION = {
+    "mode": "truncate", "level": "token", "cap": 2.0, "floor": 0.0, "geometric_range": [0.8, 1.25],
+}  # fmt: skip
 
-class Switches(
-    score.Config,
-    kl.Config,
-    advantage.Config,
-    policy_loss.Config,
-    aggregate.Config,
-    weights.Config,
-    turn_credit.Config,
-    AlgorithmConfig,
-):
+
+class CorrectionConfig(Frozen):
+    mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
+        "auto = truncate with vLLM, none with transformers, with generation.overlap as"
+        " docs/overlap.md says; bypass = old_logp is the sampler's"
+    )
+    level: Literal["token", "sequence", "geometric"] = key(
+        "What has a weight: tokens, completions, or completions by their mean; filter: see floor"
+    )
+    cap: float = key("Largest weight", gt=0)
+    floor: float = key(
+        "Smallest weight; filter drops completions whose geometric weight is not in [floor, cap]",
+        ge=0,
+    )
+    geometric_range: GeometricRange | None = key(
+        "Leave completions out of the policy term whose weight by their tokens' mean is outside,"
+        " as [0.99, 1.01]; null = none"
+    )
+
+
+class EosPenalty(Frozen):
+    mode: Literal["none", "subtract", "replace"] = key(
+        "Score of a truncated completion: as it is, minus value, or value"
+    )
+    value: float = key("Score units: above 0 to subtract; the new score to replace with")
+
+
+class OverlongPenalty(Frozen):
+    max_length: Positive = key("Tokens from which on the whole penalty of -weight is added")
+    cache: Positive = key("Tokens below max_length over which the penalty grows linearly from 0")
+    weight: float = key("Score units, the size of the whole penalty", ge=0)
+
+
+class Switches(AlgorithmConfig):
     """Every switch that algorithms share (docs/OBJECTIVES.md)."""
+
+    dialect: DialectName | None = key(
+        "Compute RLOO as another framework does: algorithm.dialect=NAME loads its file of keys"
+    )
+    turn_rewards: Literal["sum", "last", "credit"] = key(
+        "Rewards of an episode's turns: their sum, or the last one, is part of its score; credit ="
+        " a turn's tokens get what is earned from that turn on"
+    )
+
+    # The loss: family.py, importance_weights.py
+    correction: CorrectionConfig = key("Correction for a sampler whose log-probabilities differ")
+    loss_agg: (
+        Literal["sequence_sum", "sequence_mean", "token_mean", "constant", "token_mean_local"]
+        | None
+    ) = key(
+        "Mean over completions of token sums or of token means; mean over tokens; token sum over"
+        " N * max_completion_length; mean over micro-batches of token means (to compare only);"
+        " null = by loss_type"
+    )
+    entropy_coef: float = key("Weight of the tokens' mean entropy, subtracted from the loss", ge=0)
+    loss_denominator: Literal["all", "valid"] = key(
+        "Completions counted in N: every one, or those that the loss sees: not masked, in scorable"
+        " groups (with kl_in=loss and opd also those without a score)"
+    )
+    policy_loss: Literal["clip", "reinforce", "cispo", "sapo", "luspo", "vespo"] | None = key(
+        "PPO's clipped ratio; log-probability times advantage (equal gradients on-policy); CISPO's"
+        " capped weight, SAPO's soft gate, LUSPO's clip times length, VESPO's; null = by loss_type"
+    )
+    ratio_level: Literal["sequence", "token", "geometric"] | None = key(
+        "One ratio per completion, per token, or per completion to the power 1/length; null = by"
+        " loss_type"
+    )
+    epsilon: float = key("Clip the ratio below 1 - epsilon", ge=0)
+    epsilon_high: float | None = key(
+        "Clip the ratio above 1 + epsilon_high; null = epsilon. With cispo the cap of weights",
+        ge=0,
+    )
+    epsilon_tokens: int | None = key(
+        "Widen the clip range of a completion of T tokens, more than these, to the power"
+        " sqrt(T / epsilon_tokens): (1 - epsilon)^s to (1 + epsilon_high)^s; null = one range",
+        ge=1,
+    )
+    delta: float | None = key("Bounds the ratio for A<0, above 1 + epsilon_high; null = off", gt=1)
+    log_ratio_clamp: float = key("Log-ratios are clamped to +- this, so exp is finite", gt=0)
+    sapo_temperature_pos: float = key("policy_loss=sapo: steepness of the gate where A > 0", gt=0)
+    sapo_temperature_neg: float = key("policy_loss=sapo: steepness of the gate where A <= 0", gt=0)
+    allow_stale: bool = key("Let policy_loss=reinforce make several updates per step")
+    off_policy_threshold: float | None = key(
+        "Leave completions with A<0 out of the policy term whose tokens' log-probabilities fell by"
+        " more than this on average since they were sampled; null = never",
+        gt=0,
+    )
+
+    # Advantages and the KL: family.py
+    baseline: Literal["loo", "group_mean", "batch_mean", "ema", "greedy", "value", "none"] = key(
+        "Subtracted from a reward: mean of its siblings, of its group, of the step; moving average"
+        " of earlier steps; score of the greedy completion (remax); value model (ppo); 0"
+    )
+    advantage_scale: Literal["none", "group", "batch", "loo_std"] = key(
+        "Divide advantages by the std of scores: of the group, the step, or the siblings"
+    )
+    normalize_advantages: bool = key("Centre the step's advantages and divide them by their std")
+    zero_std_groups: Literal["keep", "drop", "resample"] = key(
+        "Groups whose scores are all equal: train on them, leave them out, or take new prompts"
+    )
+    max_resample: Positive = key(
+        "Most rounds of new prompts per step with zero_std_groups=resample"
+    )
+    beta: float = key("Weight of KL(policy || reference); 0 = no reference is loaded", ge=0)
+    kl_in: Literal["reward", "loss", "none"] = key(
+        "Subtracted from the score, added to the loss, or only logged"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "Per token, d = old_logp - ref_logp: d, d^2/2, or exp(-d) - 1 + d"
+    )
+    kl_in_baseline: bool = key(
+        "The baseline is of score - beta*KL (a masked sibling has the KL 0); false = of the score"
+        " alone"
+    )
+    kl_credit: Literal["sequence", "to_go"] = key(
+        "Charge each token for its whole completion's KL, or only for the KL from itself on"
+    )
+    kl_temperature: Literal["sampling", "one"] = key(
+        "KL of the policies at the sampling temperature, or at temperature 1"
+    )
+    kl_ratio_weighted: bool = key("kl_in=loss: multiply each token's KL by its ratio")
+
+    # From rewards to scores: score.py
+    multi_reward: Literal["sum", "normalize_then_sum"] = key(
+        "Weighted sum, or GDPO: each reward normalised in its group, then the sum over the step"
+    )
+    normalize_rewards: bool = key("Centre the step's scores and divide them by their std")
+    reward_clip_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
+        "Clip shaped scores, before KL, to [lo, hi]; null = no clip"
+    )
+    missing_eos_penalty: EosPenalty | float = key(
+        "Truncated completions: {mode, value}; a bare number is subtracted from their score"
+    )
+    overlong_penalty: OverlongPenalty | None = key(
+        "DAPO's length penalty {max_length, cache, weight}; null = none"
+    )
+    mask_truncated_completions: bool | Literal["drop"] = key(
+        "Truncated completions: true = out of the loss only, drop = out of the baseline too"
+    )
 
     loss_type: (
         Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo"] | None
     ) = key("Sets policy_loss, ratio_level and loss_agg where they are null; null = sets nothing")
 
     @property
+    def by_token(self) -> bool:
+        """Whether each token has its own advantage, which needs the whole step's completions."""
+        return self.turn_rewards == "credit"
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether the baseline is a mean over the group, so that a completion needs a sibling."""
+        return self.baseline in ("loo", "group_mean")
+
+    @property
     def compares_siblings(self) -> bool:
         """Whether a group of equal scores has advantages of 0, but for a KL in the rewards."""
-        return self.baseline in ("loo", "group_mean") and self.turn_rewards != "credit"
+        return self.compares_in_groups and self.turn_rewards != "credit"
 
     @property
     def scales_by_batch(self) -> bool:
@@ -52,10 +197,53 @@ class Switches(
         """Whether the loss has the KL of completions without an advantage, too."""
         return self.kl_in == "loss" and self.beta > 0
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL is measured, and so a reference model is needed."""
+        return self.beta > 0 or self.kl_in == "none"
+
+    @property
+    def charges_kl_to_go(self) -> bool:
+        """Whether the loss charges each token for the KL that comes after it."""
+        # With an advantage of its own for every token, `token_advantages` has subtracted it.
+        return in_reward(self) and self.kl_credit == "to_go" and not self.by_token
+
+    @property
+    def clips_advantages(self) -> bool:
+        """Whether reward_clip_range clips advantages: their mean over a group is then not 0."""
+        return self.reward_clip_range is not None and self.dialect in CLIPS_ADVANTAGES
+
+    @property
+    def upper(self) -> float:
+        """1 + epsilon_high, epsilon where it is null."""
+        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    @property
+    def cap(self) -> float:
+        """CISPO's largest weight, epsilon_high itself; infinite where it is null."""
+        return float("inf") if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def has_token_terms(self) -> bool:
+        """Whether the loss has a term for every token, so that each may have its own advantage."""
+        by_token = self.policy_loss in ("reinforce", "cispo", "vespo")  # whatever ratio_level is
+        return by_token or self.ratio_level == "token"
+
+    @property
+    def eos_penalty(self) -> EosPenalty:
+        """missing_eos_penalty, with a bare number as an `EosPenalty`."""
+        eos = self.missing_eos_penalty
+        return eos if isinstance(eos, EosPenalty) else EosPenalty(mode="subtract", value=eos)
+
+
+def in_reward(config: Switches) -> bool:
+    """Whether rewards depend on the reference at all."""
+    return config.kl_in == "reward" and config.beta > 0
+
 
 S = TypeVar("S", bound=Switches)
 # A loss type is three switches: policy_loss, ratio_level and loss_agg. GSPO: arXiv 2507.18071;
-# DAPO: arXiv 2503.14476; Dr. GRPO: arXiv 2503.20783; CISPO, SAPO: loss_types.py; LUSPO: TRL 1.16.
+# DAPO: arXiv 2503.14476; Dr. GRPO: arXiv 2503.20783; CISPO, SAPO: family.py; LUSPO: TRL 1.16.
 TRIPLES = {
     "grpo": ("clip", "token", "sequence_mean"),
     "dr_grpo": ("clip", "token", "constant"),
@@ -84,6 +272,19 @@ def _missing_loss_values(loss_type: str, values: Mapping[str, object]) -> dict[s
     return {part: value for part, value in triple if values.get(part) is None}
 
 
+def correction_mode(config: Switches, backend: str, overlap: str = "none") -> str:
+    """`correction.mode`, with auto resolved for a generation backend and its overlap."""
+    mode = config.correction.mode
+    return str(auto_correction(backend, overlap)["mode"]) if mode == "auto" else mode
+
+
+def auto_correction(backend: str, overlap: str = "none") -> JsonObject:
+    """The keys of `correction` that its mode auto stands for."""
+    if overlap != "none":
+        return dict(OVERLAP_CORRECTION)
+    return {"mode": "none" if backend == "transformers" else "truncate"}
+
+
 def resolved_values(algorithm: JsonObject, backend: str, overlap: str = "none") -> JsonObject:
     """The values of keys of the algorithm section that stand for other values, to merge into it:
     the three switches of `loss_type`, and those of `correction` where its mode is auto.
@@ -95,7 +296,7 @@ def resolved_values(algorithm: JsonObject, backend: str, overlap: str = "none") 
         resolved |= _missing_loss_values(algorithm["loss_type"], algorithm)
     correction = algorithm.get("correction")
     if isinstance(correction, Mapping) and correction.get("mode") == "auto":
-        resolved["correction"] = {**correction, **weights.auto_correction(backend, overlap)}
+        resolved["correction"] = {**correction, **auto_correction(backend, overlap)}
     return resolved
 
 

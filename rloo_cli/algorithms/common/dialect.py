@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
-from rloo_cli.config.schema import Frozen, key
+from rloo_cli.config.schema import Frozen
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -19,8 +19,8 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
 
-Name = Literal["paper", "trl", "trl_0_21", "verl", "openrlhf", "ms_swift", "nemo_rl"]
-NAMES = get_args(Name)
+DialectName = Literal["paper", "trl", "trl_0_21", "verl", "openrlhf", "ms_swift", "nemo_rl"]
+NAMES = get_args(DialectName)
 NORM_EPS = {"trl_0_21": 1e-8}  # of normalize_advantages; all others add 1e-4
 UNGUARDED = ("trl", "trl_0_21")  # normalise also a step in which only KL differs
 NONE_IS_ZERO = ("ms_swift",)  # a reward that returns None counts as 0
@@ -29,41 +29,33 @@ TOKEN_KL_LIMIT = {"openrlhf": 10.0, "nemo_rl": 10.0}  # each token's estimate is
 SCORE_FUNCTION_KL = ("nemo_rl",)  # KL in the loss has the gradient of its sampling too
 
 
-class Config(Frozen):
-    dialect: Name | None = key(
-        "Compute RLOO as another framework does: algorithm.dialect=NAME loads its file of keys"
-    )
-
-
 def dialect_values(name: str) -> JsonObject:
     """Dotted key -> value of a dialect's file."""
     sections = yaml.safe_load((paths.CONF / "algorithm" / "dialect" / f"{name}.yaml").read_text())
     return {f"{section}.{k}": v for section, keys in sections.items() for k, v in keys.items()}
 
 
-def dialect_problems(run: RunConfig, config: Config) -> Iterator[Problem]:
+def dialect_problems(run: RunConfig, name: DialectName | None) -> Iterator[Problem]:
     """The problem of a dialect with another algorithm than rloo."""
-    if config.dialect is None or run.algorithm.name == "rloo":
+    if name is None or run.algorithm.name == "rloo":
         return
     yield Problem(
-        f"{config.dialect} is a dialect of rloo",
+        f"{name} is a dialect of rloo",
         "algorithm.dialect",
         f"algorithm.name is {run.algorithm.name}",
         "algorithm=rloo, or algorithm.dialect=null",
     )
 
 
-def dialect_differences(run: RunConfig, config: Config) -> Iterator[str]:
+def dialect_differences(run: RunConfig, name: DialectName | None) -> Iterator[str]:
     """A sentence for each key that the run sets to another value than its dialect's file."""
-    if config.dialect is None:
-        return
-    for name, theirs in dialect_values(config.dialect).items():
-        section, _, leaf = name.partition(".")
+    for dotted, theirs in dialect_values(name).items() if name else ():
+        section, _, leaf = dotted.partition(".")
         mine: object = getattr(getattr(run, section), leaf, None)
         mine = mine.model_dump() if isinstance(mine, Frozen) else mine
         if mine != theirs and not (isinstance(theirs, dict) and _is_part_of(theirs, mine)):
-            their_text = f"dialect {config.dialect} has {_yaml_text(theirs)}"
-            yield f"{name}={_yaml_text(mine)}, where {their_text}"
+            their_text = f"dialect {name} has {_yaml_text(theirs)}"
+            yield f"{dotted}={_yaml_text(mine)}, where {their_text}"
 
 
 def _is_part_of(theirs: JsonObject, mine: object) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rloo_cli.algorithms.common import advantage, kl
-from rloo_cli.algorithms.common.advantage import usable_completions, values_differ
+from rloo_cli.algorithms.common.config import Switches, in_reward
+from rloo_cli.algorithms.common.family import usable_completions, values_differ
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.algorithms.common.config import Switches
     from rloo_cli.config.schema import RunConfig
 
 
@@ -28,18 +27,27 @@ class ForwardPlan:
 
 def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
     """The plan of a run. `config` is its algorithm's, with loss_type resolved."""
+    # The KL term and the entropy bonus have a gradient in every completion.
+    pulled = config.trains_kl_of_unscored or config.entropy_coef > 0
+    by_tokens = config.loss_agg == "token_mean_local"  # a mean over a micro-batch's tokens
     return ForwardPlan(
         reference=config.needs_reference or config.teacher_server is not None,
         value_model=config.baseline == "value",
         by_scores=needs_no_logprobs(config),
         separate=_separate_pass_reason(run, config),
-        every_completion=_forwards_every_completion(config),
+        every_completion=pulled or by_tokens,
     )
 
 
 def needs_no_logprobs(config: Switches) -> bool:
     """Whether advantages need no log-probability: no KL is in the reward."""
-    return not kl.in_reward(config) and not config.by_token
+    return not in_reward(config) and not config.by_token
+
+
+def needs_whole_step(config: Switches) -> bool:
+    """Whether advantages depend on other groups; if not, groups may be computed separately."""
+    by_step = config.baseline == "batch_mean" or config.advantage_scale == "batch"
+    return by_step or config.normalize_advantages
 
 
 def normalizes_by_one_factor(config: Switches) -> bool:
@@ -50,8 +58,8 @@ def normalizes_by_one_factor(config: Switches) -> bool:
     baseline does not contain, with divisors that differ between siblings, and where advantages are
     clipped. The factor is of advantages alone: it must not multiply an entropy bonus.
     """
-    grouped = config.baseline in ("loo", "group_mean") and config.kl_in_baseline
-    alike = config.advantage_scale in ("none", "group") and not advantage.clips_advantages(config)
+    grouped = config.compares_in_groups and config.kl_in_baseline
+    alike = config.advantage_scale in ("none", "group") and not config.clips_advantages
     alone = config.entropy_coef == 0
     return config.normalize_advantages and grouped and alike and alone
 
@@ -72,15 +80,9 @@ def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
     if not run.model.disable_dropout:
         return "dropout may be on (model.disable_dropout=false)"
     one_pass = needs_no_logprobs(config) or normalizes_by_one_factor(config)
-    if one_pass or not advantage.needs_whole_step(config):
+    if one_pass or not needs_whole_step(config):
         return None
     return "advantages need every group's KL before the first update"
-
-
-def _forwards_every_completion(config: Switches) -> bool:
-    # The KL term and the entropy bonus have a gradient in every completion.
-    pulled = config.trains_kl_of_unscored or config.entropy_coef > 0
-    return pulled or config.loss_agg == "token_mean_local"  # a mean over a micro-batch's tokens
 
 
 def needed_completions(
@@ -98,11 +100,10 @@ def needed_completions(
     if plan.every_completion:
         return needed
     needed = needed & usable_completions(scorable, config)
-    grouped = config.baseline in ("loo", "group_mean")
     # Where the mean of advantages is not 0, normalising moves those of equal scores too.
     moved = config.normalize_advantages and config.advantage_scale == "loo_std"
-    moved = moved or advantage.clips_advantages(config)  # to a range that may exclude 0
+    moved = moved or config.clips_advantages  # to a range that may exclude 0
     logged = config.kl_in == "none" and config.beta > 0  # a KL that is only logged is over all
-    if grouped and plan.by_scores and not moved and not logged:
+    if config.compares_in_groups and plan.by_scores and not moved and not logged:
         needed = needed & values_differ(score, scorable)
     return needed

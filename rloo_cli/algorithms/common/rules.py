@@ -9,15 +9,8 @@ from collections.abc import Iterator
 from math import inf, log, sqrt
 from statistics import NormalDist
 
+from rloo_cli.algorithms.common import completion_rules, dialect
 from rloo_cli.algorithms.common import config as common_config
-from rloo_cli.algorithms.common import (
-    dialect,
-    importance_weights,
-    lagging,
-    policy_loss,
-    siblings,
-    turn_credit,
-)
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
 from rloo_cli.config.schema import RunConfig
@@ -88,15 +81,15 @@ def _baseline_problems(config: Switches) -> Iterator[Problem]:
 def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     """Conflicts between keys; `where` is the dotted key."""
     config = shared_switches(run)
-    yield from dialect.dialect_problems(run, config)
+    yield from dialect.dialect_problems(run, config.dialect)
     yield from choice_problems(config)
-    yield from siblings.sibling_problems(config)
-    yield from turn_credit.turn_reward_problems(run, config)
+    yield from completion_rules.sibling_problems(config)
+    yield from completion_rules.turn_reward_problems(run, config)
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
     yield from _correction_problems(config, run)
-    yield from lagging.lagging_problems(run, config)
+    yield from completion_rules.lagging_problems(run, config)
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
 
@@ -104,11 +97,11 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     """Combinations that are allowed but seldom meant, in one sentence each."""
     config, generation = shared_switches(run), run.generation
     max_length, num_updates = generation.max_completion_length, num_updates_per_step(config)
-    yield from dialect.dialect_differences(run, config)
+    yield from dialect.dialect_differences(run, config.dialect)
     yield from _kl_warnings(config)
-    yield from siblings.sibling_warnings(config)
+    yield from completion_rules.sibling_warnings(config)
     filters = inexact_settings(generation)
-    mode = importance_weights.correction_mode(config, generation.backend, generation.overlap)
+    mode = common_config.correction_mode(config, generation.backend, generation.overlap)
     if filters and mode == "none":
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
     share = clipped_by_noise(config, max_length)
@@ -134,7 +127,7 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
         yield "algorithm.loss_agg=token_mean_local: the loss depends on the micro-batch size"
 
 
-def clipped_by_noise(config: policy_loss.Config, num_tokens: int) -> float:
+def clipped_by_noise(config: Switches, num_tokens: int) -> float:
     """Predicted share of completions that TOKEN_NOISE alone takes out of the clip range."""
     if config.ratio_level != "sequence" or config.policy_loss != "clip":
         return 0.0
@@ -254,7 +247,7 @@ def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
             " inside",
             "algorithm.correction.geometric_range=[0.8,1.25], or null",
         )
-    mode = importance_weights.correction_mode(config, generation.backend, generation.overlap)
+    mode = common_config.correction_mode(config, generation.backend, generation.overlap)
     filters = inexact_settings(generation)
     if mode == "none" or not filters:
         return

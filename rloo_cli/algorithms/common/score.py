@@ -7,13 +7,11 @@ Functions take the whole step at once: GDPO and normalize_rewards depend on all 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import dialect
-from rloo_cli.algorithms.common.advantage import masked_mean, masked_std, values_differ
-from rloo_cli.config.schema import Frozen, Positive, key
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.family import masked_mean, masked_std, values_differ
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,45 +22,9 @@ GDPO_EPS = 1e-4  # TRL's normalize_then_sum
 NORM_EPS = 1e-8  # TRL 0.21's normalize_reward
 
 
-class EosPenalty(Frozen):
-    mode: Literal["none", "subtract", "replace"] = key(
-        "Score of a truncated completion: as it is, minus value, or value"
-    )
-    value: float = key("Score units: above 0 to subtract; the new score to replace with")
-
-
-class OverlongPenalty(Frozen):
-    max_length: Positive = key("Tokens from which on the whole penalty of -weight is added")
-    cache: Positive = key("Tokens below max_length over which the penalty grows linearly from 0")
-    weight: float = key("Score units, the size of the whole penalty", ge=0)
-
-
-class Config(dialect.Config):
-    multi_reward: Literal["sum", "normalize_then_sum"] = key(
-        "Weighted sum, or GDPO: each reward normalised in its group, then the sum over the step"
-    )
-    normalize_rewards: bool = key("Centre the step's scores and divide them by their std")
-    reward_clip_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
-        "Clip shaped scores, before KL, to [lo, hi]; null = no clip"
-    )
-    missing_eos_penalty: EosPenalty | float = key(
-        "Truncated completions: {mode, value}; a bare number is subtracted from their score"
-    )
-    overlong_penalty: OverlongPenalty | None = key(
-        "DAPO's length penalty {max_length, cache, weight}; null = none"
-    )
-    mask_truncated_completions: bool | Literal["drop"] = key(
-        "Truncated completions: true = out of the loss only, drop = out of the baseline too"
-    )
-
-    @property
-    def eos_penalty(self) -> EosPenalty:
-        """missing_eos_penalty, with a bare number as an `EosPenalty`."""
-        eos = self.missing_eos_penalty
-        return eos if isinstance(eos, EosPenalty) else EosPenalty(mode="subtract", value=eos)
-
-
-def combine_scores(raw: Tensor, weights: Sequence[float], config: Config) -> tuple[Tensor, Tensor]:
+def combine_scores(
+    raw: Tensor, weights: Sequence[float], config: Switches
+) -> tuple[Tensor, Tensor]:
     """One score per completion, and which completions have one.
 
     `raw` is float64, NaN = None; weights are not renormalised when some rewards are None. A reward
@@ -83,7 +45,7 @@ def combine_scores(raw: Tensor, weights: Sequence[float], config: Config) -> tup
 
 
 def shape_step_scores(
-    score: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor, config: Config
+    score: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor, config: Switches
 ) -> Tensor:
     """Overlong penalty, missing EOS, normalising, clip: in this order, all before KL.
 
@@ -110,7 +72,7 @@ def shape_step_scores(
     return score.masked_fill(~scorable, 0.0)
 
 
-def mask_truncated(scorable: Tensor, terminated: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def mask_truncated(scorable: Tensor, terminated: Tensor, config: Switches) -> tuple[Tensor, Tensor]:
     """mask_truncated_completions: which completions count in the baseline, which leave the loss.
 
     `true` takes truncated completions out of the loss only; `drop` makes them unscorable as well.

@@ -1,13 +1,18 @@
 """A whole step's tokens at once, for algorithms in which every token has an advantage of its own.
 
-They are computed once per step, on the CPU and on every rank alike, before the first update.
+They are computed once per step, on the CPU and on every rank alike, before the first update. PPO
+and REINFORCE++ compute theirs from `Grid`; `credit_turns` is for any algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from rloo_cli.algorithms.common.config import Switches, in_reward
+from rloo_cli.algorithms.common.family import estimate_kl
+from rloo_cli.algorithms.common.hooks import StepTokens, TokenAdvantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,23 +20,6 @@ if TYPE_CHECKING:
     from rloo_cli.data.batch import Batch, Rollout
 
 WHITE_EPS = 1e-8  # added to the variance
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """The completions of a step that are trained on, S of them, in float64; N sampled tokens."""
-
-    score: Tensor  # (S,) shaped
-    group: Tensor  # (S,) the index of the completion's group
-    sequence: Tensor  # (N,) the index of the token's completion
-    mask: Tensor  # (N,) 1 = trained on; all of them were sampled by the policy
-    old: Tensor  # (N,) old_logp, at the KL's temperature
-    ref: Tensor | None  # (N,) ref_logp; None = there is no reference
-    value: Tensor | None  # (N,) values; None = there is no value model
-    # With turn_rewards=credit, where every completion is an episode of up to U turns:
-    turn: Tensor | None = None  # (N,) the index of the token's turn
-    num_turns: Tensor | None = None  # (S,) turns that each has
-    turn_reward: Tensor | None = None  # (S, U) what each turn earned, weighted; 0 = nothing
 
 
 def collect_step_tokens(
@@ -93,20 +81,11 @@ def _turn_columns(rollouts: Sequence[Rollout], weight: float) -> dict[str, Tenso
     }
 
 
-@dataclass(frozen=True)
-class TokenAdvantages:
-    """The result of `Algorithm.token_advantages`."""
-
-    advantage: Tensor  # (N,) exactly 0 where the mask is
-    returns: Tensor | None = None  # (N,) what the value model is fitted to
-    norm_skipped: bool = False  # not whitened: no two scores of the step differ
-
-
 class Grid:
     """The trained tokens of each completion (S, T), in order and without gaps, of columns (N,)."""
 
     def __init__(self, step: StepTokens):
-        self.step, self.kept = step, step.mask > 0
+        self.kept = step.mask > 0
         sequence = step.sequence[self.kept]
         ones = sequence.new_ones(len(sequence))
         self.count = sequence.new_zeros(len(step.score)).index_add(0, sequence, ones)
@@ -128,11 +107,6 @@ class Grid:
         out, trained = score.new_zeros(len(score), self.width), self.count > 0
         index = (trained.nonzero().squeeze(-1), (self.count - 1)[trained])
         return out.index_put(index, score[trained])
-
-    @property
-    def there(self) -> Tensor:
-        """(S, T) bool: there is a trained token."""
-        return self.rows(self.step.mask.clamp(max=1)) > 0
 
 
 def discounted_sum_to_go(values: Tensor, factor: float) -> Tensor:
@@ -161,3 +135,67 @@ def whiten_tokens(column: Tensor, mask: Tensor, centre: bool = True) -> Tensor:
     if not centre:
         white = white + mean
     return column.new_zeros(len(column)).masked_scatter(trained, white)
+
+
+def credit_turns(step: StepTokens, config: Switches) -> TokenAdvantages:
+    """Advantages of every token with turn_rewards=credit, 0 where the mask is. (N,) -> (N,)
+
+    An environment may say after each turn what that turn earned. `turn_rewards: sum` adds these to
+    what it says of the whole episode, `last` takes the last one alone: the episode has one score,
+    and one advantage. With `credit` the score is that of `sum`, and a turn's tokens get what was
+    earned from that turn on. c_{i,u} is what turn u of episode i earned, times the weight of its
+    reward; n_i are its turns, s_i its score:
+
+        G_{i,t} = s_i - beta KL_i - sum_{u<t} c_{i,u}             the return to go
+        A_{i,t} = G_{i,t} - mean of G_{j,t} over the siblings j that have a turn t
+                  (where none has one: over all siblings, each at its last turn)
+
+    A sibling's returns do not depend on what this episode sampled, nor does whether it has a turn
+    t, so that the baseline changes no expected gradient. A group in which no turn has a reward of
+    its own, and all have as many turns, has the advantages of leave-one-out.
+    """
+    assert step.turn is not None and step.turn_reward is not None and step.num_turns is not None
+    penalty, to_go = _kl_penalties(step, config)
+    rewards = step.turn_reward
+    returns = step.score[:, None] - (rewards.cumsum(1) - rewards)  # (S, U)
+    if config.kl_in_baseline:
+        returns = returns - penalty[:, None]
+    advantage = subtract_turn_baseline(returns, step.num_turns, step.group, config.baseline)
+    by_token = advantage[step.sequence, step.turn]
+    if not config.kl_in_baseline:
+        by_token = by_token - (penalty[step.sequence] if to_go is None else to_go)
+    return TokenAdvantages(by_token.masked_fill(step.mask == 0, 0.0))
+
+
+def subtract_turn_baseline(
+    returns: Tensor, num_turns: Tensor, group: Tensor, baseline: str
+) -> Tensor:
+    """Returns to go less the mean of the siblings' at the same turn. (S, U), (S,), (S,) -> (S, U)
+
+    `num_turns`: turns that each episode has; what a row holds beyond them means nothing.
+    `baseline` none: the returns as they are.
+    """
+    if baseline == "none":
+        return returns
+    out = returns.clone()
+    for i in range(len(returns)):
+        siblings = (group == group[i]).nonzero().squeeze(-1)
+        siblings = siblings[siblings != i]
+        for t in range(int(num_turns[i])):
+            same = siblings[num_turns[siblings] > t]
+            found = returns[same, t]
+            if not len(same):  # each at the last turn that it has
+                found = returns[siblings, (num_turns[siblings] - 1).clamp(min=0)]
+            if len(found):
+                out[i, t] = returns[i, t] - found.mean()
+    return out
+
+
+def _kl_penalties(step: StepTokens, config: Switches) -> tuple[Tensor, Tensor | None]:
+    """beta * KL of each completion, (S,), and with kl_credit=to_go that of each token on, (N,)."""
+    if step.ref is None or not in_reward(config):
+        return step.score * 0.0, None
+    grid = Grid(step)  # without tokens that are masked, whose log-probabilities may be NaN
+    k = config.beta * grid.rows(estimate_kl(step.old - step.ref, config))
+    to_go = grid.flat(discounted_sum_to_go(k, 1.0)) if config.kl_credit == "to_go" else None
+    return k.sum(1), to_go
