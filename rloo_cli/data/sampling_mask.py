@@ -104,6 +104,15 @@ def join_masks(masks: Sequence[SamplingMask | None], lengths: Sequence[int]) -> 
     return joined
 
 
+METRICS = {"Sampler against trainer": [  # read by utils.metrics
+    ("sampling/mask_ids/mean", "count", "mean:mask_tokens",
+     "ids that a token was chosen from (generation.return_sampling_mask)"),
+    ("sampling/mask_ids/max", "count", "max", "most of them"),
+    ("sampling/mask_bytes", "bytes", "mean:mask_tokens",
+     "bytes of a token's sampling mask, in memory, in records and checkpoints"),
+]}  # fmt: skip
+
+
 def mask_metrics(found: Iterable[SamplingMask | None]) -> dict[str, float]:
     """How many ids completions' tokens were chosen from, and the bytes of it; {} without masks."""
     masks = [mask for mask in found if mask is not None and len(mask)]

@@ -1,12 +1,7 @@
 """The metrics of held-out samples: means with their standard errors, and unbiased pass@k.
 
 Every prompt of a set has one greedy completion and, with eval.num_generations = K > 1, K sampled
-ones. Metrics begin with `eval_`, or `eval_<name>_` for a set of eval.sets:
-
-    reward, reward/<name>/mean          over greedy completions that have a score
-    completions/..., samples, unscored  of all greedy ones; those without a score
-    avg@K                               mean over prompts of the mean score of their K
-    pass@k                              mean over prompts of the unbiased estimate from their K
+ones.
 
 A completion without a score (every reward returned None, or failed under on_error=none) is left
 out: it lowers its prompt's n, and does not count as a failure. A prompt with n < k is left out of
@@ -27,6 +22,36 @@ from rloo_cli.utils.files import JsonObject
 
 ROUNDING_TOLERANCE = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
 
+METRICS = {"Evaluations": [  # read by utils.metrics
+    ("reward", "score", "", "mean score of the greedy completions"),
+    ("reward/<reward>/mean", "score", "", "mean of one reward over them"),
+    ("reward/<reward>/error_rate", "share", "", "completions whose call failed"),
+    ("completions/mean_length", "tokens", "", "mean length of the greedy completions"),
+    ("completions/clipped_ratio", "share", "", "greedy completions cut at max_completion_length"),
+    ("samples", "count", "", "greedy completions, one per prompt"),
+    ("unscored", "count", "", "of these, without a score"),
+    ("sampled_unscored", "count", "", "sampled completions without a score"),
+    ("avg@<k>", "score", "", "mean over prompts of the mean score of K sampled completions"),
+    ("pass@<k>", "share", "", "unbiased estimate that one of k sampled completions passes"),
+    ("pass@<k>/prompts", "count", "",
+     "prompts with at least k scored completions, where not all have"),
+    ("reward/se", "score", "", "standard error of reward, clustered by prompt"),
+    ("reward/<reward>/mean/se", "score", "",
+     "standard error of reward/<reward>/mean, clustered by prompt"),
+    ("avg@<k>/se", "score", "", "standard error of avg@<k>, clustered by prompt"),
+    ("pass@<k>/se", "score", "", "standard error of pass@<k>, clustered by prompt"),
+    ("reward/low", "score", "", "lower end of the 95 % interval of reward"),
+    ("reward/<reward>/mean/low", "score", "",
+     "lower end of the 95 % interval of reward/<reward>/mean"),
+    ("avg@<k>/low", "score", "", "lower end of the 95 % interval of avg@<k>"),
+    ("pass@<k>/low", "score", "", "lower end of the 95 % interval of pass@<k>"),
+    ("reward/high", "score", "", "upper end of the 95 % interval of reward"),
+    ("reward/<reward>/mean/high", "score", "",
+     "upper end of the 95 % interval of reward/<reward>/mean"),
+    ("avg@<k>/high", "score", "", "upper end of the 95 % interval of avg@<k>"),
+    ("pass@<k>/high", "score", "", "upper end of the 95 % interval of pass@<k>"),
+]}  # fmt: skip
+
 
 def eval_set_metrics(
     name: str,
@@ -43,8 +68,9 @@ def eval_set_metrics(
         scores = [s["rewards"][reward] for s in greedy]
         metrics |= _mean_score(f"reward/{reward}/mean", scores, prompts)
     metrics |= {f"reward/{r}/error_rate": share for r, share in failure_rates.items() if share}
-    _add_mean(metrics, "completions/mean_length", [s["completion_length"] for s in greedy])
-    _add_mean(metrics, "completions/clipped_ratio", [not s["terminated"] for s in greedy])
+    lengths = [s["completion_length"] for s in greedy]
+    metrics["completions/mean_length"] = sum(lengths) / len(greedy)
+    metrics["completions/clipped_ratio"] = sum(not s["terminated"] for s in greedy) / len(greedy)
     metrics["samples"] = len(greedy)
     metrics["unscored"] = sum(s["score"] is None for s in greedy)
     metrics |= episode_metrics([s["episode"] for s in greedy if "episode" in s])
@@ -119,10 +145,3 @@ def _mean_score(
     known = [(s, prompt) for s, prompt in zip(scores, prompts, strict=True) if s is not None]
     interval = score_interval([s for s, _ in known], [p for _, p in known], completions)
     return score_metrics(name, interval)
-
-
-def _add_mean(means: JsonObject, name: str, values: Sequence[float | None]) -> None:
-    """Add the mean of the values that are not None, if there are any."""
-    present = [v for v in values if v is not None]
-    if present:
-        means[name] = sum(present) / len(present)

@@ -8,7 +8,6 @@ eval_lines      the lines of metrics.jsonl that are evaluations
 events          what a run tells code of the user's
 health/         rules: what goes wrong in a run, how it shows, what to change
 log             metrics.jsonl, samples, terminal
-metric_names    every metric with its unit and meaning
 metrics_lines   reads metrics.jsonl, of a long run in little memory
 panel           the panel, for a terminal or as SVG
 prompt_ledger   the fate of every prompt, line by line

@@ -17,19 +17,22 @@ from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
 from rloo_cli.reporting.events import EventSender
 from rloo_cli.reporting.health.advisor import Advisor, advice_text
-from rloo_cli.reporting.metric_names import merge_steps
 from rloo_cli.reporting.token_strip import DecodeToken, add_token_strips
 from rloo_cli.reporting.trackers import TrackerClient
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject, check_folder_present, write_text
+from rloo_cli.utils.metrics import merge_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRL_ALIASES = {  # our name -> TRL's name
-    "sampling/logp_diff_mean": "sampling/sampling_logp_difference/mean",
-    "sampling/logp_diff_max": "sampling/sampling_logp_difference/max",
-}
+METRICS = {"TRL's spelling": [  # read by utils.metrics
+    ("sampling/sampling_logp_difference/mean", "nats", "", "sampling/logp_diff_mean"),
+    ("sampling/sampling_logp_difference/max", "nats", "", "sampling/logp_diff_max"),
+    ("rewards/<reward>/mean", "score", "", "reward/<reward>/mean, and so on for reward/..."),
+]}  # fmt: skip
+# Our name -> TRL's.
+TRL_ALIASES = {ours: name for name, _, _, ours in METRICS["TRL's spelling"] if "<" not in name}
 
 
 class RunLog:

@@ -8,8 +8,25 @@ import torch
 from torch import Tensor
 
 from rloo_cli.data.batch import Batch
+from rloo_cli.utils.metrics import MetricValues
 
-MetricValues = dict[str, float]
+METRICS = {"Prompts and completions": [  # read by utils.metrics
+    ("staleness/mean", "updates", "mean:sampled_tokens",
+     "updates between the weights that sampled a token and those that are trained, mean over the "
+     "tokens"),
+    ("staleness/max", "updates", "max", "its largest value"),
+    ("staleness/span_max", "count", "max",
+     "most versions of the weights in one completion (generation.overlap=carry)"),
+    ("staleness/frac_lag<k>", "share", "share:sampled_tokens",
+     "tokens of weights that are k updates old (generation.overlap=carry)"),
+], "Sampler against trainer": [
+    ("sampling/logp_diff_lag0", "nats", "rms:gap_lag0",
+     "root mean square where sampler and trainer had the same weights: numerics alone"),
+    ("sampling/logp_diff_lag1", "nats", "rms:gap_lag1",
+     "the same where the sampler's were an update older"),
+    ("sampling/logp_diff_lag<k>", "nats", "rms:gap_lag<k>",
+     "the same where they were k updates older (generation.overlap=carry)"),
+]}  # fmt: skip
 
 
 def staleness_metrics(batch: Batch, version: int) -> tuple[MetricValues, MetricValues]:
@@ -36,6 +53,17 @@ def staleness_metrics(batch: Batch, version: int) -> tuple[MetricValues, MetricV
             metrics[f"sampling/logp_diff_lag{lag}"] = float(known.square().mean().sqrt())
             counts[f"gap_lag{lag}"] = known.numel()
     return metrics, counts
+
+
+def one_lag_metrics(metrics: MetricValues, num_tokens: float) -> tuple[MetricValues, MetricValues]:
+    """The sampler's difference from the trainer, by the one lag (0 or 1) of all the step's tokens.
+
+    `metrics`: of the step, its staleness among them; `num_tokens`: those of the difference.
+    -> the metric, and the count that it was taken over, as from `staleness_metrics`
+    """
+    lag = int(metrics["staleness/max"] > 0)
+    gap = {f"sampling/logp_diff_lag{lag}": metrics["sampling/logp_diff_rms"]}
+    return gap, {f"gap_lag{lag}": num_tokens}
 
 
 def token_versions(batch: Batch) -> Tensor:

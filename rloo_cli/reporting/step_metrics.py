@@ -16,11 +16,95 @@ from rloo_cli.data.packing import LAYOUTS
 from rloo_cli.distributed.device_peaks import find_peak_flops
 from rloo_cli.reporting.episode_metrics import episode_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics, fetch_scalars
+from rloo_cli.utils.metrics import MetricValues
 
 if TYPE_CHECKING:
     from rloo_cli.distributed.world import World
 
-MetricValues = dict[str, float]
+METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
+    ("reward", "score", "mean:scored",
+     "mean score of the completions that have one: the weighted sum of what the rewards return, "
+     "before the KL penalty and before any shaping"),
+    ("reward_std", "score", "mean:groups",
+     "standard deviation of the scores inside a group (n - 1), mean over groups; with "
+     "advantage_scale=batch that of the step"),
+    ("reward_std_batch", "score", "mean:scored",
+     "standard deviation of all scores of the step (n - 1)"),
+    ("reward/<reward>/mean", "score", "mean:reward/<reward>",
+     "mean of one reward over the completions it scored"),
+    ("reward/<reward>/std", "score", "mean:reward/<reward>", "its standard deviation (n - 1)"),
+    ("reward/<reward>/none_frac", "share", "mean:completions",
+     "completions that it did not score: None, or a failure with on_error=none"),
+    ("reward/valid_frac", "share", "mean:completions",
+     "completions with a score from at least one reward"),
+    ("frac_reward_zero_std", "share", "mean:groups",
+     "groups whose scores are all equal after shaping (penalties, normalising, clips), which is "
+     "what advantages are made of: they teach nothing without a KL penalty. Absent where a score "
+     "is not compared with its siblings' (another baseline, turn_rewards=credit)"),
+    ("groups/unscorable", "count", "mean", "groups with fewer than two scored completions"),
+    ("groups/duplicates", "count", "mean", "completions that repeat a sibling token by token"),
+    ("objective/scores", "score", "mean:trained_scored",
+     "mean score after shaping (clips, penalties), over the completions that were trained on: "
+     "those that have an advantage and are not masked, of groups that were not dropped"),
+    ("objective/kl", "nats", "mean:trained",
+     "KL to the reference summed over a completion, mean over the completions whose KL is "
+     "trained on: those of objective/scores, with kl_in=loss and with opd also those without a "
+     "score"),
+    ("objective/non_score_reward", "score", "mean:trained", "-beta times objective/kl"),
+    ("objective/rlhf_reward", "score", "mean:trained", "objective/scores - beta * objective/kl"),
+    ("objective/entropy", "nats", "mean:unmasked",
+     "-log-probability of a whole completion, mean: the entropy of completions, estimated from "
+     "the samples. By the sampler's log-probabilities over all completions that are not masked; "
+     "by the trainer's over the forwarded ones where the sampler gives none"),
+    ("objective/greedy_scores", "score", "mean:greedy", "mean score of ReMax's greedy completions"),
+    ("advantages/mean", "score", "mean:usable",
+     "mean advantage of the completions that can have one, masked ones included"),
+    ("advantages/std", "score", "mean:usable", "standard deviation of the advantages"),
+    ("advantages/abs_max", "score", "max", "largest advantage by size"),
+    ("advantages/zero_frac", "share", "mean:usable", "completions with an advantage of exactly 0"),
+    ("advantages/norm_skipped", "count", "mean",
+     "1 where advantages were not normalised, their deviation being 0"),
+], "Prompts and completions": [
+    ("completions/mean_length", "tokens", "mean:completions",
+     "mean length of completions; min_, max_ beside it"),
+    ("completions/min_length", "tokens", "min", "shortest completion"),
+    ("completions/max_length", "tokens", "max", "longest completion"),
+    ("completions/mean_terminated_length", "tokens", "mean:ended",
+     "mean length of those that ended by themselves"),
+    ("completions/min_terminated_length", "tokens", "min", "shortest of these"),
+    ("completions/max_terminated_length", "tokens", "max", "longest of these"),
+    ("completions/clipped_ratio", "share", "mean:completions",
+     "completions cut at max_completion_length"),
+    ("completions/unique_ratio", "share", "mean:completions",
+     "different completions among those of the step"),
+    ("completions/most_common_frac", "share", "mean:completions",
+     "completions of the step that are the most common one, where its prompts differ"),
+    ("val/num_eos_tokens", "count", "mean", "completions that ended by themselves"),
+], "Sampler against trainer": [
+    ("sampling/entropy", "nats", "mean:unmasked_tokens",
+     "minus the sampler's log-probability of a token, mean over the tokens of all completions "
+     "that are not masked, forwarded or not"),
+    ("sampling/missing_frac", "share", "mean:unmasked_tokens",
+     "tokens for which the sampler gave no log-probability"),
+], "Speed and memory": [
+    ("perf/completions_per_s", "1/s", "mean:step_time", "completions per second of the step"),
+    ("perf/tokens_per_s", "tokens/s", "mean:step_time",
+     "tokens of prompts and completions per second of the step"),
+    ("perf/tokens_per_s_per_gpu", "tokens/s", "mean:step_time", "the same per GPU"),
+    ("perf/rollout_wait_frac", "share", "mean:step_time",
+     "part of the step spent on data, generation and rewards"),
+    ("perf/level", "0, 1, 2", "last",
+     "layout of a forward pass: 0 shared prompts, 1 packed, 2 padded"),
+    ("perf/rows", "tokens", "mean", "token positions of the training forwards, padding included"),
+    ("perf/padding_frac", "share", "mean:rows", "of these, padding"),
+    ("perf/forwarded_frac", "share", "mean:completions",
+     "completions that were forwarded; others have no gradient"),
+    ("perf/mfu", "share", "mean:training_s",
+     "model FLOP/s of the train phase over the dense bfloat16 peak of the data sheet (H100: 989 "
+     "TFLOP/s), without padding and recomputation (GPU)"),
+    ("memory/peak_gb", "GB", "max", "largest memory allocated on the GPU"),
+    ("memory/reserved_gb", "GB", "max", "memory reserved on the GPU"),
+]}  # fmt: skip
 
 
 def rollout_metrics(
@@ -139,11 +223,17 @@ def sampler_metrics(batch: Batch) -> MetricValues:
 
     They need no forward pass, so they do not depend on which completions an update leaves out.
     """
-    logps = [logp for logp, _ in _unmasked_logprobs(batch)]
+    rollouts = [
+        rollout
+        for group, masked in zip(batch.groups, batch.masked.tolist(), strict=True)
+        for rollout, left_out in zip(group.rollouts, masked, strict=True)
+        if not left_out
+    ]
+    logps = [rollout.sampled_logp for rollout in rollouts]
     if all(logp is None for logp in logps):
         return {}
     known = torch.tensor([x for logp in logps for x in logp or []], dtype=torch.float64)
-    known, tokens = known[~known.isnan()], sum(count for _, count in _unmasked_logprobs(batch))
+    known, tokens = known[~known.isnan()], sum(rollout.length for rollout in rollouts)
     metrics = {"sampling/missing_frac": 1 - known.numel() / tokens}
     if known.numel() == tokens:
         metrics["sampling/entropy"] = -float(known.sum()) / tokens
@@ -151,37 +241,23 @@ def sampler_metrics(batch: Batch) -> MetricValues:
     return metrics
 
 
-def _unmasked_logprobs(batch: Batch) -> list[tuple[list[float] | None, int]]:
-    """The sampler's log-probabilities of each completion that is not masked, and its length."""
-    columns = zip(batch.groups, batch.masked.tolist(), strict=True)
-    return [
-        (rollout.sampled_logp, rollout.length)
-        for group, masked in columns
-        for rollout, left_out in zip(group.rollouts, masked, strict=True)
-        if not left_out
-    ]
-
-
 def mean_counts(
     batch: Batch, updates: UpdateMetrics, metrics: MetricValues, every_kl: bool = False
 ) -> MetricValues:
-    """The counts that the means of a step were taken over (`metric_names.merge_steps`)."""
-    scored = zip(batch.names, (~batch.raw.isnan()).sum((1, 2)), strict=True)
-    counts = {f"reward/{name}": count for name, count in scored}
+    """The counts that the means of a step were taken over (`metrics.merge_steps`)."""
     lengths = batch.rollout_values("length")
     episodes = [f for g in batch.groups for r in g.rollouts if (f := r.episode_facts)]
-    sampler = "objective/entropy" in sampler_metrics(batch)
+    scored = zip(batch.names, (~batch.raw.isnan()).sum((1, 2)), strict=True)
+    counts: dict[str, Tensor | float] = {f"reward/{name}": count for name, count in scored}
     counts |= {
         "ended": batch.rollout_values("terminated").sum(),
         "scored": batch.scorable.sum(),
         "groups": (batch.scorable.sum(1) >= 2).sum(),
-        "usable": torch.tensor(0) if batch.usable is None else batch.usable.sum(),
+        "usable": 0 if batch.usable is None else batch.usable.sum(),
         "trained": _trained_mask(batch, every_kl).sum(),
         "trained_scored": _trained_mask(batch).sum(),
         "sampled_tokens": lengths.sum(),
         "unmasked_tokens": lengths[~batch.masked].sum(),
-    }
-    plain = {
         "completions": batch.score.numel(),
         "drawn": batch.draws * batch.score.shape[1],
         "updates": updates.num_updates,
@@ -193,8 +269,9 @@ def mean_counts(
         **batch.fact_counts,
     }
     sums = fetch_scalars(updates.sums)
-    unmasked = int((~batch.masked).sum()) if sampler else sums.get("sequences", 0.0)
-    return fetch_scalars(counts) | plain | sums | {"unmasked": unmasked}
+    by_sampler = "sampling/entropy" in metrics  # which is over all completions, as is what follows
+    unmasked = int((~batch.masked).sum()) if by_sampler else sums.get("sequences", 0.0)
+    return {name: float(count) for name, count in counts.items()} | sums | {"unmasked": unmasked}
 
 
 TRAINING_PHASES = ("update", "reference", "old_logp", "value")  # those of `count_forward`

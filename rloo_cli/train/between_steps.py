@@ -9,7 +9,7 @@ from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.policy import offload
 from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.reporting import step_metrics
-from rloo_cli.reporting.staleness_metrics import staleness_metrics
+from rloo_cli.reporting.staleness_metrics import one_lag_metrics, staleness_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
 from rloo_cli.train import guards
@@ -74,6 +74,24 @@ def _save_for_clone(run: Run) -> str | None:
     return str(folder.absolute()) if folder.is_dir() else came_from
 
 
+METRICS = {"Progress and time": [  # read by utils.metrics
+    ("step", "count", "last", "rollout batches so far; one line of metrics.jsonl per logged step"),
+    ("updates", "count", "last", "optimizer updates so far"),
+    ("episode", "count", "last", "completions of the steps' batches so far"),
+    ("sampled_completions", "count", "last",
+     "completions sampled so far: those of `episode`, those that zero_std_groups=resample threw "
+     "away, and ReMax's greedy ones"),
+    ("num_tokens", "tokens", "last",
+     "tokens of prompts and completions of the steps' batches so far, what tools and "
+     "environments said included"),
+    ("epoch", "passes", "last", "prompts drawn so far, over the prompts of the data"),
+    ("eps", "1/s", "last", "completions of `episode` per second, both since this attempt began"),
+], "Prompts and completions": [
+    ("data/dropped_long", "count", "last", "prompts left out as too long, since the start"),
+    ("data/truncated", "count", "last", "prompts cut as too long, since the start"),
+]}  # fmt: skip
+
+
 def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     """Log a finished step: its metrics, and the number of values under each mean."""
     state, settings = run.state, run.config.algorithm
@@ -90,10 +108,9 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     )
     aged, lag_counts = staleness_metrics(batch, state.updates - updates.num_updates)
     metrics |= aged
-    gap, lag = metrics.get("sampling/logp_diff_rms"), int(metrics["staleness/max"] > 0)
-    if run.source.has_one_lag and gap is not None:
-        metrics["sampling/logp_diff_lag1" if lag else "sampling/logp_diff_lag0"] = gap
-        lag_counts = {f"gap_lag{lag}": float(updates.sums["gap_tokens"])}
+    if run.source.has_one_lag and "sampling/logp_diff_rms" in metrics:
+        gap, lag_counts = one_lag_metrics(metrics, float(updates.sums["gap_tokens"]))
+        metrics |= gap
     metrics |= {
         "step": state.step,
         "num_tokens": state.tokens,

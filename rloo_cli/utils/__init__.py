@@ -12,6 +12,7 @@ heartbeat        signs of life of a process for the one that started it
 http             the HTTP client: limits, retries, an event loop on a thread
 main_thread_calls  user code that needs a main thread is noticed
 message_socket   messages over a socket between a parent and its own child
+metrics          every metric, as the modules declare them; how steps merge
 paths            the folders of conf, recipes and cache
 ports            who listens where, and a socket of our own
 process_exit     how a worker process ends; libraries kept quiet

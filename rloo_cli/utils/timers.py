@@ -12,6 +12,15 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
+METRICS = {"Progress and time": [  # read by utils.metrics
+    ("step_time", "s", "mean", "seconds of the step"),
+    ("time/<phase>", "s", "mean",
+     "seconds of a phase: data, generation, reward, reference, old_logp, value, update, "
+     "optimizer, sync (weights to the sampler), waiting (for other ranks), exposed (for a "
+     "sampler beside the training), save (checkpoints, records, curves), evaluation"),
+    ("time/idle", "s", "mean", "seconds of the step that no phase took"),
+]}  # fmt: skip
+
 
 class PhaseClock(Protocol):
     """Marks moments, and knows the seconds between them later."""

@@ -7,9 +7,10 @@ import pytest
 from loop_cases import ENDS, digits, sampled, step, timeless, updated
 from loop_cases import alone as make
 
-from rloo_cli.reporting.log import RunLog, merge_steps
+from rloo_cli.reporting.log import RunLog
 from rloo_cli.train import loop
 from rloo_cli.train.between_steps import log_step
+from rloo_cli.utils.metrics import merge_steps
 
 
 def lines(run):

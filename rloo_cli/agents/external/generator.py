@@ -130,6 +130,13 @@ def _check_user_turns(renderer: TurnRenderer) -> None:
         raise ConfigError(Problem(what, "model.chat_template", why, fix)) from None
 
 
+METRICS = {"Episodes": [  # read by utils.metrics
+    ("agent/wrong_keys", "count", "last",
+     "requests to the proxy (rank 0's) with a key of no episode, or of another, since the run "
+     "began"),
+]}  # fmt: skip
+
+
 class ProxyGenerator(EpisodeSampler):
     """Samples episodes with `inner`, the generator of single answers, as agents ask for turns."""
 

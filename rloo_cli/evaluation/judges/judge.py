@@ -199,6 +199,24 @@ def _judge_gone_error(error: EndpointError) -> RewardError:
     return RewardError(Problem("the judge cannot be asked", "eval.judge", str(error), fix))
 
 
+METRICS = {"Evaluations": [  # read by utils.metrics
+    ("win_rate", "share", "", "pairs that a judge decides for ours; a tie is a half"),
+    ("win_rate/low", "share", "", "lower end of its 95 % interval"),
+    ("win_rate/high", "share", "", "upper end of its 95 % interval"),
+    ("win_rate/length_controlled", "share", "",
+     "win rate at equal lengths, by logistic regression"),
+    ("win_rate/wins", "count", "", "pairs won"),
+    ("win_rate/ties", "count", "", "pairs tied"),
+    ("win_rate/losses", "count", "", "pairs lost"),
+    ("win_rate/invalid", "count", "", "pairs without a verdict, left out"),
+    ("win_rate/mean_length", "tokens", "", "mean length of our judged completions"),
+    ("win_rate/mean_other_length", "tokens", "", "mean length of the others"),
+], "A judge": [
+    ("judge/win_rate", "share", "", "win rate over the pairs of all sets"),
+    ("judge/invalid", "count", "", "pairs of all sets without a verdict"),
+]}  # fmt: skip
+
+
 def judge_metrics(judged: JudgedSets) -> JsonObject:
     """The metrics of all sets. The rates of a set without a judged pair are absent."""
     metrics: JsonObject = {}

@@ -13,7 +13,7 @@ import torch
 
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import whole_group_slices
-from rloo_cli.generation.common.batch_source import AsyncSampler, SourceState
+from rloo_cli.generation.common.batch_source import AsyncSampler, SourceState, overlap_metrics
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
 from rloo_cli.generation.vllm.engine import EngineLost
@@ -127,8 +127,4 @@ class AheadSampler(AsyncSampler):
     def step_metrics(self, step_time: float, exposed_s: float) -> dict[str, float]:
         """`overlap/*` of a step that took `step_time` and waited `exposed_s`, in seconds."""
         hidden, self.hidden_s = self.hidden_s, 0.0
-        return {
-            "overlap/exposed_s": exposed_s,
-            "overlap/hidden_s": hidden,
-            "overlap/idle_s": max(0.0, step_time - exposed_s - hidden),
-        }
+        return overlap_metrics(step_time, exposed_s, hidden)

@@ -83,6 +83,30 @@ class BatchSource(ABC):
         """Sample nothing any more."""
 
 
+METRICS = {"Prompts and completions": [  # read by utils.metrics
+    ("overlap/exposed_s", "s", "mean",
+     "seconds that the training waited for the sampler (generation.overlap)"),
+    ("overlap/paced_s", "s", "mean",
+     "seconds of these in which enough groups had finished, and older ones were waited for "
+     "(generation.max_lag)"),
+    ("overlap/hidden_s", "s", "mean", "seconds of sampling and scoring beside the training"),
+    ("overlap/idle_s", "s", "mean", "seconds of the step in which nothing was sampled"),
+]}  # fmt: skip
+
+
+def overlap_metrics(
+    step_time: float, exposed_s: float, hidden_s: float, paced_s: float | None = None
+) -> dict[str, float]:
+    """`overlap/*` of a step that took `step_time` and waited `exposed_s` for its batch, in seconds.
+
+    `hidden_s`: of sampling beside the training. `paced_s`: of the wait, for older groups; None
+    without any.
+    """
+    idle_s = max(0.0, step_time - exposed_s - hidden_s)
+    seconds = {"exposed_s": exposed_s, "paced_s": paced_s, "hidden_s": hidden_s, "idle_s": idle_s}
+    return {f"overlap/{name}": value for name, value in seconds.items() if value is not None}
+
+
 class AsyncSampler(BatchSource):
     """A source that samples on a thread of its own beside the updates, up to `max_lag` of them.
 

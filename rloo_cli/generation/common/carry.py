@@ -21,7 +21,7 @@ from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.generation import CarryingGenerator
 from rloo_cli.generation.common import open_groups, pacing
-from rloo_cli.generation.common.batch_source import AsyncSampler, SourceState
+from rloo_cli.generation.common.batch_source import AsyncSampler, SourceState, overlap_metrics
 from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.weights_check import TokenLogprobs, check_same_weights
@@ -308,10 +308,4 @@ class CarrySampler(AsyncSampler):
     def step_metrics(self, step_time: float, exposed_s: float) -> dict[str, float]:
         """`overlap/*` of a step that took `step_time` and waited `exposed_s`, in seconds."""
         busy, paced, self.busy_s, self.paced_s = self.busy_s, self.paced_s, 0.0, 0.0
-        hidden = max(0.0, busy - exposed_s)
-        return {
-            "overlap/exposed_s": exposed_s,
-            "overlap/paced_s": paced,
-            "overlap/hidden_s": hidden,
-            "overlap/idle_s": max(0.0, step_time - exposed_s - hidden),
-        }
+        return overlap_metrics(step_time, exposed_s, max(0.0, busy - exposed_s), paced_s=paced)

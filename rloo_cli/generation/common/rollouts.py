@@ -28,8 +28,25 @@ from rloo_cli.utils import signals
 from rloo_cli.utils.errors import NumbersError, Problem
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.metrics import merge_steps
 from rloo_cli.utils.rng import sampling_seed
 from rloo_cli.utils.timers import StepTimer
+
+METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
+    ("sampled_reward", "score", "mean:drawn_scored",
+     "the same over every completion that was sampled, also of groups that "
+     "zero_std_groups=resample threw away"),
+    ("reward/<reward>/error_rate", "share", "mean:drawn", "completions whose call failed"),
+    ("reward/<reward>/time", "s", "mean", "seconds its calls took"),
+    ("sampled_frac_reward_zero_std", "share", "mean:drawn_groups",
+     "the same over every group that was sampled, also of those that zero_std_groups=resample "
+     "threw away"),
+    ("sampled_kept_frac", "share", "mean:drawn",
+     "sampled completions that are in the step's batch; zero_std_groups=resample threw the "
+     "others away"),
+    ("groups/dropped", "count", "mean", "groups left out by algorithm.zero_std_groups"),
+    ("groups/resampled", "count", "mean", "prompts drawn in place of dropped groups"),
+]}  # fmt: skip
 
 
 @dataclass
@@ -321,14 +338,10 @@ def _concatenate_batches(batches: list[Batch], num_sampled: int) -> Batch:
     for name in batches[0].group_columns:
         parts = [part for p in batches if (part := p.group_columns[name]) is not None]
         columns[name] = torch.cat(parts) if parts else None
-    metrics: dict[str, float] = {}
-    for name in {n for p in batches for n in p.facts}:  # times are summed, others averaged
-        known = [p for p in batches if name in p.facts]
-        values = [(p.facts[name], p.fact_counts.get(name, p.draws)) for p in known]
-        if name.endswith("/time"):
-            metrics[name] = sum(value for value, _ in values)
-        else:
-            metrics[name] = sum(v * n for v, n in values) / sum(n for _, n in values)
+    drawn = [p.fact_counts | {"drawn": p.draws} for p in batches]
+    facts = merge_steps([p.facts for p in batches], drawn)
+    for name in (n for n in facts if n.endswith("/time")):  # the seconds of all rounds
+        facts[name] = sum(p.facts.get(name, 0.0) for p in batches)
     counted = {n for p in batches for n in p.fact_counts}
     names = {n for p in batches for n in p.extras}
     extras = {
@@ -338,7 +351,7 @@ def _concatenate_batches(batches: list[Batch], num_sampled: int) -> Batch:
         batches[0],
         groups=[g for p in batches for g in p.groups],
         draws=num_sampled,
-        facts=metrics,
+        facts=facts,
         fact_counts={n: sum(p.fact_counts.get(n, 0) for p in batches) for n in counted},
         extras=extras,
         notes=[n for p in batches for n in p.notes],

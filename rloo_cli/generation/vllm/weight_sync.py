@@ -50,6 +50,13 @@ class CountedWeightSource:
             yield name, tensor
 
 
+METRICS = {"Sampler against trainer": [  # read by utils.metrics
+    ("vllm/restarts", "count", "last", "engines that were lost and started again"),
+    ("vllm/weight_version", "updates", "last", "update whose weights the engine has"),
+    ("vllm/synced_bytes", "bytes", "last", "bytes of the last weight update"),
+]}  # fmt: skip
+
+
 class WeightSync:
     """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
 

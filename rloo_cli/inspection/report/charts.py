@@ -11,10 +11,10 @@ from typing import Any
 
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence
 from rloo_cli.reporting.health.evidence import finite_field
-from rloo_cli.reporting.metric_names import metric_meaning
 from rloo_cli.reporting.metrics_lines import MetricsMapping, metric_names
 from rloo_cli.reporting.panel import metric_history
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.metrics import find_metric
 
 MAX_POINTS = 300  # of one line
 MAX_BINS = 30  # of steps, in the histogram of scores
@@ -121,7 +121,7 @@ def own_metrics(lines: Sequence[MetricsMapping]) -> list[str]:
     return [
         name
         for name in metric_names(lines)
-        if name.startswith("algorithm/") or metric_meaning(name) is None
+        if name.startswith("algorithm/") or find_metric(name) is None
         if metric_line(lines, name)
     ]
 

@@ -6,7 +6,6 @@ rewards see.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ from rloo_cli.config.column_names import field_or_none
 from rloo_cli.data.batch import Group, Rollout, Turn, copy_value
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.metrics import is_reserved
 
 # Columns that are never passed: rewards get the first as `prompts`, and could take the others for
 # what the policy sampled.
@@ -25,23 +25,7 @@ REWARD_KWARGS = frozenset((
     "sampled_ids", "environments", "environment_rewards", "group_index", "num_generations",
     "behaviour_logps", "trainer_state", "columns", "log_extra", "log_metric",
 ))  # fmt: skip
-# Names of the run's own metrics and sample fields, which a reward may not use for its numbers.
-RESERVED_METRICS = frozenset((
-    "step", "updates", "episode", "sampled_completions", "sampled_reward",
-    "sampled_frac_reward_zero_std", "sampled_kept_frac", "epoch", "eps", "num_tokens",
-    "learning_rate", "lr",
-    "step_time", "reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "kl",
-    "kl_loss", "entropy", "loss", "policy_loss", "grad_norm", "grad_clip_fraction",
-    "delta_ratio",
-))  # fmt: skip
-RESERVED_METRIC_PREFIXES = (
-    "advantages/", "algorithm/", "clip_ratio/", "completions/", "data/", "eval_", "groups/",
-    "loss/", "memory/", "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/",
-    "time/", "update/", "val/", "value/",
-)  # fmt: skip
-RESERVED_REWARD_METRIC = re.compile(
-    r"rewards?/(valid_frac|.+/(mean|std|none_frac|error_rate|time))"
-)
+# Fields of every sample, under which a reward may log no values.
 RESERVED_SAMPLE_FIELDS = frozenset((
     "draw", "k", "prompt", "completion", "finish_reason", "terminated", "prompt_length",
     "completion_length", "seed", "weight_version", "score", "shaped", "kl", "reward",
@@ -109,11 +93,7 @@ class RewardCallLog:
         self.extras[column] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        if (
-            name in RESERVED_METRICS
-            or name.startswith(RESERVED_METRIC_PREFIXES)
-            or RESERVED_REWARD_METRIC.fullmatch(name)
-        ):
+        if is_reserved(name):
             raise ValueError(_name_taken_message("log_metric", name, "the run has a metric"))
         if not math.isfinite(value):
             raise ValueError(f"log_metric({name!r}) got {value}")
