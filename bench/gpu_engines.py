@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.distributed.device_count import visible_gpus
@@ -210,8 +210,8 @@ def forced_runner(runner: str) -> Iterator[None]:
     """Engines start with this model runner of vLLM, whatever the package would choose."""
     plain = arguments.engine_environment
 
-    def environment(run: RunConfig, keys: Any) -> dict[str, str]:
-        return plain(run, keys) | {RUNNER: str(int(runner == "V2"))}
+    def environment(model: ModelConfig, generation: GenerationConfig) -> dict[str, str]:
+        return plain(model, generation) | {RUNNER: str(int(runner == "V2"))}
 
     with mock.patch.object(arguments, "engine_environment", environment):
         yield

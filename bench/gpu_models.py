@@ -278,8 +278,8 @@ def scratch_folder() -> Iterator[Path]:
 
 def model_runner(run: RunConfig, model: Any) -> str:
     """Which of vLLM's model runners an engine of this run uses: ours to say, or vLLM's rule."""
-    keys: Any = run.generation.own_keys
-    asked = arguments.engine_environment(run, keys).get(RUNNER, os.environ.get(RUNNER))
+    environment = arguments.engine_environment(run.model, run.generation)
+    asked = environment.get(RUNNER, os.environ.get(RUNNER))
     if asked is not None:
         return "V2" if asked == "1" else "V1"
     if is_old_vllm(installed_vllm_version()):  # 0.22: by the architecture

@@ -153,7 +153,7 @@ def planned_model(setting: plan.Setting, model: Facts) -> Iterator[Path]:
 
 def train_here(words: list[str], folder: Path) -> tuple[Any, float]:
     """A whole run in this process. -> the run, and the bytes that were held before it"""
-    settings = check.check_config(compose_config(words))
+    settings = check.resolve_config(check.check_config(compose_config(words)))
     place = folder / str(settings.name)
     place.mkdir()
     before = memory_check.reset_peak_memory()

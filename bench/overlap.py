@@ -106,12 +106,12 @@ def server_on_cores(model: Path, folder: Path, cores: set[int]) -> Iterator[str]
     os.sched_setaffinity(0, cores)
     try:
         process = rollout_server.start_server(
-            folder, run, "bench", {"OMP_NUM_THREADS": str(len(cores))}
+            folder, check.dump_config(run), "bench", {"OMP_NUM_THREADS": str(len(cores))}
         )
     finally:
         os.sched_setaffinity(0, everything)
     try:
-        record = rollout_server.wait_for_server(process, run)
+        record = rollout_server.wait_for_server(process, run.generation.server.ready_timeout_s)
         assert record is not None
         yield record.url
     finally:

@@ -102,7 +102,7 @@ def settings(folder: Path, seed: int) -> Any:
         f"root={folder}", "name=rloo", f"seed={seed}", "resume=never", "max_steps=100000",
         "checkpoint.every=0", "logging.console=plain", "logging.samples=0", "eval.every=0",
     ]  # fmt: skip
-    return check.check_config(compose_config(words))
+    return check.resolve_config(check.check_config(compose_config(words)))
 
 
 def rloo_run(folder: Path, seed: int) -> Any:

@@ -91,11 +91,14 @@ def several(count: int, folder: Path, args: Any) -> Iterator[list[str]]:
             place.mkdir()
             started.append(
                 rollout_server.start_server(
-                    place, run_of("vllm_server", folder, place, args), "bench"
+                    place, check.dump_config(run_of("vllm_server", folder, place, args)), "bench"
                 )
             )
         run = run_of("vllm_server", folder, folder / "none", args)
-        there = [rollout_server.wait_for_server(process, run) for process in started]
+        there = [
+            rollout_server.wait_for_server(process, run.generation.server.ready_timeout_s)
+            for process in started
+        ]
         urls = ",".join(f"'{server.url}'" for server in there if server is not None)
         yield [f"generation.server.base_url=[{urls}]"]
     finally:

@@ -64,7 +64,8 @@ def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Ru
     ]
     words = [w for w in words if not any(w.split("=")[0] == m.split("=")[0] for m in more)]
     words += more
-    run = build_run(check.check_config(compose_config(words)), place, {"digits": digits})
+    settings = check.resolve_config(check.check_config(compose_config(words)))
+    run = build_run(settings, place, {"digits": digits})
     run.log.display = None
     disturb(run.policy.model)
     run.generator.load(run.policy, run.state.updates)

@@ -20,7 +20,7 @@ from pathlib import Path
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig, compose_config
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.distributed.world import join_ranks, join_world
 from rloo_cli.evaluation.worker import run_evaluation
 from rloo_cli.launch import launcher, preflight, rollout_server
@@ -56,9 +56,9 @@ def train(
     composed, settings = compose_run(recipe, rewards, overrides, config_dirs, replace_rewards)
     if is_rank():
         return _train_as_rank(composed, settings, rewards, events)
-    _in_one_process(settings)
+    _in_one_process(settings.distributed.engine)
     preflight.check_machine(settings)
-    relative_folder = Path(settings.root, str(settings.name))
+    relative_folder = settings.folder
     folder = paths.absolute_path(relative_folder)  # a reward may change the current folder
     start = launcher.plan_attempt(settings)
     if not start.done:
@@ -115,10 +115,10 @@ def _train_as_rank(
 ) -> JsonObject:
     """`train` in a process that a launcher has started beside others: rank 0 makes the folder."""
     topology, settings = launcher.find_run_topology(settings, composed)
-    _no_server_of_its_own(settings)
+    _no_server_of_its_own(settings.generation)
     preflight.check_machine(settings, local_ranks=topology.local_world_size)
     world = join_world(settings)
-    relative_folder = Path(settings.root, str(settings.name))
+    relative_folder = settings.folder
     folder = paths.absolute_path(relative_folder)
 
     def begin() -> str:
@@ -147,10 +147,10 @@ def _record_end(folder: Path) -> Iterator[None]:
             update_json(folder / "run.json", state=state)
 
 
-def _no_server_of_its_own(settings: RunConfig) -> None:
+def _no_server_of_its_own(generation: GenerationConfig) -> None:
     """Raise ConfigError for ranks that a launcher has started, and a server that none of them can
     start: each has taken its GPU already."""
-    server = getattr(settings.generation, "server", None)
+    server = getattr(generation, "server", None)
     if server is not None and server.base_url is None:
         why = "ranks that another launcher started have their GPUs before a server could"
         fix = "rloo vllm-serve model.path=MODEL beside it, and generation.server.base_url=http://HOST:PORT"
@@ -173,11 +173,11 @@ def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedCo
     return replace(composed, values=composed.values | {"reward": entries})
 
 
-def _in_one_process(settings: RunConfig) -> None:
+def _in_one_process(engine: str) -> None:
     """Raise ConfigError for a run of several processes."""
-    if settings.distributed.engine == "single":
+    if engine == "single":
         return
     why = "a call from Python is one process, which cannot become several"
     fix = "the command: rloo train ..., or distributed=single"
-    what = f"distributed.engine = {settings.distributed.engine}"
+    what = f"distributed.engine = {engine}"
     raise ConfigError(Problem(what, "distributed.engine", why, fix))

@@ -10,17 +10,15 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config.agent import ParsedConfig
-from rloo_cli.config.schema import Positive, RunConfig, Text, key
+from rloo_cli.config.schema import Positive, Text, key
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.ports import bind_tcp_socket, port_holder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from rloo_cli.agents.common.build import EpisodeSetup
     from rloo_cli.generation import Generator
 
 LEAST_TOKEN = 16  # characters
@@ -116,24 +114,15 @@ def _check_address(config: Config) -> None:
         raise ConfigError(Problem(what, "agent.port", f"{error}{holder}", "agent.port=0")) from None
 
 
-def build_generator(
-    inner: "Generator",
-    run: RunConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_ids: set[int],
-    context_length: int | None,
-    note: Callable[[str], None],
-) -> "Generator":
-    """A generator of episodes that agents behind the proxy play, around `inner`.
+def build_generator(config: Config, setup: "EpisodeSetup") -> "Generator":
+    """A generator of episodes that agents behind the proxy play.
 
     Raises ConfigError, also for a chat template that cannot go on after an answer.
     """
     from rloo_cli.agents.external import generator  # lazy: the registry reads schemas without torch
 
-    config = run.agent
-    assert isinstance(config, Config)
     command = None if config.command is None else _split_command(config.command)
     per_run = config.lifetime == "run"
     token = secrets.token_urlsafe(32) if per_run else os.environ.get(config.token_env or "", "")
     launch = generator.AgentLaunch(command, token, per_run)
-    return generator.build_proxy(inner, run, launch, tokenizer, stop_ids, context_length, note)
+    return generator.build_proxy(config, launch, setup)

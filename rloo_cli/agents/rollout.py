@@ -4,20 +4,18 @@ The function gets the prompts, one for each completion, and a sampler that takes
 token ids with their log-probabilities. What it returns is checked, and trained on as it is.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from rloo_cli.config.agent import EpisodeConfig
-from rloo_cli.config.schema import PathText, RunConfig, key
+from rloo_cli.config.schema import PathText, key
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS
 from rloo_cli.utils.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from rloo_cli.agents.common.build import EpisodeSetup
     from rloo_cli.generation import Generator
 
 
@@ -49,21 +47,10 @@ def load_tools(config: Config) -> None:
     load_user_code(config.rollout, "agent.rollout")
 
 
-def build_generator(
-    inner: "Generator",
-    run: RunConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_ids: set[int],
-    context_length: int | None,
-    note: Callable[[str], None],
-) -> "Generator":
-    """A generator of episodes that the function plays, around `inner`. Raises ConfigError."""
+def build_generator(config: Config, setup: "EpisodeSetup") -> "Generator":
+    """A generator of episodes that the function plays. Raises ConfigError."""
     from rloo_cli.agents.rollout_function import generator  # lazy: it imports torch
 
-    config = run.agent
-    assert isinstance(config, Config)
     function = load_user_code(config.rollout, "agent.rollout")
-    note(f"episodes of up to {config.max_turns} turns are played by {config.rollout}")
-    return generator.build_function_generator(
-        inner, run, function, tokenizer, stop_ids, context_length
-    )
+    setup.note(f"episodes of up to {config.max_turns} turns are played by {config.rollout}")
+    return generator.build_function_generator(config, function, setup)

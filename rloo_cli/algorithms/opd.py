@@ -167,7 +167,8 @@ def discount_later_tokens(values: Tensor, micro_batch: MicroBatch, discount: flo
 
 def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
     if config.teacher_server is not None:
-        yield from teacher_server_problems(config, config.teacher_server, run)
+        server, ref_path = config.teacher_server, run.model.ref_path
+        yield from teacher_server_problems(config, server, ref_path, run.generation)
     elif run.model.ref_path is None:
         yield Problem(
             "on-policy distillation needs a teacher",

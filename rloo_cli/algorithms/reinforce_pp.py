@@ -12,7 +12,7 @@ loss. A step in which no two scores differ is not whitened: that would enlarge i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rloo_cli.algorithms.common import rules
 from rloo_cli.algorithms.common.config import Switches, in_reward
@@ -25,6 +25,8 @@ from rloo_cli.utils.errors import Problem
 
 
 class Config(Switches):
+    only_with: ClassVar = {".minus_group_mean=false": ("gamma",)}
+
     name: Literal["reinforce_pp"] = key("REINFORCE++")
     gamma: float = key("Discount per token of what comes later", gt=0, le=1)
     minus_group_mean: bool = key("Score minus its group's mean on every token; KL in the loss")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import ModelConfig
 from rloo_cli.data.vision_processor import copy_processor_files
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import ParallelEngine
@@ -92,7 +92,8 @@ def write_gathered_merged_model(
     engine: ParallelEngine,
     policy: Policy,
     tokenizer: "PreTrainedTokenizerBase",
-    config: RunConfig,
+    keys: ModelConfig,
+    seed: int,
     folder: Path,
 ) -> None:
     """Write a sharded model with its adapter merged, and the adapter to `adapter`.
@@ -107,8 +108,8 @@ def write_gathered_merged_model(
     if not engine.world.is_main:
         return
     configs = (policy.model.config, policy.model.generation_config)
-    shell = load.build_meta_model(config.model, configs, engine.world.device)
-    attach_empty_adapters(shell, config, second=False)
+    shell = load.build_meta_model(keys, configs, engine.world.device)
+    attach_empty_adapters(shell, keys, seed, second=False)
     named = dict(shell.named_parameters())
     buffers = {name: b.to(gather.CPU) for name, b in policy.model.named_buffers()}
     shell.load_state_dict({n: whole[n] for n in named}, assign=True, strict=False)

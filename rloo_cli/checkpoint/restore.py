@@ -159,7 +159,8 @@ def start_attempt(run: Run, resume_plan: ResumePlan) -> None:
         shown = paths.path_as_typed(checkpoint)
         run.log.note(f"goes on from {shown}, step {run.state.step} of {run.num_steps}")
     if run.world.is_main:
-        run.ledger.open(run.prompts, run.config, run.state.place, run.state.step)
+        k = run.config.algorithm.num_generations
+        run.ledger.open(run.prompts, k, run.state.place, run.state.step)
 
 
 def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
@@ -180,7 +181,7 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
         state="training",
         began=attempt,
         fingerprint=run.prompts.fingerprint,
-        code_files=code_fingerprints(run.config),
+        code_files=code_fingerprints(code_files(run.config)),
         template_clock=chat_templates.template_clock(),
         teacher=None if run.teacher is None else run.teacher.model,
         prompts=len(run.prompts),
@@ -206,16 +207,19 @@ def template_clock_of(resume_plan: ResumePlan) -> str:
     return str(manifest.read_trainer_state(checkpoint)["template_clock"])
 
 
-def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig) -> None:
-    """Raises DataError when the prompts are not those that the checkpoint was trained on."""
-    if resume_plan.checkpoint is None or config.resume_allow_changes:
+def check_same_data(resume_plan: ResumePlan, prompts: Prompts, specs: Mapping[str, str]) -> None:
+    """Raises DataError when the prompts are not those that the checkpoint was trained on.
+
+    `specs`: the user's code, key -> `file.py:name`.
+    """
+    if resume_plan.checkpoint is None:
         return
     before = manifest.read_trainer_state(resume_plan.checkpoint)["fingerprint"]
     if before != prompts.fingerprint:
         what = "the data changed since the checkpoint: prompts would be skipped or repeated"
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
         fix = "the data as it was, or resume_allow_changes=true (it is recorded)"
-        codes = [f"{k}={s}" for k, s in code_files(config).items() if k.startswith(PROMPT_CODE)]
+        codes = [f"{k}={s}" for k, s in specs.items() if k.startswith(PROMPT_CODE)]
         if codes:  # check_same_code has found their files unchanged
             why += f"\n{', '.join(codes)}: rows that depend on the time, the environment or chance"
             why += " are other rows each time"
@@ -236,7 +240,7 @@ def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
     state = manifest.read_trainer_state(resume_plan.checkpoint)
     before: dict[str, str] = state["code_files"]
     files, problems = code_files(config), []
-    for key, digest in code_fingerprints(config).items():
+    for key, digest in code_fingerprints(files).items():
         if before.get(key, digest) == digest:
             continue
         spec = files[key]
@@ -250,9 +254,9 @@ def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
     return [f"changed since the checkpoint: {problem.why}" for problem in problems]
 
 
-def check_same_teacher(resume_plan: ResumePlan, model: str, config: RunConfig) -> None:
+def check_same_teacher(resume_plan: ResumePlan, model: str) -> None:
     """Raises ConfigError when a server's teacher has another name than at the checkpoint."""
-    if resume_plan.checkpoint is None or config.resume_allow_changes:
+    if resume_plan.checkpoint is None:
         return
     before = manifest.read_trainer_state(resume_plan.checkpoint).get("teacher") or model
     if before != model:

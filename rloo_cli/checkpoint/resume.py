@@ -61,7 +61,7 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
     """Decide where this attempt begins. Raises ConfigError (exit 2); changes nothing."""
     run_folder.check_folder_free(folder)
     metadata = run_folder.read_run_metadata(folder)
-    mode = run.resume
+    mode, values = run.resume, check.dump_config(run)
     if mode == "never" and environment_number("SLURM_RESTART_COUNT", 0) > 0:
         mode = "auto"  # a requeued job
     attempt = int(metadata.get("attempt", 0)) + 1
@@ -73,16 +73,16 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
         return ResumePlan(folder, attempt, notes=_restart_notes(folder, metadata))
     before = read_run_config(folder)
     if before is None:
-        raise ConfigError(_folder_taken_problem(folder, None, run))
+        raise ConfigError(_folder_taken_problem(folder, None, values))
     same = metadata.get("hash") == check.config_hash(run)
     finished = metadata.get("state") == "finished"
-    if finished and same and _is_same_length(before, run):
+    if finished and same and _is_same_length(before, values):
         why = f"{folder} is finished: nothing to do (name=... for another run of it)"
         return ResumePlan(folder, done=why)
     if mode == "never":
         if same:
             raise ConfigError(_unfinished_problem(folder, metadata))
-        raise ConfigError(_folder_taken_problem(folder, before, run))
+        raise ConfigError(_folder_taken_problem(folder, before, values))
     check.check_other_version(folder / "config.yaml", before)
     checkpoint, notes = manifest.newest_checkpoint(folder)
     if checkpoint is None and metadata.get("came_from"):  # it went on from another run's checkpoint
@@ -94,8 +94,9 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
         notes = _notes_without_checkpoint(folder, metadata, notes)
     else:
         before = manifest.read_trainer_state(checkpoint)["config"]
-    changes = config_differences(before, run)
-    _refuse_changes(changes, run)
+    changes = config_differences(before, values)
+    if not run.resume_allow_changes:
+        _refuse_changes(changes, run.train.lr_scheduler)
     due = run.max_steps
     position = manifest.checkpoint_position(checkpoint) if checkpoint else None
     if finished and due is not None and position is not None and position[0] >= due:
@@ -132,6 +133,7 @@ def _notes_without_checkpoint(
 
 
 def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> ResumePlan:
+    values = check.dump_config(run)
     if not source.exists():
         why = f"looked at {source.absolute()}"
         raise ConfigError(Problem(f"resume={source} does not exist", "resume", why, "resume=auto"))
@@ -145,37 +147,36 @@ def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) ->
         raise ConfigError(Problem(what, "resume", problem, "resume=auto"))
     before = manifest.read_trainer_state(source)["config"]
     check.check_other_version(source.parent / "config.yaml", before)
-    _check_model_size(source, run)
-    changes = config_differences(before, run)
-    _refuse_changes(changes, run)
+    _check_model_size(source, run.model.path)
+    changes = config_differences(before, values)
+    if not run.resume_allow_changes:
+        _refuse_changes(changes, run.train.lr_scheduler)
     metadata = run_folder.read_run_metadata(folder)
     notes: list[str] = []
     same_run = folder.exists() and source.resolve().parent == folder.resolve()
     if metadata and not same_run:
         if not run_folder.is_untrained(folder, metadata):
-            raise ConfigError(_folder_taken_problem(folder, read_run_config(folder), run))
+            raise ConfigError(_folder_taken_problem(folder, read_run_config(folder), values))
         notes = _restart_notes(folder, metadata)
     return ResumePlan(folder, attempt, source.absolute(), notes=notes, changes=changes)
 
 
-def config_differences(saved_config: JsonObject, run: RunConfig) -> ConfigChanges:
-    """Keys whose values differ between a saved config and the run's: key -> [before, now].
+def config_differences(saved_config: JsonObject, values: JsonObject) -> ConfigChanges:
+    """Keys whose values differ between two dumped configs: key -> [before, now].
 
     Keys of the run's folder are left out.
     """
     old = dict(messages.walk_values(saved_config))
-    new = dict(messages.walk_values(check.dump_config(run)))
+    new = dict(messages.walk_values(values))
     leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
     of_folder = ("root", "name", "resume", "resume_allow_changes")
     differing = [k for k in leaves if old.get(k) != new.get(k) and k not in of_folder]
     return {k: [old.get(k), new.get(k)] for k in differing}
 
 
-def _refuse_changes(changes: ConfigChanges, run: RunConfig) -> None:
+def _refuse_changes(changes: ConfigChanges, lr_scheduler: str) -> None:
     """Raises ConfigError for a change that would make it another experiment."""
-    if run.resume_allow_changes:
-        return
-    constant = run.train.lr_scheduler in LENGTH_FREE_SCHEDULES
+    constant = lr_scheduler in LENGTH_FREE_SCHEDULES
     wrong = [
         k
         for k in changes
@@ -188,7 +189,7 @@ def _refuse_changes(changes: ConfigChanges, run: RunConfig) -> None:
     ]
     if wrong:
         lines = [f"{k}: {changes[k][0]!r} -> {changes[k][1]!r}" for k in wrong]
-        schedule = f"; train.lr_scheduler={run.train.lr_scheduler} depends on the run's length"
+        schedule = f"; train.lr_scheduler={lr_scheduler} depends on the run's length"
         why = "it would not be the same run" + (schedule if {*wrong} & {*RUN_LENGTH_KEYS} else "")
         why = "\n".join([f"{why}:", *lines[:10], *_and_more(lines)])
         fix = "take the change back, or resume_allow_changes=true (it is recorded)"
@@ -199,9 +200,9 @@ def _and_more(lines: list[str]) -> list[str]:
     return [f"... and {len(lines) - 10} more"] if len(lines) > 10 else []
 
 
-def _check_model_size(checkpoint: Path, run: RunConfig) -> None:
+def _check_model_size(checkpoint: Path, model_path: str) -> None:
     """Raises ConfigError when the config's model has other sizes than the checkpoint's."""
-    path = run.model.path
+    path = model_path
     if path.startswith(synthetic.MAKE_PREFIX):
         made = sorted(paths.cache_folder().glob(f"{path.removeprefix(synthetic.MAKE_PREFIX)}-*"))
         path = str(made[0]) if len(made) == 1 else path
@@ -210,7 +211,7 @@ def _check_model_size(checkpoint: Path, run: RunConfig) -> None:
     other = [k for k in sizes if k in ours and k in theirs and ours[k] != theirs[k]]
     if other:
         what = f"resume={checkpoint} holds a model of another size"
-        why = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {run.model.path}" for k in other)
+        why = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {model_path}" for k in other)
         saved = (read_run_config(checkpoint.parent) or {}).get("model") or {}
         fix = f"model.path={saved.get('path', 'a model of that size')}, or resume=null"
         raise ConfigError(Problem(what, "model.path", why, fix))
@@ -226,10 +227,9 @@ def read_run_config(folder: Path) -> JsonObject | None:
     return values if isinstance(values, dict) else None
 
 
-def _is_same_length(saved_config: JsonObject, run: RunConfig) -> bool:
-    steps, episodes = saved_config.get("max_steps"), saved_config.get("total_episodes")
-    lengths = (steps, episodes, saved_config["train"]["epochs"])
-    return lengths == (run.max_steps, run.total_episodes, run.train.epochs)
+def _is_same_length(one: JsonObject, other: JsonObject) -> bool:
+    same = all(one.get(key) == other.get(key) for key in ("max_steps", "total_episodes"))
+    return same and bool(one["train"]["epochs"] == other["train"]["epochs"])
 
 
 def _unfinished_problem(folder: Path, run_metadata: JsonObject) -> Problem:
@@ -243,8 +243,10 @@ def _unfinished_problem(folder: Path, run_metadata: JsonObject) -> Problem:
     return Problem(f"{folder} is a run of this config", "resume", why, choices)
 
 
-def _folder_taken_problem(folder: Path, saved_config: JsonObject | None, run: RunConfig) -> Problem:
-    changes = config_differences(saved_config, run) if saved_config else {}
+def _folder_taken_problem(
+    folder: Path, saved_config: JsonObject | None, values: JsonObject
+) -> Problem:
+    changes = config_differences(saved_config, values) if saved_config else {}
     lines = [f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items()]
     shown = "\n".join(["it is another config:", *lines[:10], *_and_more(lines)])
     choices = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"

@@ -214,7 +214,7 @@ def write_final_model(run: Run, folder: Path) -> None:
     """Write the trained model, with an adapter merged, for use elsewhere. All ranks take part."""
     if run.engine.sharded and lora.has_adapter(run.policy.model):
         export.write_gathered_merged_model(
-            run.engine, run.policy, run.tokenizer, run.config, folder
+            run.engine, run.policy, run.tokenizer, run.config.model, run.config.seed, folder
         )
     elif run.engine.sharded:
         export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig, compose_config
-from rloo_cli.config.idle_keys import idle_reasons
+from rloo_cli.config.idle_keys import idle_reasons, key_conditions, key_meaning
 from rloo_cli.config.messages import schema_keys, unknown_key_problem, walk_values
 from rloo_cli.config.provenance import SourceLocation, yaml_value
 from rloo_cli.utils import paths
@@ -40,12 +40,13 @@ def key_listing(overrides: list[str]) -> list[str]:
     """One line per key: `key  type = default  # meaning`."""
     composed, model = every_key(overrides)
     values = dict(walk_values(check.merge_defaults(composed.values)))
-    lines = []
+    conditions, lines = key_conditions(model), []
     for key, field in schema_fields(model).items():
         kind = field_type_text(field)
         if kind != "section":
             value = json.dumps(values[key]) if key in values else "-"
-            lines.append(f"{key:<44} {kind} = {value}  # {field.description}")
+            meaning = key_meaning(str(field.description), conditions.get(key, ()))
+            lines.append(f"{key:<44} {kind} = {value}  # {meaning}")
     return lines
 
 
@@ -82,8 +83,9 @@ def explain_key(key: str, overrides: list[str]) -> str:
         raise ConfigError(unknown_key_problem(key, schema_keys(model)))
     values = dict(walk_values(config))
     lines = [key]
-    if fields[key].description:
-        lines.append(f"  meaning  {fields[key].description}")
+    conditions = key_conditions(model).get(key, ())
+    if meaning := fields[key].description:
+        lines.append(f"  meaning  {key_meaning(meaning, conditions)}")
     if field_type_text(fields[key]) == "section":
         inside = [k for k in fields if k.rpartition(".")[0] == key]
         lines += ["  keys     " + ", ".join(k.rpartition(".")[2] for k in inside)]
@@ -97,7 +99,7 @@ def explain_key(key: str, overrides: list[str]) -> str:
     lines.append(f"  default  {_default_text(shipped, default)}")
     if key not in values:
         lines.append("  note     nothing has this key here: its reward or section is not chosen")
-    for why in idle_reasons(key, config):
+    for why in idle_reasons(conditions, config):
         lines.append(f"  idle     it has no effect: {why}")
     return "\n".join(lines)
 

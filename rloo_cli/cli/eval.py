@@ -62,7 +62,10 @@ def _evaluate(target: EvalTarget, ranks: int) -> int:
             config = target.config
             with (
                 rollout_server.managed_server(folder, config, local_ranks=ranks) as (look, env),
-                local_ranks.local_rank_specs(config, ranks, env, look) as (starts, watch),
+                local_ranks.local_rank_specs(config.distributed, ranks, env, look) as (
+                    starts,
+                    watch,
+                ),
             ):
                 code = processes.run_processes("evaluation.worker", [str(folder)], watch, starts)
             if code == 0:

@@ -6,7 +6,7 @@ label of the results names the model and, if there are overrides, their hash.
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rloo_cli.config.provenance import (
     broken_yaml_problem,
     read_user_yaml,
 )
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DataConfig, RewardConfig, RunConfig
 from rloo_cli.config.user_files import unknown_choice_problem
 from rloo_cli.inspection import run_folders
 from rloo_cli.utils import paths
@@ -57,7 +57,7 @@ def eval_target_of_recipe(arguments: list[str]) -> EvalTarget:
     """A recipe with these overrides, --config-dir among them. Raises ConfigError."""
     composed = compose.compose_config(arguments)
     settings = check.check_config(composed)
-    _require_held_out_set(settings)
+    _require_held_out_set(settings.held_out, settings.data.split)
     path = settings.model.path
     tail = re.sub(r"[^A-Za-z0-9._+-]", "-", Path(path.rpartition(":")[2]).name).lstrip("-._+")
     overrides = compose.split_config_dirs(arguments)[0]
@@ -90,8 +90,8 @@ def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
         _apply_override(values, given)
     sources = ConfigSources(rewritten, [(folder / "config.yaml", "")])
     settings = check.check_config(ComposedConfig(values, sources))
-    _require_held_out_set(settings)
-    _refuse_python_rewards(settings)
+    _require_held_out_set(settings.held_out, settings.data.split)
+    _refuse_python_rewards(settings.rewards)
     place = folder / "eval" / _results_label(checkpoint.name, overrides)
     return EvalTarget(settings, place, _run_provenance(checkpoint))
 
@@ -215,8 +215,8 @@ def _merged_value(old: object, new: object) -> object:
     return old | {key: _merged_value(old.get(key), value) for key, value in new.items()}
 
 
-def _refuse_python_rewards(settings: RunConfig) -> None:
-    gone = [n for n, e in settings.rewards.items() if getattr(e, "path", "").startswith("python:")]
+def _refuse_python_rewards(rewards: Mapping[str, RewardConfig]) -> None:
+    gone = [n for n, e in rewards.items() if getattr(e, "path", "").startswith("python:")]
     if gone:
         why = "it was trained from Python with a function that only that process had"
         problems = [
@@ -259,14 +259,13 @@ def _results_label(model: str, overrides: Sequence[str]) -> str:
     return f"{model}-{hashlib.sha256(chr(10).join(sorted(overrides)).encode()).hexdigest()[:6]}"
 
 
-def _require_held_out_set(settings: RunConfig) -> None:
-    if not settings.held_out:
+def _require_held_out_set(held_out: Mapping[str, DataConfig], split: str) -> None:
+    if not held_out:
         raise ConfigError(
             Problem(
                 "nothing is held out: there is nothing to evaluate on",
                 "data.eval_split, eval.sets",
                 "data.eval_split is null, and eval.sets is empty",
-                f"data.eval_split=test, or data.eval_split={settings.data.split} for what it"
-                " was trained on",
+                f"data.eval_split=test, or data.eval_split={split} for what it was trained on",
             )
         )

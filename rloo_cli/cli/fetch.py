@@ -6,15 +6,16 @@ trusts it. What lies in the cache is not downloaded again; what is made is made.
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_cli.cli import answers
 from rloo_cli.cli.verb_parser import parse_verb
-from rloo_cli.config import check, compose, hf_cache, rules_paths, synthetic
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config import check, compose, hf_cache, synthetic
+from rloo_cli.config.rules_paths import NamedPath, named_paths
+from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.data import dataset
 from rloo_cli.utils.errors import MachineError, Problem, RunError
 
@@ -58,24 +59,23 @@ def _fetch_everything(settings: RunConfig, lost: list[RunError]) -> Iterator[dic
         print(f"{key:<22} {path:<40} {size:>9}  {place}", flush=True)
         return {"key": key, "path": path, "size": size, "place": str(place)}
 
-    for thing in required_artifacts(settings):
+    for thing in required_artifacts(named_paths(settings), settings.model.trust_remote_code):
         try:
             place, note = _fetch_artifact(thing)
             yield shown(thing.key, thing.path, note, place)
         except RunError as error:
             lost.append(error)
-    for key, rows in _load_splits(settings, lost):
+    for key, rows in _load_splits(settings.data, settings.held_out, lost):
         yield shown(key, rows.path, rows.size, rows.cache_dir)
 
 
-def required_artifacts(settings: RunConfig) -> list[Artifact]:
-    """Every model and tokenizer of a run, each once."""
+def required_artifacts(named: Iterable[NamedPath], trust_remote_code: bool) -> list[Artifact]:
+    """Every model and tokenizer of a run, each once. `trust_remote_code`: of the policy."""
     found: dict[tuple[str, str | None, str], Artifact] = {}
-    for key, path, makes in rules_paths.named_paths(settings):
-        if makes is not synthetic.SYNTHETIC_DATA:
+    for key, path, revision, of in named:
+        if of == "model":
             kind = "tokenizer" if key.endswith(".tokenizer") else "model"
-            trusted = settings.model.trust_remote_code and key.startswith("model.")
-            revision = hf_cache.revision_for_key(settings, key)
+            trusted = trust_remote_code and key.startswith("model.")
             found.setdefault((path, revision, kind), Artifact(key, path, kind, revision, trusted))
     return list(found.values())
 
@@ -148,12 +148,14 @@ class LoadedSplit:
     cache_dir: str
 
 
-def _load_splits(settings: RunConfig, errors: list[RunError]) -> Iterator[tuple[str, LoadedSplit]]:
+def _load_splits(
+    data: DataConfig, held_out: Mapping[str, DataConfig], errors: list[RunError]
+) -> Iterator[tuple[str, LoadedSplit]]:
     """Load every split that a run reads; errors are added to `errors`."""
-    sources = settings.data.mixture_sources
-    training = {f"data.mixture.{n}": s for n, s in sources.items()} or {"data": settings.data}
+    sources = data.mixture_sources
+    training = {f"data.mixture.{n}": s for n, s in sources.items()} or {"data": data}
     wanted: list[tuple[str, Any, str]] = [(key, of, of.split) for key, of in training.items()]
-    for name, held in settings.held_out.items():
+    for name, held in held_out.items():
         wanted.append((f"eval.sets.{name}" if name else "data.eval_split", held, held.split))
     gone: set[str] = set()
     for key, of, split in wanted:

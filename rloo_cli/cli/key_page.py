@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from rloo_cli.cli.config import every_key, field_type_text, schema_fields
 from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig
+from rloo_cli.config.idle_keys import key_conditions, key_meaning
 from rloo_cli.config.messages import walk_values
 from rloo_cli.utils import paths
 
@@ -38,20 +39,20 @@ REWARD_TYPE = ("the name of a reward", "Which reward it is, where its entry has 
 def key_page() -> str:
     """The whole page, as Markdown."""
     composed, model = every_key([])
-    fields = schema_fields(model)
+    fields, conditions = schema_fields(model), key_conditions(model)
     shown = _without_repeated_rewards(fields)
     parts = [HEAD]
     for section, keys in groupby(
         shown, key=lambda key: key.partition(".")[0] if "." in key else ""
     ):
-        rows = list(_key_rows([*keys], shown, composed))
+        rows = list(_key_rows([*keys], shown, conditions, composed))
         if rows:
             parts += [f"\n## {section or 'the run'}\n\n{TABLE}", *rows]
     for (group, choice), (chosen, own) in _each_choice():
         inside = schema_fields(own)
         more = [key for key in inside if key not in fields and key.startswith(f"{group}.")]
         if more:
-            rows = list(_key_rows(more, inside, chosen))
+            rows = list(_key_rows(more, inside, key_conditions(own), chosen))
             parts += [f"\n## {group}={choice}, beside those of every {group}\n\n{TABLE}", *rows]
     return "\n".join(parts) + "\n"
 
@@ -89,7 +90,10 @@ def _without_repeated_rewards(fields: dict[str, FieldInfo]) -> dict[str, FieldIn
 
 
 def _key_rows(
-    keys: list[str], fields: dict[str, FieldInfo], composed: ComposedConfig
+    keys: list[str],
+    fields: dict[str, FieldInfo],
+    conditions: dict[str, list[str]],
+    composed: ComposedConfig,
 ) -> Iterator[str]:
     values = dict(walk_values(check.merge_defaults(composed.values)))
     for key in keys:
@@ -98,7 +102,7 @@ def _key_rows(
             continue
         used = key.replace(ANY_REWARD, next(iter(composed.values["reward"])))
         default = json.dumps(values[used], ensure_ascii=False) if used in values else "-"
-        meaning = fields[key].description or ""
+        meaning = key_meaning(fields[key].description or "", conditions.get(key, ()))
         if key == f"reward.{ANY_REWARD}.type":
             (kind, meaning), default = REWARD_TYPE, "-"
         reason = _yaml_reason(composed, used) if used in values else ""

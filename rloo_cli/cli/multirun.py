@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,7 +32,6 @@ from omegaconf import DictConfig
 from rloo_cli.config import compose, user_files
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.pasted import guess_name
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.reporting import eval_lines
 from rloo_cli.utils import paths, redact
 from rloo_cli.utils.errors import (
@@ -207,23 +206,23 @@ def swept_keys(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(o.key_or_group for o in parsed if o.is_sweep_override())
 
 
-def objective_value(run: RunConfig) -> float | None:
+def objective_value(folder: Path, held_out: Iterable[str], objective: str | None) -> float | None:
     """The value of a finished run for a sweeper that optimizes: the last value of a metric.
 
-    It is that of logging.objective, else the mean held-out score of the first set, else the
-    training reward; None if these were never known. The sweeper must know whether more is better.
-    Raises ConfigError if no line has logging.objective.
+    It is that of `objective` (logging.objective), else the mean held-out score of the first set,
+    else the training reward; None if these were never known. The sweeper must know whether more is
+    better. Raises ConfigError if no line has `objective`.
     """
-    path = Path(run.root, str(run.name), "metrics.jsonl")
+    path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     rows = [json.loads(line) for line in lines]
-    scores = [eval_lines.eval_prefix(name) + "reward" for name in run.held_out]
-    wanted = [run.logging.objective] if run.logging.objective else [*scores[:1], "reward"]
+    scores = [eval_lines.eval_prefix(name) + "reward" for name in held_out]
+    wanted = [objective] if objective else [*scores[:1], "reward"]
     for name in wanted:
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
         if values:
             return float(values[-1])
-    if not run.logging.objective:
+    if not objective:
         return None
     known = list(dict.fromkeys(name for row in rows for name in row))
     why = f"metrics are: {', '.join(known)}" if known else "it has no lines"

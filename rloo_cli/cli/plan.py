@@ -40,7 +40,7 @@ def run(args: list[str]) -> int:
             flags.observation_tokens,
         )  # fmt: skip
         if asked.turns is not None or asked.observation_tokens is not None:
-            _require_agent(settings)
+            _require_agent(settings.agent is not None)
         found = plan_run(settings, flags.gpu, asked)
     if flags.json:
         print(json.dumps(planning_text.plan_values(found), indent=2))
@@ -51,9 +51,9 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _require_agent(run: RunConfig) -> None:
+def _require_agent(has_agent: bool) -> None:
     """Raises ConfigError where flags of episodes are given for a run of single answers."""
-    if run.agent is None:
+    if not has_agent:
         why = "agent is null: a completion is one answer, of one turn"
         what = "--turns and --observation-tokens are of episodes"
         fix = "agent=tools, or without these flags"
@@ -113,7 +113,7 @@ def _plan_summary(run: RunConfig) -> list[str]:
         ]
     except RunError as error:
         unknown = f"plan       {error.problems[0].what}: {error.problems[0].why}"
-        return [*planning_text.teacher_line(run), unknown]
+        return [*planning_text.teacher_line(run.algorithm.teacher_server), unknown]
 
 
 def dry_run(composed: ComposedConfig, multirun: bool = False) -> int:
@@ -126,8 +126,6 @@ def dry_run(composed: ComposedConfig, multirun: bool = False) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what a reward's file prints
         notes = experiment_data.check_first_rows(run)
     print("".join(f"{note}\n" for note in notes) + dry_run_text(run))
-    print(
-        "".join(f"{note}\n" for note in idle_notes(composed.changed_keys, check.dump_config(run))),
-        end="",
-    )
+    idle = idle_notes(composed.changed_keys, type(run), check.dump_config(run))
+    print("".join(f"{note}\n" for note in idle), end="")
     return 0

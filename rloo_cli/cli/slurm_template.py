@@ -55,9 +55,9 @@ class SlurmJob:
             return asked.gpus_per_node or None
         ours = 1 if spread.engine == "single" else spread.num_processes or 1
         if self.serving_nodes:  # on other nodes, which are asked for alike
-            ours = max(ours, device_count.gpus_per_server(self.config))
+            ours = max(ours, device_count.gpus_per_server(self.config.generation))
         else:
-            ours += device_count.local_server_gpus(self.config)
+            ours += device_count.local_server_gpus(self.config.generation)
         return ours
 
     @property

@@ -9,7 +9,7 @@ stopped begins anew.
 """
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -19,7 +19,8 @@ from rloo_cli.cli.eval import temporary_output_dir
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
 from rloo_cli.config.provenance import YAML_ERRORS, ConfigSources
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, RewardConfig
+from rloo_cli.config.supervised import SupervisedTraining
 from rloo_cli.launch import local_ranks, preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import JsonObject, read_json, write_text
@@ -34,20 +35,28 @@ def run(section: str, args: list[str]) -> int:
     options = parse_verb(verb, args)
     composed = compose.compose_config(options.overrides)
     settings = check.check_config(composed, needs_reward=False)
-    _refuse(supervised.training_problems(settings, section), composed.sources)
-    place = supervised.training_folder(settings, section)
+    training = supervised.supervised_training(settings, section)
+    _refuse(supervised.training_problems(training), composed.sources)
+    place, values = training.folder, check.dump_config(settings)
     with answers.json_answer(options.json) as answer:
         with hf_cache.recorded_command(composed.user_overrides):
             local_ranks.check_not_a_rank(verb)
             ranks = local_ranks.count_local_ranks(settings)
-            _refuse(supervised.spread_problems(settings, section, ranks), composed.sources)
+            _refuse(
+                supervised.spread_problems(training, settings.distributed.engine, ranks),
+                composed.sources,
+            )
             preflight.check_supervised_machine(settings, section, ranks)
-            is_there = _is_trained(place, settings, section)
-            code = 0 if is_there else _train_in_subprocess(place, settings, section, ranks)
+            is_there = _is_trained(place, values, section)
+            code = (
+                0
+                if is_there
+                else _train_in_subprocess(training, values, settings.distributed, ranks)
+            )
         if is_there:
             print(f"{place} is there already: nothing to do (name=... for another)")
         elif code == 0:
-            _print_results(place, settings, section, composed.user_overrides)
+            _print_results(training, settings.rewards, composed.user_overrides)
         summary = read_json(place / "training" / "summary.json") if code == 0 else {}
         answer |= {"model": str(place), "code": code, "summary": summary}
     return code
@@ -59,14 +68,17 @@ def _refuse(problems: Iterable[Problem], sources: ConfigSources) -> None:
         raise ConfigError(*placed)
 
 
-def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str, ranks: int) -> int:
-    """Do it in so many processes of their own; their exit code."""
+def _train_in_subprocess(
+    training: SupervisedTraining, values: JsonObject, distributed: DistributedConfig, ranks: int
+) -> int:
+    """Do it in so many processes of their own; their exit code. `values`: those of the config."""
+    output_dir = training.folder
     try:
         with temporary_output_dir(output_dir) as folder:
-            text = yaml.safe_dump(check.dump_config(settings), sort_keys=False)
+            text = yaml.safe_dump(values, sort_keys=False)
             write_text(folder / "training" / "config.yaml", text)
-            with local_ranks.local_rank_specs(settings, ranks) as (starts, watch):
-                arguments = [str(folder), section]
+            with local_ranks.local_rank_specs(distributed, ranks) as (starts, watch):
+                arguments = [str(folder), training.section]
                 worker = "train.supervised.worker"
                 code = processes.run_processes(worker, arguments, watch, starts)
             if code == 0:
@@ -81,8 +93,11 @@ def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str, ra
     return code
 
 
-def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
-    """Whether this very training is there. Raises ConfigError where something else is."""
+def _is_trained(output_dir: Path, now: JsonObject, section: str) -> bool:
+    """Whether this very training is there. Raises ConfigError where something else is.
+
+    `now`: the config's values.
+    """
     if not output_dir.exists():
         return False
     written = output_dir / "training" / "config.yaml"
@@ -90,7 +105,6 @@ def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
         before = yaml.safe_load(written.read_text()) if written.is_file() else None
     except YAML_ERRORS:
         before = None  # a damaged one is not this training's
-    now = check.dump_config(settings)
     parts = ("seed", "model", "data", section)
     if isinstance(before, dict) and all(before.get(p) == now[p] for p in parts):
         return True
@@ -101,19 +115,20 @@ def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
 
 
 def _print_results(
-    output_dir: Path, settings: RunConfig, section: str, overrides: Sequence[str]
+    training: SupervisedTraining, rewards: Mapping[str, RewardConfig], overrides: Sequence[str]
 ) -> None:
     """What was reached, where the model is, and what to do with it."""
+    output_dir = training.folder
     overrides = [w for w in overrides if not w.lstrip("+").startswith(("sft.", "reward_model."))]
     summary: JsonObject = read_json(output_dir / "training" / "summary.json")
     for name in ("loss", "accuracy", "margin"):
         if (after := summary["after"].get(f"eval_{name}")) is not None:
             before = summary["before"][f"eval_{name}"]
             print(f"{'held-out ' + name:<18} {before:.4g} -> {after:.4g}")
-    if section == "sft":
+    if training.section == "sft":
         key = "model.path"
     else:
-        kinds = [name for name, entry in settings.rewards.items() if entry.type == "model"]
+        kinds = [name for name, entry in rewards.items() if entry.type == "model"]
         key = f"reward.{kinds[0]}.path" if kinds else "reward=model reward.model.path"
     print(f"model              {output_dir}")
     print(f"next               {shlex.join(['rloo', 'train', *overrides])} {key}={output_dir}")

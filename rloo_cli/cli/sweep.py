@@ -51,7 +51,7 @@ def _run_new_sweep(options: argparse.Namespace, answer: JsonObject) -> int:
     names = [str(run.name) for run in runs]
     rules.check_distinct_names(names)
     trials = [
-        Trial(number, name, _trial_overrides(job.user_overrides), _resumed_checkpoint(run))
+        Trial(number, name, _trial_overrides(job.user_overrides), _resumed_checkpoint(run.resume))
         for number, (job, name, run) in enumerate(zip(jobs, names, runs, strict=True), 1)
     ]
     folder = _sweep_folder(options.name, overrides, jobs)
@@ -77,12 +77,14 @@ def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
         raise ConfigError(Problem(what, "--jobs", why, f"--jobs {len(gpus)}"))
 
 
-def _trials_that_fit(jobs: int, gpus: Sequence[str], runs: Sequence[RunConfig] = ()) -> int | None:
-    """How many trials the GPUs in use can hold; None without a GPU."""
+def _trials_that_fit(jobs: int, gpus: Sequence[str], with_engines: bool = False) -> int | None:
+    """How many trials the GPUs in use can hold; None without a GPU.
+
+    `with_engines`: an inference engine is on the device of a trial.
+    """
     if not gpus:
         return None
     memory = device.find_device(None).memory_bytes
-    with_engines = any(run.generation.shares_device for run in runs)
     return rules.max_open_trials(min(jobs, len(gpus)), memory, with_engines)
 
 
@@ -92,11 +94,11 @@ def _trial_overrides(overrides: Sequence[str]) -> list[str]:
     return [w for w in overrides if keys[w] not in SWEEP_KEYS and not keys[w].startswith("hydra")]
 
 
-def _resumed_checkpoint(run: RunConfig) -> str | None:
+def _resumed_checkpoint(resume: str) -> str | None:
     """The path of the checkpoint that a trial begins from; None if `resume` names none."""
-    if run.resume in ("auto", "never"):
+    if resume in ("auto", "never"):
         return None
-    return str(Path(run.resume).expanduser().absolute())
+    return str(Path(resume).expanduser().absolute())
 
 
 def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedConfig]) -> Path:
@@ -143,7 +145,8 @@ def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool
     problems: list[Problem] = []
     if left:
         problems += rules.rung_problems(new, len(left), [run.max_steps for run in runs])
-    fit = _trials_that_fit(sweep_state.jobs, device_count.visible_gpus(), runs)
+    with_engines = any(run.generation.shares_device for run in runs)
+    fit = _trials_that_fit(sweep_state.jobs, device_count.visible_gpus(), with_engines)
     problems += rules.too_many_trials_problems(len(left), fit)
     if problems:
         raise ConfigError(*problems)

@@ -1,13 +1,10 @@
 """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
 
-from pathlib import Path
-
 from rloo_cli.cli import answers, multirun
 from rloo_cli.cli.multirun import Job
 from rloo_cli.cli.plan import dry_run, dry_run_values
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
 from rloo_cli.utils.files import JsonObject
@@ -69,10 +66,11 @@ class JobResults:
                 named = launcher.name_sweep_job(job.composed) if job.multirun else job.composed
                 settings = check.check_config(named)
                 self.values.append(
-                    dry_run_values(settings) if self.dry else _values_of_run(settings)
+                    dry_run_values(settings) if self.dry else answers.run_values(settings.folder)
                 )
                 if trained:
-                    value = multirun.objective_value(settings)
+                    objective = settings.logging.objective
+                    value = multirun.objective_value(settings.folder, settings.held_out, objective)
         except RunError as error:  # not raised: a failed job does not stop a sweep
             job.code = print_error(error)
         self.codes.append(job.code)
@@ -108,7 +106,3 @@ def _sweeper_error(num_jobs: int, found: Problem) -> ConfigError:
     what = f"Hydra's sweeper gave up after {num_jobs} jobs"
     fix = found.fix or "correct what the failed jobs above say, then run it again"
     return ConfigError(Problem(what, "hydra/sweeper", found.what, fix))
-
-
-def _values_of_run(settings: RunConfig) -> JsonObject:
-    return answers.run_values(Path(settings.root, str(settings.name)))

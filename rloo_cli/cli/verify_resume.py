@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
     try:
         proof = prove_resume(
             words,
-            config,
+            config.updates_per_step,
             folder,
             options.steps,
             options.kill_in_step,

@@ -58,7 +58,7 @@ def run(args: list[str]) -> int:
         )
         raise ConfigError(Problem(what, "generation", why, "a recipe that leaves it open"))
     with hf_cache.recorded_command(composed.user_overrides):
-        folder = Path(settings.root, str(settings.name))
+        folder = settings.folder
         check_folder_free(folder)
         _check_no_other_server(folder)
         try:
@@ -93,17 +93,18 @@ def _serve(
     `is_alone`: there is no recipe, and runs have to name the server's address.
     """
     out = sys.stderr if as_json else sys.stdout
-    folder = Path(settings.root, str(settings.name))
+    folder = settings.folder
     made = [p for p in (folder / SERVER_LOGS, *(folder / SERVER_LOGS).parents) if not p.exists()]
     keys: Any = settings.generation
+    limit = keys.server.ready_timeout_s
     if keys.server.host not in LOOPBACK_HOSTS:
         what = "its weights can be replaced, and it can be asked, by whoever has the token"
         print(f"{keys.server.host} is reached from other machines: {what}", file=out)
     with _stop_signals() as heard:
-        process = rollout_server.start_server(folder, settings, "vllm-serve")
+        process = rollout_server.start_server(folder, check.dump_config(settings), "vllm-serve")
         try:
             print(f"starting a server for {folder} (log: {process.log})", file=out, flush=True)
-            server = rollout_server.wait_for_server(process, settings, lambda: bool(heard))
+            server = rollout_server.wait_for_server(process, limit, lambda: bool(heard))
             if server is not None:
                 text = _server_text(server, folder, composed, is_alone)
                 shown = json.dumps(_server_values(server, folder)) if as_json else text

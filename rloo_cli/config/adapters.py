@@ -4,7 +4,7 @@ They are peft's and bitsandbytes' arguments, by the names that these have where 
 meaning; `rules_lora` says what does not go together.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rloo_cli.config.key_types import Frozen, NotEmpty, PathText, Positive, key
 from rloo_cli.utils.files import JsonObject
@@ -12,6 +12,10 @@ from rloo_cli.utils.files import JsonObject
 
 class LoraConfig(Frozen):
     """peft's LoRA (arXiv 2106.09685), DoRA (2402.09353), and its other kinds of adapters."""
+
+    only_with: ClassVar = {
+        ".peft_type=LORA": ("r", "alpha", "dropout", "bias", "use_rslora", "use_dora")
+    }
 
     peft_type: Literal["LORA", "LOHA", "LOKR", "IA3", "OFT", "HRA", "MISS", "ROAD"] = key(
         "Kind of peft's adapters; what is not LORA takes its arguments from kwargs"
@@ -35,6 +39,8 @@ class LoraConfig(Frozen):
 
 class QuantizationConfig(Frozen):
     """bitsandbytes' 8-bit or 4-bit weights under an adapter (QLoRA, arXiv 2305.14314)."""
+
+    only_with: ClassVar = {".bits!=8": ("quant_type", "double_quant")}
 
     bits: Literal[4, 8] = key("Bits of a frozen weight")
     quant_type: Literal["nf4", "fp4"] = key("Kind of 4-bit numbers")

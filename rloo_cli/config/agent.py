@@ -4,7 +4,7 @@ A kind of agent is a file of rloo_cli/agents with a `Config` of its own; `agent:
 to each prompt, as ever.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Annotated, Literal, cast
 
@@ -13,7 +13,16 @@ from pydantic import Field
 from rloo_cli.config import registry
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.pasted import guess_name
-from rloo_cli.config.schema import Frozen, Positive, RunConfig, key
+from rloo_cli.config.schema import (
+    DataConfig,
+    DistributedConfig,
+    Frozen,
+    GenerationConfig,
+    Positive,
+    RewardConfig,
+    RunConfig,
+    key,
+)
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -108,9 +117,8 @@ def agent_config(run: RunConfig) -> EpisodeConfig | None:
     return cast("EpisodeConfig | None", run.agent)
 
 
-def agent_package_problems(run: RunConfig) -> Iterator[Problem]:
+def agent_package_problems(agent: EpisodeConfig | None) -> Iterator[Problem]:
     """Packages that an agent's keys need and `pip install rloo-cli` does not install."""
-    agent = agent_config(run)
     parser = str(getattr(agent, "parser", ""))
     if parser.startswith(VLLM_PREFIX) and find_spec("vllm") is None:
         what, why = f"agent.parser = {parser} needs vLLM", "vllm is not installed"
@@ -123,22 +131,24 @@ def agent_package_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "agent.renderer", "renderers is not installed", fix)
 
 
-def sampled_token_limit(run: RunConfig) -> int:
-    """The most tokens that the policy samples for one completion, over all its turns."""
-    agent, length = agent_config(run), run.generation.max_completion_length
+def sampled_token_limit(agent: EpisodeConfig | None, length: int) -> int:
+    """The most tokens that the policy samples for one completion, over all its turns.
+
+    `length`: generation.max_completion_length, of one turn.
+    """
     if agent is None:
         return length
     most = agent.max_turns * length
     return min(most, agent.max_episode_tokens or most)
 
 
-def completion_token_limit(run: RunConfig, room: int | None) -> int:
+def completion_token_limit(agent: EpisodeConfig | None, length: int, room: int | None) -> int:
     """The most tokens of one completion, with what tools and environments say in it.
 
-    `room`: what the context leaves beside the prompt; None = not known. What an agent behind the
-    proxy says has no limit of its own: the context's, or else as much as its turns may have.
+    `length`: generation.max_completion_length, of one turn. `room`: what the context leaves beside
+    the prompt; None = not known. What an agent behind the proxy says has no limit of its own: the
+    context's, or else as much as its turns may have.
     """
-    agent, length = agent_config(run), run.generation.max_completion_length
     if agent is None:
         return length
     limits = [*filter(None, [agent.max_episode_tokens, room])]
@@ -148,13 +158,12 @@ def completion_token_limit(run: RunConfig, room: int | None) -> int:
     return max(length, min(limits, default=2 * agent.max_turns * (length + TEMPLATE_TOKENS)))
 
 
-def observation_token_limit(run: RunConfig) -> int:
-    """The most tokens that are told between two turns.
+def observation_token_limit(agent: EpisodeConfig | None, length: int) -> int:
+    """The most tokens of what tools say between two turns.
 
-    What an agent behind the proxy says has no limit of its own; it counts as much as a turn.
+    `length`: generation.max_completion_length. What an agent behind the proxy says has no limit of
+    its own; it counts as much as a turn.
     """
-    agent = agent_config(run)
-    length = run.generation.max_completion_length
     return agent.max_observation_tokens if isinstance(agent, AgentConfig) else length
 
 
@@ -185,10 +194,11 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
         yield Problem(what, "agent.kind", why, fix)
 
 
-def agent_problems(run: RunConfig) -> Iterator[Problem]:
-    """What is wrong with an agent whose keys are each right on their own."""
-    agent = agent_config(run)
-    asked = [name for name, entry in run.rewards.items() if entry.type == "environment"]
+def agent_reward_problems(
+    agent: EpisodeConfig | None, rewards: Mapping[str, RewardConfig]
+) -> Iterator[Problem]:
+    """A reward that an environment gives, and no environment."""
+    asked = [name for name, entry in rewards.items() if entry.type == "environment"]
     if asked and (agent is None or not agent.scores_episodes()):
         what = f"reward.{asked[0]} asks an environment, and there is none"
         why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
@@ -198,28 +208,34 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
             why,
             "agent=class or agent=proxy, which may have one",
         )
-    yield from _prompt_problems(run)
+
+
+def agent_problems(
+    agent: EpisodeConfig | None, generation: GenerationConfig, distributed: DistributedConfig
+) -> Iterator[Problem]:
+    """What is wrong with an agent whose keys are each right on their own."""
     if agent is None:
         return
-    yield from _rank_problems(run, agent)
-    least, most = run.generation.max_completion_length, agent.max_episode_tokens
+    yield from _rank_problems(distributed, agent)
+    least, most = generation.max_completion_length, agent.max_episode_tokens
     if most is not None and most < least:
         what = f"agent.max_episode_tokens = {most} holds no turn"
         why = f"a turn may have {least} tokens (generation.max_completion_length)"
         yield Problem(
             what, "agent.max_episode_tokens", why, f"agent.max_episode_tokens={8 * least}"
         )
-    if run.generation.ignore_eos:
+    if generation.ignore_eos:
         why = "a turn ends with an EOS, or is cut off and the episode's last"
         what = "generation.ignore_eos = true leaves an episode one turn"
         yield Problem(what, "generation.ignore_eos", why, "generation.ignore_eos=false")
 
 
-def _prompt_problems(run: RunConfig) -> Iterator[Problem]:
+def prompt_problems(
+    agent: EpisodeConfig | None, data: DataConfig, held_out: Mapping[str, DataConfig]
+) -> Iterator[Problem]:
     """Data without prompts, and no environment that says them."""
-    agent = agent_config(run)
-    splits = [run.data, *run.data.mixture_sources.values(), *run.held_out.values()]
-    if all(data.prompt_column is not None for data in splits):
+    splits = [data, *data.mixture_sources.values(), *held_out.values()]
+    if all(split.prompt_column is not None for split in splits):
         return
     if agent is None or not agent.opens_prompts():
         what = "data.prompt_column is null, and there is no environment whose reset says a prompt"
@@ -228,9 +244,8 @@ def _prompt_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "data.prompt_column", why, fix)
 
 
-def _rank_problems(run: RunConfig, agent: EpisodeConfig) -> Iterator[Problem]:
+def _rank_problems(config: DistributedConfig, agent: EpisodeConfig) -> Iterator[Problem]:
     """What is wrong with an agent where several ranks sample, each its share of the prompts."""
-    config = run.distributed
     local = config.num_processes or (1 if config.engine == "single" else 2)  # null: one per GPU
     ranks = local * config.num_nodes
     if ranks == 1:

@@ -82,7 +82,8 @@ def check_config(composed: ComposedConfig, needs_reward: bool = True) -> RunConf
             if problems:
                 raise ConfigError(*[messages.locate_problem(p, sources) for p in problems])
             if run.name is None:
-                run = build_run_config(values | {"name": default_run_name(run, composed.recipe)})
+                name = default_run_name(run.model.path, composed.recipe, config_hash(run))
+                run = build_run_config(values | {"name": name})
             problems = list(rules.run_problems(run, needs_reward))
     problems += messages.underflow_problems(values, sources)
     if problems:
@@ -343,8 +344,8 @@ def config_hash(run: RunConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def default_run_name(run: RunConfig, recipe: str | None) -> str:
+def default_run_name(model_path: str, recipe: str | None, digest: str) -> str:
     """`<recipe>-<model>-<hash>`: the same config always names the same run."""
-    model = Path(run.model.path.rpartition(":")[2]).name
-    parts = [(recipe or "train").replace("/", "-")[:60], model[:60], config_hash(run)]
+    model = Path(model_path.rpartition(":")[2]).name
+    parts = [(recipe or "train").replace("/", "-")[:60], model[:60], digest]
     return re.sub(r"[^A-Za-z0-9._+-]", "-", "-".join(parts)).lstrip("-._+")

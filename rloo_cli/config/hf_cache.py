@@ -8,16 +8,11 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rloo_cli.utils.files import JsonObject
-
-if TYPE_CHECKING:
-    from rloo_cli.config.schema import RunConfig
 
 # More than any model has; to build what such a config.json asks for would fill the memory.
 MAX_MODEL_SIZES = {
@@ -70,24 +65,6 @@ def is_in_hub_cache(name: str, revision: str | None, kind: str) -> bool:
     home = os.environ.get("HF_HOME") or hub_cache_folder().parent
     tables = os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")
     return kind == "dataset" and (Path(tables).expanduser() / name.replace("/", "___")).is_dir()
-
-
-def revision_for_key(run: "RunConfig", key: str) -> str | None:
-    """The revision that belongs to a key such as model.path or reward.NAME.path; None = main.
-
-    A model's revision is not that of its tokenizer or reference, which have repositories of their
-    own.
-    """
-    section, _, leaf = key.rpartition(".")
-    if leaf != "path":
-        return None
-    sets, _, name = section.rpartition(".")
-    named: dict[str, Mapping[str, object]] = {
-        "reward": run.rewards, "eval.sets": run.held_out, "data.mixture": run.data.mixture_sources,
-    }  # fmt: skip
-    owner = named[sets][name] if sets in named else attrgetter(section)(run)
-    revision: str | None = attrgetter("revision")(owner)
-    return revision
 
 
 @contextmanager

@@ -6,7 +6,7 @@ torch; the judging itself is in `judges/`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, cast
 
@@ -16,7 +16,17 @@ from pydantic import Field, create_model
 from rloo_cli.config import registry
 from rloo_cli.config import template as config_template
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.schema import Frozen, PathText, Positive, RewardConfig, RunConfig, Text, key
+from rloo_cli.config.schema import (
+    DataConfig,
+    EvalConfig,
+    Frozen,
+    GenerationConfig,
+    PathText,
+    Positive,
+    RewardConfig,
+    Text,
+    key,
+)
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
@@ -146,9 +156,11 @@ def shipped_judge(name: str) -> JsonObject:
     return values
 
 
-def judge_problems(run: RunConfig) -> Iterator[Problem]:
+def judge_problems(
+    evaluation: EvalConfig, held_out: Mapping[str, DataConfig], generation: GenerationConfig
+) -> Iterator[Problem]:
     """What is wrong with a judge whose keys are each right on their own."""
-    judge = cast(OpenaiJudge | RewardJudge | None, run.eval.judge)
+    judge = cast(OpenaiJudge | RewardJudge | None, evaluation.judge)
     if judge is None:
         return
     if judge.type == "openai":
@@ -157,10 +169,10 @@ def judge_problems(run: RunConfig) -> Iterator[Problem]:
         module = registry.registered_module("rewards", judge.reward.type)
         if hasattr(module, "problems"):
             yield from module.problems(judge.reward, "eval.judge.reward")
-    if not run.held_out:
+    if not held_out:
         why, fix = "nothing is held out", "data.eval_split=test"
         yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
-    if judge.against != AGAINST_REFERENCE and run.generation.is_server:
+    if judge.against != AGAINST_REFERENCE and generation.is_server:
         why = "rollout servers hold one model, and that is model.path"
         fix = "generation=vllm_colocate or generation=transformers"
         what = f"eval.judge.against = {judge.against!r} cannot be sampled"

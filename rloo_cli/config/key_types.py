@@ -1,7 +1,7 @@
 """How a key is declared: its meaning, its limits, and types that several keys share."""
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -10,6 +10,8 @@ class Frozen(BaseModel):
     """A section of the config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # Condition -> keys of the section that have an effect only with it, as `idle_keys` reads it.
+    only_with: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 def key(meaning: str, **limits: Any) -> Any:

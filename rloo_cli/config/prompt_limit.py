@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.config.schema import DatasetConfig, ModelConfig, RunConfig
+from rloo_cli.config.schema import DatasetConfig, GenerationConfig, ModelConfig
 
 # Tokens of the longest prompt where data.max_prompt_length is null. To plan memory, or size an
 # engine, for a whole context of 131,072 tokens would be a waste: hardly any prompt is that long.
@@ -21,42 +21,42 @@ def model_context_length(model: ModelConfig) -> int | None:
     return hf_cache.read_context_length(hf_cache.read_model_config(model.path, model.revision))
 
 
-def prompt_headroom(run: RunConfig, context_length: int | None) -> int | None:
+def prompt_headroom(generation: GenerationConfig, context_length: int | None) -> int | None:
     """Tokens that the longest completion leaves for the prompt, in the model's context and in the
     engine's max_model_len; None where neither is known. It may be less than 1.
     """
-    limits = [n for n in (context_length, _engine_limit(run)[1]) if n is not None]
-    return min(limits) - run.generation.max_completion_length if limits else None
+    limits = [n for n in (context_length, _engine_limit(generation)[1]) if n is not None]
+    return min(limits) - generation.max_completion_length if limits else None
 
 
 def max_prompt_tokens(
-    run: RunConfig, sources: Iterable[DatasetConfig], context_length: int | None
+    generation: GenerationConfig, sources: Iterable[DatasetConfig], context_length: int | None
 ) -> int:
     """Tokens of the longest prompt that any of these data sets may have; at least 1.
 
     `context_length`: that of the model in tokens; None = not known.
     """
     limit = max(source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS for source in sources)
-    headroom = prompt_headroom(run, context_length)
+    headroom = prompt_headroom(generation, context_length)
     return max(1, limit if headroom is None else min(limit, headroom))
 
 
-def describe_prompt_limit(run: RunConfig, context_length: int | None) -> str:
+def describe_prompt_limit(generation: GenerationConfig, context_length: int | None) -> str:
     """The limit that is used where data.max_prompt_length is null, and why, for the log."""
-    headroom = prompt_headroom(run, context_length)
+    headroom = prompt_headroom(generation, context_length)
     key = "data.max_prompt_length"
     if headroom is None or headroom >= DEFAULT_MAX_PROMPT_TOKENS:
         why = f"the most while {key} is null; another number allows longer ones"
         return f"prompts of up to {DEFAULT_MAX_PROMPT_TOKENS} tokens: {why}"
-    name, limit = _engine_limit(run)
+    name, limit = _engine_limit(generation)
     bound = f"the model's context of {context_length}"
     if limit is not None and (context_length is None or limit < context_length):
         bound = f"{name} = {limit}"
     why = f"{key} is null, and {bound} leaves no more beside generation.max_completion_length"
-    return f"prompts of up to {headroom} tokens: {why} = {run.generation.max_completion_length}"
+    return f"prompts of up to {headroom} tokens: {why} = {generation.max_completion_length}"
 
 
-def _engine_limit(run: RunConfig) -> tuple[str, int | None]:
+def _engine_limit(generation: GenerationConfig) -> tuple[str, int | None]:
     """The name of the backend's key max_model_len, and its value; None without vLLM, or if null."""
-    name = f"generation.{run.generation.section}.max_model_len"
-    return name, run.generation.own_keys.max_model_len if run.generation.is_engine else None
+    name = f"generation.{generation.section}.max_model_len"
+    return name, generation.own_keys.max_model_len if generation.is_engine else None

@@ -4,7 +4,7 @@ An algorithm's own rules are in its file (`rules`); these concern the run as a w
 problem's `where` is the dotted key; `messages.locate_problem` turns it into a file and line.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
 from pathlib import Path
 
@@ -23,8 +23,19 @@ from rloo_cli.config import (
     template,
 )
 from rloo_cli.config import judge as config_judge
+from rloo_cli.config.agent import EpisodeConfig
 from rloo_cli.config.pasted import guess_name
-from rloo_cli.config.schema import DataConfig, RunConfig
+from rloo_cli.config.schema import (
+    DataConfig,
+    DistributedConfig,
+    EvalConfig,
+    Frozen,
+    GenerationConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    TrainConfig,
+)
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -32,9 +43,11 @@ SHARDED_ENGINES = ("zero3", "fsdp2")  # engines that keep a part of the weights 
 ENGINES_WITH_OFFLOAD = {"optimizer": ("zero1", "zero2", "zero3"), "parameters": ("zero3", "fsdp2")}
 
 
-def distributed_problems(run: RunConfig) -> Iterator[Problem]:
+def distributed_problems(
+    section: DistributedConfig, model: ModelConfig, prompts_per_step: int
+) -> Iterator[Problem]:
     """Everything wrong with the section `distributed`."""
-    section, engine = run.distributed, run.distributed.engine
+    engine = section.engine
     processes = (section.num_processes or 1) * section.num_nodes
     for leaf in ("num_processes", "num_nodes") if engine == "single" else ():
         number, key = getattr(section, leaf), f"distributed.{leaf}"
@@ -43,14 +56,14 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
             fix = f"distributed=ddp (or zero2, fsdp2) {key}={number}"
             yield Problem(what, key, "single trains in one process on one device", fix)
     if engine != "single":
-        yield from prompts_per_rank_problems(run, processes)
+        yield from prompts_per_rank_problems(prompts_per_step, processes)
     if engine not in ENGINES_WITH_OFFLOAD.get(section.offload, (engine,)):
         key, engines = "distributed.offload", ENGINES_WITH_OFFLOAD[section.offload]
         what = f"{key} = {section.offload} is not possible with {engine}"
         why = f"distributed.engine = {engine}; it needs one of: {', '.join(engines)}"
         fix = f"distributed={engines[-1]} {key}={section.offload}"
         yield Problem(what, key, why, fix)
-    yield from _shards(run)
+    yield from _shards(engine, model)
     if section.rdzv is not None and parse_address(section.rdzv) is None:
         yield Problem(
             f"distributed.rdzv = {section.rdzv!r} is not host:port",
@@ -60,9 +73,8 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _shards(run: RunConfig) -> Iterator[Problem]:
+def _shards(engine: str, model: ModelConfig) -> Iterator[Problem]:
     """Keys that need whole weights, with an engine that shards them."""
-    engine, model = run.distributed.engine, run.model
     if engine not in SHARDED_ENGINES:
         return
     needs_whole = {  # key -> whether it is set, and a fix
@@ -77,9 +89,8 @@ def _shards(run: RunConfig) -> Iterator[Problem]:
             yield Problem(what, key, why, fix)
 
 
-def prompts_per_rank_problems(run: RunConfig, processes: int) -> Iterator[Problem]:
+def prompts_per_rank_problems(prompts: int, processes: int) -> Iterator[Problem]:
     """Fewer prompts in a step than processes: one of them would have nothing to train on."""
-    prompts = run.train.prompts_per_step
     if prompts < processes:
         yield Problem(
             f"train.prompts_per_step = {prompts} is less than the {processes} processes",
@@ -98,9 +109,9 @@ def parse_address(text: str) -> tuple[str, int] | None:
     return (host, int(port)) if fits and (":" not in host or text.startswith("[")) else None
 
 
-def data_problems(run: RunConfig) -> Iterator[Problem]:
+def data_problems(data: DataConfig, held_out: Mapping[str, DataConfig]) -> Iterator[Problem]:
     """Everything wrong with where a run's examples come from."""
-    data, named = run.data, list(run.data.mixture_sources)
+    named = list(data.mixture_sources)
     if (data.path is None) != bool(named):
         values = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
         yield Problem(
@@ -109,14 +120,14 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
             f"found {values}",
             "data.path=null" if named else "data.path=PATH",
         )
-    elif named and data.eval_split is not None and not run.held_out.keys() - {""}:
+    elif named and data.eval_split is not None and not held_out.keys() - {""}:
         yield Problem(
             "data.eval_split is a split of data.path, and a mixture has none",
             "data.eval_split",
             f"sources: {', '.join(named)}",
             "data.eval_split=null, and eval.sets.NAME={path: ..., split: ...} for what is held out",
         )
-    for key, source in configured_splits(run).items():
+    for key, source in configured_splits(data, held_out).items():
         yield from _streaming(key, source)
         yield from _template(key, source)
         yield from _task(key, source)
@@ -169,22 +180,25 @@ def _template(key: str, source: DataConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.template cannot be read", f"{key}.template", str(error), fix)
 
 
-def user_code_specs(run: RunConfig) -> dict[str, str]:
+def user_code_specs(
+    data: DataConfig, held_out: Mapping[str, DataConfig], agent: EpisodeConfig | None
+) -> dict[str, str]:
     """Key -> file.py:name of every filter, map and tool that is the user's code; each code once."""
     codes: dict[str, str] = {}
-    for key, split in configured_splits(run).items():
+    for key, split in configured_splits(data, held_out).items():
         for leaf, spec in (("filter", split.filter), ("map", split.map)):
             if isinstance(spec, str) and spec not in codes.values():
                 codes[f"{key}.{leaf}"] = spec
-    agent = config_agent.agent_config(run)
     return codes | (agent.code_specs() if agent is not None else {})
 
 
-def configured_splits(run: RunConfig) -> dict[str, DataConfig]:
+def configured_splits(
+    data: DataConfig, held_out: Mapping[str, DataConfig]
+) -> dict[str, DataConfig]:
     """Key -> data config of every split that a run reads; "data" or "data.mixture.NAME" first."""
-    sources = {f"data.mixture.{name}": source for name, source in run.data.mixture_sources.items()}
-    sets = {f"eval.sets.{name}": data for name, data in run.held_out.items() if name}
-    return (sources or {"data": run.data}) | sets
+    sources = {f"data.mixture.{name}": source for name, source in data.mixture_sources.items()}
+    sets = {f"eval.sets.{name}": held for name, held in held_out.items() if name}
+    return (sources or {"data": data}) | sets
 
 
 # transformers' names, copied because importing it is slow; a test compares the two.
@@ -200,45 +214,48 @@ RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 
 def run_problems(run: RunConfig, needs_reward: bool = True) -> Iterator[Problem]:
     """Everything wrong with a run each of whose keys is valid by itself."""
-    yield from _length(run)
-    yield from _warmup(run)
-    yield from _batch(run)
-    if needs_reward and not run.rewards and not run.algorithm.learns_without_rewards:
+    model, data, generation, algorithm = run.model, run.data, run.generation, run.algorithm
+    agent = config_agent.agent_config(run)
+    yield from _length(run.length_keys)
+    if len(run.length_keys) == 1 and (steps := run.num_steps()) is not None:
+        yield from _warmup(run.train, steps, run.updates_per_step)
+    yield from _batch(run.train, algorithm.num_generations)
+    if needs_reward and not run.rewards and not algorithm.learns_without_rewards:
         why = "nothing would be learned"
         yield Problem("no reward is chosen", "reward", why, "reward=accuracy")
-    yield from distributed_problems(run)
-    yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
-    backend = registry.registered_module("generation", run.generation.backend)
-    yield from backend.rules(run) if hasattr(backend, "rules") else ()
-    yield from rules_paths.path_problems(run)
-    yield from rules_model.model_file_problems(run)
-    yield from rules_model.init_kwargs_problems(run)
-    yield from data_problems(run)
-    yield from _rewards(run)
-    yield from _context(run)
-    yield from _compiled(run)
-    yield from rules_overlap.overlap_problems(run)
-    yield from rules_sampling.mask_problems(run)
-    yield from _sampling(run)
-    yield from _attention(run)
-    yield from rules_lora.adapter_problems(run)
-    yield from _evaluation(run)
-    yield from config_judge.judge_problems(run)
-    yield from config_agent.agent_problems(run)
+    yield from distributed_problems(run.distributed, model, run.train.prompts_per_step)
+    yield from registry.algorithm_class(algorithm.name)(algorithm).rules(run)
+    backend = registry.registered_module("generation", generation.backend)
+    if hasattr(backend, "rules"):
+        yield from backend.rules(generation, data.max_prompt_length)
+    yield from rules_paths.path_problems(
+        rules_paths.named_paths(run), model.chat_template, run.root
+    )
+    yield from rules_model.model_file_problems(
+        model, algorithm.needs_reference, generation.allow_moe
+    )
+    yield from rules_model.init_kwargs_problems(model, generation)
+    yield from data_problems(data, run.held_out)
+    yield from _rewards(run.rewards)
+    specs = user_code_specs(data, run.held_out, agent)
+    yield from _user_code(run.rewards, run.eval.judge, specs)
+    yield from _optimizer(run.train)
+    yield from _context(model, data.max_prompt_length, generation.max_completion_length)
+    yield from _compiled(run.train, generation)
+    has_agent, engine = agent is not None, run.distributed.engine
+    yield from rules_overlap.overlap_problems(generation, model, engine, has_agent)
+    yield from rules_sampling.mask_problems(generation)
+    yield from _sampling(generation)
+    yield from _attention(model)
+    yield from rules_lora.adapter_problems(model, generation, engine, algorithm.needs_reference)
+    yield from _evaluation(run.eval, run.rewards)
+    yield from config_judge.judge_problems(run.eval, run.held_out, generation)
+    yield from config_agent.agent_reward_problems(agent, run.rewards)
+    yield from config_agent.prompt_problems(agent, data, run.held_out)
+    yield from config_agent.agent_problems(agent, generation, run.distributed)
 
 
-def _length_keys(run: RunConfig) -> dict[str, float]:
-    """Those keys of the run's length that are set."""
-    lengths = {
-        "max_steps": run.max_steps,
-        "total_episodes": run.total_episodes,
-        "train.epochs": run.train.epochs,
-    }
-    return {key: value for key, value in lengths.items() if value is not None}
-
-
-def _length(run: RunConfig) -> Iterator[Problem]:
-    lengths = _length_keys(run)
+def _length(lengths: Mapping[str, float]) -> Iterator[Problem]:
     keys = [*lengths]
     if len(keys) == 1:
         return
@@ -249,22 +266,18 @@ def _length(run: RunConfig) -> Iterator[Problem]:
     yield Problem(what, keys[-1] if keys else "max_steps", why, fix)
 
 
-def _warmup(run: RunConfig) -> Iterator[Problem]:
+def _warmup(train: TrainConfig, steps: int, updates_per_step: int) -> Iterator[Problem]:
     """A run that would end in its warm-up never trains with its learning rate."""
-    steps = run.num_steps() if len(_length_keys(run)) == 1 else None
-    updates = None if steps is None else steps * run.updates_per_step
-    if run.train.lr_scheduler == "constant" or updates is None:
-        return
-    if run.train.warmup_steps >= max(updates, 1):
-        what = f"train.warmup_steps = {run.train.warmup_steps} is not shorter than the run"
-        why = f"{steps} steps of {run.updates_per_step} updates are {updates} updates"
+    updates = steps * updates_per_step
+    if train.lr_scheduler != "constant" and train.warmup_steps >= max(updates, 1):
+        what = f"train.warmup_steps = {train.warmup_steps} is not shorter than the run"
+        why = f"{steps} steps of {updates_per_step} updates are {updates} updates"
         yield Problem(what, "train.warmup_steps", why, f"train.warmup_steps={updates // 10}")
 
 
-def _batch(run: RunConfig) -> Iterator[Problem]:
-    k = run.algorithm.num_generations
+def _batch(train: TrainConfig, k: int) -> Iterator[Problem]:
     for key in ("micro_batch_size", "no_grad_batch_size"):
-        size = getattr(run.train, key)
+        size = getattr(train, key)
         if size is not None and size % k:
             low, high = max(k, size // k * k), ceil(size / k) * k
             near = f"train.{key}={low}" + (f" or train.{key}={high}" if high != low else "")
@@ -276,10 +289,8 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _rewards(run: RunConfig) -> Iterator[Problem]:
-    """What is wrong with rewards and user code, which is parsed and not run."""
-    entries = run.rewards.items()
-    for name, entry in entries:
+def _rewards(rewards: Mapping[str, RewardConfig]) -> Iterator[Problem]:
+    for name, entry in rewards.items():
         if entry.workers > 1 and entry.scope == "batch":
             key = f"reward.{name}.workers"
             what = f"{key} = {entry.workers} would share out one call"
@@ -287,27 +298,31 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
             yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
         rules = getattr(registry.registered_module("rewards", entry.type), "problems", None)
         yield from rules(entry, f"reward.{name}") if rules else ()
+
+
+def _user_code(
+    rewards: Mapping[str, RewardConfig], judge: Frozen | None, specs: Mapping[str, str]
+) -> Iterator[Problem]:
+    """What is wrong with the user's own code, which is parsed and not run."""
+    entries = rewards.items()
     codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
-    judge = run.eval.judge
     if isinstance(judge, config_judge.RewardJudge) and judge.reward.type == "function":
         codes["eval.judge.reward.path"] = judge.reward.path
-    trained_by = {
-        "train.optimizer": run.train.optimizer,
-        "train.lr_scheduler": run.train.lr_scheduler,
-    }
-    codes |= {key: spec for key, spec in trained_by.items() if ":" in spec}
-    for key, spec in (codes | user_code_specs(run)).items():
+    for key, spec in {**codes, **specs}.items():
         yield from rules_code.code_problems(key, spec)
-    shipped = {"train.optimizer": ("adamw",), "train.lr_scheduler": LR_SCHEDULES}
-    for key, value in trained_by.items():
-        if ":" not in value and value not in shipped[key]:
-            why = f"one of: {', '.join(shipped[key])}; or file.py:name of your own"
-            yield Problem(
-                f"{key} = {value!r} is unknown",
-                key,
-                why,
-                f"{key}={guess_name(value, shipped[key])}",
-            )
+
+
+def _optimizer(train: TrainConfig) -> Iterator[Problem]:
+    """An optimizer or a schedule that is neither shipped nor code of the user's."""
+    shipped = {"optimizer": ("adamw",), "lr_scheduler": LR_SCHEDULES}
+    for name, names in shipped.items():
+        key, value = f"train.{name}", getattr(train, name)
+        if ":" in value:
+            yield from rules_code.code_problems(key, value)
+        elif value not in names:
+            what, why = f"{key} = {value!r} is unknown", f"one of: {', '.join(names)}"
+            why += "; or file.py:name of your own"
+            yield Problem(what, key, why, f"{key}={guess_name(value, names)}")
 
 
 def local_model_config(path: str) -> JsonObject:
@@ -317,8 +332,8 @@ def local_model_config(path: str) -> JsonObject:
     return text_config
 
 
-def _evaluation(run: RunConfig) -> Iterator[Problem]:
-    k, pass_at, reward = run.eval.num_generations, run.eval.pass_at, run.eval.pass_reward
+def _evaluation(evaluation: EvalConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[Problem]:
+    k, pass_at, reward = evaluation.num_generations, evaluation.pass_at, evaluation.pass_reward
     if pass_at is not None and (too_many := [n for n in pass_at if n > k]):
         yield Problem(
             f"eval.pass_at asks for pass@{max(too_many)}",
@@ -326,27 +341,28 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
             f"each prompt has {k} completions (eval.num_generations)",
             f"eval.num_generations={max(too_many)}",
         )
-    if reward is not None and reward not in run.rewards:
+    if reward is not None and reward not in rewards:
         yield Problem(
             f"eval.pass_reward = {reward!r} is not a reward of this run",
             "eval.pass_reward",
-            f"rewards: {', '.join(run.rewards)}",
-            f"eval.pass_reward={guess_name(reward, run.rewards)}",
+            f"rewards: {', '.join(rewards)}",
+            f"eval.pass_reward={guess_name(reward, rewards)}",
         )
 
 
-def _compiled(run: RunConfig) -> Iterator[Problem]:
-    if run.train.compile and run.generation.samples_here:
+def _compiled(train: TrainConfig, generation: GenerationConfig) -> Iterator[Problem]:
+    if train.compile and generation.samples_here:
         why = "the same layers sample, one token at a time, and would be compiled for that anew"
         fix = "train.compile=false, or generation=vllm_server"
         yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)
 
 
-def _context(run: RunConfig) -> Iterator[Problem]:
-    path, key = run.model.path, "generation.max_completion_length"
+def _context(model: ModelConfig, longest_prompt: int | None, longest: int) -> Iterator[Problem]:
+    """A context that cannot hold a prompt and a completion of these numbers of tokens."""
+    path, key = model.path, "generation.max_completion_length"
     try:
-        values = hf_cache.read_model_config(path, run.model.revision)
-        limit = prompt_limit.model_context_length(run.model)
+        values = hf_cache.read_model_config(path, model.revision)
+        limit = prompt_limit.model_context_length(model)
         why = hf_cache.model_config_problem(values)
     except ValueError as error:
         limit, why = None, str(error)
@@ -354,12 +370,12 @@ def _context(run: RunConfig) -> Iterator[Problem]:
         fix = "model.path=ORG/NAME or a folder, with a config.json that transformers wrote"
         yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", why, fix)
         return
-    longest, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
+    prompt = longest_prompt or 1
     if limit is None or longest + prompt <= limit:
         return
-    needed = f"max_prompt_length {prompt}" if run.data.max_prompt_length else "a prompt of 1 token"
+    needed = f"max_prompt_length {prompt}" if longest_prompt else "a prompt of 1 token"
     fix = f"{key}={limit // 2}" if limit > 1 else "another model: this one has no room"
-    if (run.data.max_prompt_length or 1) > limit - limit // 2:
+    if prompt > limit - limit // 2:
         fix += f" data.max_prompt_length={limit - limit // 2}"
     if limit > longest:
         key, fix = "data.max_prompt_length", f"data.max_prompt_length={limit - longest}"
@@ -368,16 +384,16 @@ def _context(run: RunConfig) -> Iterator[Problem]:
     yield Problem(what, key, why, fix)
 
 
-def _attention(run: RunConfig) -> Iterator[Problem]:
-    attention, key = run.model.attn_implementation or "", "model.attn_implementation"
-    if "/" in attention and not run.model.trust_remote_code:
+def _attention(model: ModelConfig) -> Iterator[Problem]:
+    attention, key = model.attn_implementation or "", "model.attn_implementation"
+    if "/" in attention and not model.trust_remote_code:
         why = "a kernel of a hub is code that is downloaded and run"
         fix = "model.trust_remote_code=true, if you trust its authors"
         yield Problem(f"{key} = {attention!r} is not trusted", key, why, fix)
 
 
-def _sampling(run: RunConfig) -> Iterator[Problem]:
-    least, most = run.generation.min_tokens, run.generation.max_completion_length
+def _sampling(generation: GenerationConfig) -> Iterator[Problem]:
+    least, most = generation.min_tokens, generation.max_completion_length
     if least > most:
         yield Problem(
             f"generation.min_tokens = {least} is more than a completion may have",

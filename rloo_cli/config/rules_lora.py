@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rloo_cli.config.hf_cache import ADAPTER_CONFIG_FILE
-from rloo_cli.config.schema import LoraConfig, RunConfig
+from rloo_cli.config.schema import GenerationConfig, LoraConfig, ModelConfig
 from rloo_cli.utils.errors import Problem
 
 LAYER_KEYS = {"target_modules", "exclude_modules", "modules_to_save"}
@@ -25,27 +25,33 @@ PEFT_ORIGIN = {
 }  # fmt: skip
 
 
-def adapter_problems(run: RunConfig) -> Iterator[Problem]:
-    """Everything wrong with model.lora, model.quantization and model.ref_*."""
-    keys = run.model.lora
+def adapter_problems(
+    model: ModelConfig, generation: GenerationConfig, engine: str, needs_reference: bool
+) -> Iterator[Problem]:
+    """Everything wrong with model.lora, model.quantization and model.ref_*.
+
+    `engine`: distributed.engine. `needs_reference`: the algorithm compares with a reference.
+    """
+    keys = model.lora
     if keys is not None:
-        yield from _adapter(run, keys)
+        yield from _adapter(model, keys, needs_reference)
         yield from _saved_adapter_problems(keys)
-        yield from _other_kinds(run, keys)
-        yield from _engine(run, keys)
-    yield from _quantized(run)
-    yield from _reference(run)
+        yield from _other_kinds(model, keys, engine)
+        yield from _engine(generation, keys)
+    yield from _quantized(model, generation)
+    if keys is not None and needs_reference:
+        yield from _reference(model)
 
 
-def _adapter(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
-    if keys.dropout and run.model.disable_dropout:
+def _adapter(model: ModelConfig, keys: LoraConfig, needs_reference: bool) -> Iterator[Problem]:
+    if keys.dropout and model.disable_dropout:
         yield Problem(
             f"model.lora.dropout = {keys.dropout} and model.disable_dropout = true",
             "model.lora.dropout",
             "one asks for dropout, the other for none",
             "model.lora.dropout=0, or model.disable_dropout=false",
         )
-    if keys.bias != "none" and run.model.ref_path is None and run.algorithm.needs_reference:
+    if keys.bias != "none" and model.ref_path is None and needs_reference:
         what = f"model.lora.bias = {keys.bias} leaves no reference"
         why = (
             "the reference is the model without its adapter, and biases that are trained are"
@@ -89,7 +95,7 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
             yield Problem(f"{key} = {ours} is not the adapter's", key, why, f"{key}={value}")
 
 
-def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
+def _other_kinds(model: ModelConfig, keys: LoraConfig, engine: str) -> Iterator[Problem]:
     """Arguments that are keys, and what is known of LoRA alone."""
     own = keys.kwargs if keys.peft_type == "LORA" else {*keys.kwargs} & LAYER_KEYS
     for name in sorted(own):
@@ -102,7 +108,7 @@ def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
         yield Problem("model.lora.kwargs trains biases", "model.lora.kwargs", why, "leave bias out")
     if keys.peft_type == "LORA":
         return
-    key, engine = "model.lora.peft_type", run.distributed.engine
+    key = "model.lora.peft_type"
     alone = f"{key}=LORA"
     refused = {  # what it does not go with -> whether it is so, why, the way out
         f"distributed.engine = {engine}": (
@@ -111,12 +117,12 @@ def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
             "distributed=ddp",
         ),
         "model.quantization": (
-            run.model.quantization is not None,
+            model.quantization is not None,
             "weights of a few bits are merged with LoRA's products alone",
             "model.quantization=null",
         ),
         "model.ref_sync.every": (
-            bool(run.model.ref_sync.every) and run.model.ref_path is None,
+            bool(model.ref_sync.every) and model.ref_path is None,
             "the average of two adapters' tensors is defined for LoRA's factors",
             "model.ref_sync.every=0",
         ),
@@ -127,9 +133,9 @@ def _other_kinds(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
             yield Problem(what, where.partition(" ")[0], why, f"{way_out}, or {alone}")
 
 
-def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
+def _engine(generation: GenerationConfig, keys: LoraConfig) -> Iterator[Problem]:
     """Why vLLM cannot sample with an adapter of these keys: it computes plain LoRA only."""
-    if not run.generation.is_engine:
+    if not generation.is_engine:
         return
     top, whole = VLLM_LORA_RANKS[-1], "vLLM takes no whole layers from an adapter"
     other = keys.peft_type != "LORA"
@@ -143,35 +149,32 @@ def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
     for name, (is_odd, why, good) in odd.items():
         if is_odd:
             key = f"model.lora.{name}"
-            what = f"{key} = {getattr(keys, name)} cannot be sampled by {run.generation.backend}"
+            what = f"{key} = {getattr(keys, name)} cannot be sampled by {generation.backend}"
             yield Problem(what, key, why, f"generation=transformers, or {key}={good}")
-    section, engine = f"generation.{run.generation.section}", run.generation.own_keys
+    section, engine = f"generation.{generation.section}", generation.own_keys
     if engine.transfer in ("nccl", "ipc"):
         key = f"{section}.transfer"
         why = "an adapter is small: it travels as bytes, over a connection of its own"
         yield Problem(f"{key} = {engine.transfer} sends whole models", key, why, f"{key}=auto")
 
 
-def _quantized(run: RunConfig) -> Iterator[Problem]:
-    keys, where = run.model.quantization, "model.quantization"
+def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Problem]:
+    keys, where = model.quantization, "model.quantization"
     if keys is None:
         return
-    if run.model.lora is None:
+    if model.lora is None:
         why = "weights of a few bits take no gradient; an adapter over them does"
         yield Problem("model.quantization needs model.lora", where, why, "lora=default")
-    if run.generation.is_engine:
+    if generation.is_engine:
         why = "the engine would sample from weights that are not the trainer's, which are rounded"
-        what = f"{where} cannot be sampled by {run.generation.backend}"
+        what = f"{where} cannot be sampled by {generation.backend}"
         yield Problem(what, where, why, "generation=transformers, or model.quantization=null")
-    if run.model.ref_offload:
+    if model.ref_offload:
         why, key = "quantised weights stay where they were made", "model.ref_offload"
         yield Problem(f"{key} = true and {where}", key, why, f"{key}=false")
 
 
-def _reference(run: RunConfig) -> Iterator[Problem]:
-    model = run.model
-    if model.lora is None or not run.algorithm.needs_reference:
-        return
+def _reference(model: ModelConfig) -> Iterator[Problem]:
     if model.ref_offload and model.ref_path is None:
         key, why = "model.ref_offload", "the reference is the model itself, without its adapter"
         yield Problem(f"{key} = true: there is no second model", key, why, f"{key}=false")
@@ -182,14 +185,14 @@ def _reference(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
 
 
-def supervised_adapter_problems(run: RunConfig, section: str) -> Iterator[Problem]:
+def supervised_adapter_problems(model: ModelConfig, section: str) -> Iterator[Problem]:
     """Adapter keys that a `section` (sft, reward_model) does not take."""
-    if run.model.quantization is not None:
+    if model.quantization is not None:
         what, where = f"model.quantization is not for {section}", "model.quantization"
         yield Problem(
             what, where, "it trains an adapter over weights that are whole", f"{where}=null"
         )
-    keys = run.model.lora
+    keys = model.lora
     if keys is None:
         return
     yield from _saved_adapter_problems(keys)
@@ -198,10 +201,10 @@ def supervised_adapter_problems(run: RunConfig, section: str) -> Iterator[Proble
         yield Problem(what, where, "the adapter of a language model has no head", f"{where}=null")
 
 
-def adapter_package_problems(run: RunConfig) -> Iterator[Problem]:
+def adapter_package_problems(model: ModelConfig) -> Iterator[Problem]:
     """Packages that these keys need and `pip install rloo-cli` does not install."""
     needed = {"lora": ("peft", "peft"), "quantization": ("bitsandbytes", "quantization")}
     for key, (package, extra) in needed.items():
-        if getattr(run.model, key) is not None and find_spec(package) is None:
+        if getattr(model, key) is not None and find_spec(package) is None:
             what, why = f"model.{key} needs {package}", f"{package} is not installed"
             yield Problem(what, f"model.{key}", why, f"pip install 'rloo-cli[{extra}]'")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rloo_cli.config import hf_cache
 from rloo_cli.config.pasted import paste_setting
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -44,38 +44,43 @@ LOADING_ARGUMENTS = (
 )  # fmt: skip
 
 
-def init_kwargs_problems(run: RunConfig) -> Iterator[Problem]:
+def init_kwargs_problems(model: ModelConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """Arguments in model.init_kwargs that other keys have, or that a sampler would not know of."""
-    for name in run.model.init_kwargs:
+    for name in model.init_kwargs:
         if name in RESERVED_INIT_KWARGS:
             what = f"model.init_kwargs.{name} is rloo's own business"
             fix = f"leave out model.init_kwargs.{name}"
             why = f"set by {RESERVED_INIT_KWARGS[name]}"
             yield Problem(what, "model.init_kwargs", why, fix)
-    if not run.generation.is_engine:  # the trainer's own weights sample
+    if not generation.is_engine:  # the trainer's own weights sample
         return
-    section, extra = run.generation.section, run.generation.own_keys.extra
+    section, extra = generation.section, generation.own_keys.extra
     told = extra.get("hf_overrides") or extra.get("hf-overrides") or {}
-    for name, value in run.model.init_kwargs.items():
+    for name, value in model.init_kwargs.items():
         plain = name in LOADING_ARGUMENTS or name in RESERVED_INIT_KWARGS
         if not plain and told.get(name) != value:
-            what = f"{run.generation.backend} would sample without model.init_kwargs.{name}"
+            what = f"{generation.backend} would sample without model.init_kwargs.{name}"
             why = "vLLM reads the model's config.json by itself"
             fix = paste_setting(f"generation.{section}.extra", {"hf_overrides": {name: value}})
             yield Problem(what, "model.init_kwargs", why, fix + ", or generation=transformers")
 
 
-def model_file_problems(run: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the policy and its reference, as far as their files show it."""
-    policy = _values(run.model.path, run.model.revision)
+def model_file_problems(
+    model: ModelConfig, needs_reference: bool, allow_moe: bool
+) -> Iterator[Problem]:
+    """What is wrong with the policy and its reference, as far as their files show it.
+
+    `needs_reference`: the algorithm compares with one. `allow_moe`: generation.allow_moe.
+    """
+    policy = _values(model.path, model.revision)
     if why := wrong_head_reason(policy):
         fix = "model.path=ORG/NAME or a folder, of a language model"
-        yield Problem(f"{run.model.path} is not a language model", "model.path", why, fix)
-    yield from expert_problems(run)
-    if run.model.ref_path is not None and run.algorithm.needs_reference:
-        reference = _values(run.model.ref_path)
+        yield Problem(f"{model.path} is not a language model", "model.path", why, fix)
+    yield from expert_problems(model, allow_moe)
+    if model.ref_path is not None and needs_reference:
+        reference = _values(model.ref_path)
         if why := wrong_head_reason(reference):
-            what = f"{run.model.ref_path} is not a language model"
+            what = f"{model.ref_path} is not a language model"
             fix = "model.ref_path=ORG/NAME or a folder, of a language model"
             yield Problem(what, "model.ref_path", why, fix)
         ours, theirs = _vocabulary(policy), _vocabulary(reference)
@@ -84,7 +89,7 @@ def model_file_problems(run: RunConfig) -> Iterator[Problem]:
             what = "policy and reference differ in vocabulary"
             fix = "model.ref_path=ORG/NAME or a folder, of a model with the policy's tokens"
             yield Problem(what, "model.ref_path", why, fix)
-    yield from _tokenizer(run)
+    yield from _tokenizer(model)
 
 
 def wrong_head_reason(values: JsonObject) -> str:
@@ -110,45 +115,42 @@ def uncounted_layers(values: JsonObject, unexpected: Iterable[str]) -> list[str]
     return sorted(name for name, match in matches if match and int(match[1]) >= count)
 
 
-def expert_count_key(run: RunConfig) -> str:
+def expert_count_key(model: ModelConfig) -> str:
     """The key of the model's config.json that counts its experts; "" if it has none."""
-    values = _values(run.model.path, run.model.revision)
+    values = _values(model.path, model.revision)
     inner = values.get("text_config")
     known = inner if isinstance(inner, dict) else values
     return next((n for n in EXPERT_COUNTS if isinstance(known.get(n), int) and known[n] > 1), "")
 
 
-def expert_problems(run: RunConfig) -> Iterator[Problem]:
-    """A mixture of experts that nobody has allowed, as far as the model's files show it."""
-    if not run.generation.allow_moe and (name := expert_count_key(run)):
-        what = f"{run.model.path} is a mixture of experts ({name} in its config.json)"
+def expert_problems(model: ModelConfig, allow_moe: bool) -> Iterator[Problem]:
+    """A mixture of experts without generation.allow_moe, as far as the model's files show it."""
+    if not allow_moe and (name := expert_count_key(model)):
+        what = f"{model.path} is a mixture of experts ({name} in its config.json)"
         fix = "generation.allow_moe=true, or a dense model"
         yield Problem(what, "model.path", NO_ROUTER_REPLAY, fix)
 
 
-def _expert_notes(run: RunConfig) -> list[str]:
-    name = expert_count_key(run) if run.generation.allow_moe else ""
+def model_file_notes(model: ModelConfig, allow_moe: bool) -> list[str]:
+    """Notes for the log: experts that are trained, models that bring code which is not used."""
+    name = expert_count_key(model) if allow_moe else ""
     text = f"warning: model.path: a mixture of experts ({name}) is trained, as generation.allow_moe"
     watch = "watch sampling/logp_diff_rms"
-    return [f"{text} says: {NO_ROUTER_REPLAY}; {watch}"] if name else []
-
-
-def model_file_notes(run: RunConfig) -> list[str]:
-    """Notes for the log: experts that are trained, models that bring code which is not used."""
-    models = {"model.path": run.model.path, "model.ref_path": run.model.ref_path}
-    return _expert_notes(run) + [
+    notes = [f"{text} says: {NO_ROUTER_REPLAY}; {watch}"] if name else []
+    models = {"model.path": model.path, "model.ref_path": model.ref_path}
+    return notes + [
         f"warning: {key}: {path} brings Python code of its own (auto_map), which is not used:"
         " transformers' class is (model.trust_remote_code=false)"
         for key, path in models.items()
         if path
-        and not run.model.trust_remote_code
-        and _values(path, run.model.revision if key == "model.path" else None).get("auto_map")
+        and not model.trust_remote_code
+        and _values(path, model.revision if key == "model.path" else None).get("auto_map")
     ]
 
 
-def _tokenizer(run: RunConfig) -> Iterator[Problem]:
-    key = "model.path" if run.model.tokenizer is None else "model.tokenizer"
-    folder = Path(run.model.tokenizer or run.model.path).expanduser()
+def _tokenizer(model: ModelConfig) -> Iterator[Problem]:
+    key = "model.path" if model.tokenizer is None else "model.tokenizer"
+    folder = Path(model.tokenizer or model.path).expanduser()
     try:
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else None
     except OSError:

@@ -6,84 +6,104 @@ path must be possible as a name on the hub; whether the hub has it is not asked 
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, NamedTuple, cast
 
 from rloo_cli.config import hf_cache, synthetic, value_model
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
 from rloo_cli.config.pasted import guess_name
-from rloo_cli.config.schema import RewardConfig, RunConfig
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 MODEL_PATH_KEYS = (
     "model.path", "model.ref_path", "model.value.path", "sft.path", "reward_model.path",
 )  # fmt: skip
-NamedPaths = list[tuple[str, str, dict[str, str]]]  # key, path, synthetic names of this kind
 
 
-def path_problems(run: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the paths of a run."""
-    for key, path, synthetic_names in named_paths(run):
-        yield from named_path_problems(key, path, synthetic_names)
-    template = run.model.chat_template
+class NamedPath(NamedTuple):
+    """A model, tokenizer or data set that a key of the config names."""
+
+    key: str
+    path: str
+    revision: str | None  # branch, tag or commit; None = main
+    kind: Literal["model", "dataset"]
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the hub's cache has it; for a path that is a hub name."""
+        return hf_cache.is_in_hub_cache(self.path, self.revision, self.kind)
+
+
+def path_problems(named: Iterable[NamedPath], template: str | None, root: str) -> Iterator[Problem]:
+    """What is wrong with the paths of a run. `template`: model.chat_template."""
+    for each in named:
+        yield from named_path_problems(each)
     if template is not None:
         yield from _template(template)
-    yield from _root(run.root)
+    yield from _root(root)
 
 
-def named_path_problems(key: str, path: str, synthetic_names: dict[str, str]) -> Iterator[Problem]:
-    """What is wrong with one path. `synthetic_names`: SYNTHETIC_MODELS or SYNTHETIC_DATA."""
+def named_path_problems(named: NamedPath) -> Iterator[Problem]:
+    """What is wrong with one path."""
+    key, path = named.key, named.path
     if path.startswith(synthetic.MAKE_PREFIX):
-        yield from _synthetic_path_problems(key, path, synthetic_names)
+        yield from _synthetic_path_problems(named)
     elif path.startswith(synthetic.TASK_PREFIX):
-        if synthetic_names is not synthetic.SYNTHETIC_DATA:
+        if named.kind == "model":
             fix = f"data.path={path}, and a model here"
             why = f"{synthetic.TASK_PREFIX}NAME draws questions, and has no weights"
             yield Problem(f"{key} = {path!r} is a task, not a model", key, why, fix)
     else:
-        yield from _local_path_problems(key, path, data=synthetic_names is synthetic.SYNTHETIC_DATA)
+        yield from _local_path_problems(key, path, data=named.kind == "dataset")
 
 
-def named_paths(run: RunConfig) -> NamedPaths:
-    """(key, path, synthetic names of its kind) of every model and data set that a run loads."""
-    model_keys = ("path", "tokenizer", "ref_path")
-    models: dict[str, str | None] = {f"model.{k}": getattr(run.model, k) for k in model_keys}
-    if value_model.needs_value_model(run):
-        models["model.value.path"] = run.model.value.path
-    data = {"data.path": run.data.path}
-    data |= {f"data.mixture.{n}.path": s.path for n, s in run.data.mixture_sources.items()}
-    data |= {f"eval.sets.{n}.path": d.path for n, d in run.held_out.items() if n}
-    rewards: dict[str, str | None] = {}
+def named_paths(run: RunConfig) -> list[NamedPath]:
+    """Every model and data set that a run loads."""
+    model = run.model
+    named = _named_model("model.path", model.path, model.revision)
+    named += _named_model("model.tokenizer", model.tokenizer)
+    named += _named_model("model.ref_path", model.ref_path)
+    if value_model.needs_value_model(run.algorithm):
+        named += _named_model("model.value.path", model.value.path, model.value.revision)
+    data = {"data": run.data}
+    data |= {f"data.mixture.{name}": source for name, source in run.data.mixture_sources.items()}
+    data |= {f"eval.sets.{name}": held for name, held in run.held_out.items() if name}
+    named += [
+        NamedPath(f"{section}.path", source.path, source.revision, "dataset")
+        for section, source in data.items()
+        if source.path
+    ]
     for name, entry in run.rewards.items():
-        rewards |= _reward_model_paths(f"reward.{name}", entry)
+        named += _reward_models(f"reward.{name}", entry)
     judge = cast(OpenaiJudge | RewardJudge | None, run.eval.judge)
     if judge is not None and judge.against != "reference":
-        rewards["eval.judge.against"] = judge.against
+        named += _named_model("eval.judge.against", judge.against)
     if judge is not None and judge.type == "reward":
-        rewards |= _reward_model_paths("eval.judge.reward", judge.reward)
-    kinds = (
-        (models, synthetic.SYNTHETIC_MODELS),
-        (data, synthetic.SYNTHETIC_DATA),
-        (rewards, synthetic.SYNTHETIC_MODELS),
-    )
-    return [(key, path, names) for paths, names in kinds for key, path in paths.items() if path]
+        named += _reward_models("eval.judge.reward", judge.reward)
+    return named
 
 
-def _reward_model_paths(section: str, entry: RewardConfig) -> dict[str, str | None]:
-    names = ("path", "tokenizer") if entry.type == "model" else ()
-    return {f"{section}.{name}": getattr(entry, name) for name in names}
+def _named_model(key: str, path: str | None, revision: str | None = None) -> list[NamedPath]:
+    return [NamedPath(key, path, revision, "model")] if path else []
 
 
-def synthetic_model_paths(run: RunConfig) -> list[str]:
+def _reward_models(section: str, entry: Any) -> list[NamedPath]:
+    """The model and the tokenizer of a reward of type `model`; [] for any other."""
+    if entry.type != "model":
+        return []
+    model = _named_model(f"{section}.path", entry.path, entry.revision)
+    return model + _named_model(f"{section}.tokenizer", entry.tokenizer)
+
+
+def synthetic_model_paths(named: Iterable[NamedPath]) -> list[str]:
     """Every `make:NAME` and GGUF file among a run's models and reward models, each once.
 
     To make or convert one of them can take a minute: it is done before anything waits for them.
     """
-    paths = [path for _, path, names in named_paths(run) if names is synthetic.SYNTHETIC_MODELS]
-    made = (path for path in paths if synthetic.is_made_here(path))
-    return list(dict.fromkeys(made))
+    paths = (each.path for each in named if each.kind == "model")
+    return list(dict.fromkeys(path for path in paths if synthetic.is_made_here(path)))
 
 
 def looks_like_path(value: str) -> bool:
@@ -92,15 +112,15 @@ def looks_like_path(value: str) -> bool:
     return value.startswith((".", "/", "~")) or value.count("/") > 1 or known
 
 
-def _synthetic_path_problems(
-    key: str, path: str, synthetic_names: dict[str, str]
-) -> Iterator[Problem]:
-    name = path.removeprefix(synthetic.MAKE_PREFIX)
+def _synthetic_path_problems(named: NamedPath) -> Iterator[Problem]:
+    key, name = named.key, named.path.removeprefix(synthetic.MAKE_PREFIX)
+    models, data = synthetic.SYNTHETIC_MODELS, synthetic.SYNTHETIC_DATA
+    synthetic_names = models if named.kind == "model" else data
     if name not in synthetic_names:
-        kind = "data set" if synthetic_names is synthetic.SYNTHETIC_DATA else "model"
+        kind = "model" if named.kind == "model" else "data set"
         why = f"one of: {', '.join(synthetic.MAKE_PREFIX + n for n in sorted(synthetic_names))}"
         fix = f"{key}={synthetic.MAKE_PREFIX}{guess_name(name, synthetic_names)}"
-        yield Problem(f"{key} = {path!r}: rloo has no such {kind}", key, why, fix)
+        yield Problem(f"{key} = {named.path!r}: rloo has no such {kind}", key, why, fix)
 
 
 def _adapter_folder_problem(key: str, folder: Path) -> Problem:

@@ -8,7 +8,7 @@ changes how likely the ids are among themselves (a penalty, a bias) is not.
 
 from collections.abc import Iterator
 
-from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.utils.errors import Problem
 
 MASK_KEY, LIMIT_KEY = "generation.return_sampling_mask", "generation.max_sampling_mask_ids"
@@ -63,9 +63,9 @@ def inexact_settings(generation: GenerationConfig, with_masks: bool = False) -> 
     return [*found, *([f"kwargs={kwargs}"] if kwargs else [])]
 
 
-def mask_problems(run: RunConfig) -> Iterator[Problem]:
+def mask_problems(generation: GenerationConfig) -> Iterator[Problem]:
     """What does not go with generation.return_sampling_mask."""
-    generation, most = run.generation, run.generation.max_sampling_mask_ids
+    most = generation.max_sampling_mask_ids
     if not keeps_masks(generation):
         return
     if generation.top_k > most:

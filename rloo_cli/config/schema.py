@@ -7,6 +7,7 @@ unknown key, a string for a number or a NaN is an error.
 """
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -25,8 +26,14 @@ from rloo_cli.config.key_types import TokenId as TokenId
 from rloo_cli.config.key_types import TrackerName as TrackerName
 from rloo_cli.config.key_types import key as key
 from rloo_cli.config.slurm_keys import SlurmConfig as SlurmConfig
+from rloo_cli.config.synthetic import TASK_PREFIX
 from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.utils.files import JsonObject
+
+# Conditions of several sections (`Frozen.only_with`).
+WITH_REFERENCE = "algorithm.beta>0 or algorithm.kl_in=none"
+WITHOUT_TEACHER = "algorithm.teacher.base_url=null"  # else no reference is loaded here
+WITH_HELD_OUT = "data.eval_split or eval.sets"
 
 
 class TrainingData(Frozen):
@@ -84,6 +91,12 @@ class RewardModelConfig(TrainingConfig):
 class RefSyncConfig(Frozen):
     """The reference follows the policy (TR-DPO, arXiv 2404.09656)."""
 
+    only_with: ClassVar = {
+        WITH_REFERENCE: ("every", "alpha"),
+        WITHOUT_TEACHER: ("alpha",),
+        "max_steps>=.every": ("every",),
+        ".every>0": ("alpha",),
+    }
     every: int = key("Optimizer updates between two moves of the reference; 0 = never", ge=0)
     alpha: float = key(
         "Share of the policy in each move: ref = alpha policy + (1 - alpha) ref", ge=0, le=1
@@ -93,6 +106,7 @@ class RefSyncConfig(Frozen):
 class ValueConfig(Frozen):
     """The value model of algorithm=ppo (`value_start`)."""
 
+    only_with: ClassVar = {"algorithm.name=ppo": ("path", "revision"), ".path": ("revision",)}
     path: PathText | None = key(
         "Hub name or folder of a reward or language model to initialise the value model from;"
         " null = the one reward model with the policy's backbone, else the policy with a new head"
@@ -101,6 +115,11 @@ class ValueConfig(Frozen):
 
 
 class ModelConfig(Frozen):
+    only_with: ClassVar = {
+        WITH_REFERENCE: ("ref_path", "ref_offload"),
+        WITHOUT_TEACHER: ("ref_offload",),
+        ".path!=make:*|.*|/*": ("revision",),
+    }
     path: PathText = key(
         "Hub name, folder or GGUF file of a causal language model, or make:NAME (made here)"
     )
@@ -142,6 +161,7 @@ class ModelConfig(Frozen):
 class TaskConfig(Frozen):
     """Which questions a task of reasoning-gym asks. `null` where data.path is no such task."""
 
+    only_with: ClassVar = {f"..path={TASK_PREFIX}*": ("size", "difficulty", "curriculum", "seed")}
     size: int = key("Questions to train on", ge=1, lt=2**30)
     eval_size: int = key("Held-out questions, of split test", ge=1, lt=2**30)
     seed: int = key("Question i has the seed `seed` + i", ge=0, lt=2**30)
@@ -157,6 +177,10 @@ class TaskConfig(Frozen):
 class DatasetConfig(Frozen):
     """Which part of a data set is read, and how its examples become prompts."""
 
+    only_with: ClassVar = {
+        f".path!=make:*|{TASK_PREFIX}*|.*|/*": ("name", "revision"),
+        ".allow_remote_images=true": ("allow_private_addresses",),
+    }
     name: Text | None = key("Configuration of a hub data set")
     revision: Text | None = key("Branch, tag or commit of a hub data set")
     split: Text = key(
@@ -222,6 +246,7 @@ class Mixture(Frozen):
 
 
 class DataConfig(DatasetConfig):
+    only_with: ClassVar = {"eval.sets=null": ("eval_split",)}
     path: PathText | None = key(
         "Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME, or"
         " reasoning_gym:NAME; null = mixture"
@@ -265,6 +290,13 @@ class GenerationConfig(Frozen):
     def own_keys(self) -> Any:
         """The backend's own section; None without one."""
         return getattr(self, self.section) if self.section else None
+
+    only_with: ClassVar = {
+        ".overlap!=none": ("allow_uncorrected",),
+        ".overlap=carry": ("max_lag",),
+        ".return_sampling_mask=true": ("max_sampling_mask_ids",),
+        ".top_p!=1 or .top_k or .min_p or .kwargs": ("return_sampling_mask",),
+    }
 
     backend: str = key("Who samples: transformers, vllm_server, vllm_colocate")
     overlap: Literal["none", "ahead", "carry"] = key(
@@ -396,6 +428,7 @@ class AlgorithmConfig(Frozen):
 
 
 class DistributedConfig(Frozen):
+    only_with: ClassVar = {".engine=fsdp2": ("reduce",)}
     engine: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = key(
         "How the model is spread over processes: single = one process; ddp = a copy in each; zero1,"
         " zero2, zero3 = DeepSpeed's stages; fsdp2 = torch's fully_shard"
@@ -428,6 +461,10 @@ class DistributedConfig(Frozen):
 
 
 class TrainConfig(Frozen):
+    only_with: ClassVar = {
+        ".micro_batch_size=null": ("micro_batch_tokens",),
+        ".lr_scheduler!=constant": ("warmup_steps",),
+    }
     prompts_per_step: int = key("Prompts per step over all processes, P", ge=1, le=1_000_000)
     epochs: float | None = key("Passes over the prompts", gt=0, le=1e9)
     learning_rate: float = key("Peak learning rate", ge=0, le=10)
@@ -472,6 +509,11 @@ class Sets(Frozen):
 
 
 class EvalConfig(Frozen):
+    only_with: ClassVar = {
+        WITH_HELD_OUT: ("at_start", "every", "num_generations", "max_samples", "batch_size"),
+        ".num_generations>1": ("temperature", "pass_at", "pass_reward", "pass_threshold"),
+        "max_steps>=.every": ("every",),
+    }
     at_start: bool = key("Evaluate before the first step, too")
     every: int = key("Evaluate every n steps; 0 = only at the start and the end", ge=0)
     sets: SerializeAsAny[Sets] = key(
@@ -490,6 +532,7 @@ class EvalConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
+    only_with: ClassVar = {"max_steps>=.every": ("every",)}
     every: int = key("Steps between two checkpoints; 0 = only at the end, or when stopped", ge=0)
     keep_last: int = key("Complete checkpoints that are kept", ge=2)
     on_low_disk: Literal["stop", "warn"] = key("Where less disk is free than checkpoints will need")
@@ -505,6 +548,14 @@ GuardLevel = Annotated[
 class GuardsConfig(Frozen):
     """What each health rule of a run does where it speaks (docs/doctor.md)."""
 
+    only_with: ClassVar = {
+        "algorithm.num_iterations>1 or algorithm.num_minibatches>1": ("policy_clipping",),
+        WITH_REFERENCE: ("kl_rising",),
+        "algorithm.correction.mode!=none": ("low_ess",),
+        "algorithm.correction.mode!=auto or generation.backend!=transformers": ("low_ess",),
+        WITH_HELD_OUT: ("held_out_falling",),
+        "train.max_grad_norm": ("every_update_clipped",),
+    }
     reward_falling: GuardLevel = key("reward falls within 50 or 100 steps by more than noise")
     reward_swinging: GuardLevel = key("reward swings over 50 steps and gets no better")
     reward_flat: GuardLevel = key("reward neither rises, falls nor swings over 50 steps")
@@ -525,6 +576,12 @@ class GuardsConfig(Frozen):
 
 
 class LoggingConfig(Frozen):
+    only_with: ClassVar = {
+        "max_steps>=.every": ("every",),
+        ".console!=panel": ("samples",),
+        ".rollouts_every>0": ("rollouts_keep_last",),
+        ".trackers": ("trackers_required",),
+    }
     every: Positive = key("Steps per line of metrics")
     samples: int = key("Samples printed per logged step on a plain terminal", ge=0)
     samples_every: Positive = key("Steps per file of samples")
@@ -592,6 +649,21 @@ class RunConfig(Frozen):
     sft: SftConfig
     reward_model: RewardModelConfig
     slurm: SlurmConfig
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the run writes into, root/name."""
+        return Path(self.root, str(self.name))
+
+    @property
+    def length_keys(self) -> dict[str, float]:
+        """Those keys of the run's length that are set; a valid config has exactly one."""
+        lengths = {
+            "max_steps": self.max_steps,
+            "total_episodes": self.total_episodes,
+            "train.epochs": self.train.epochs,
+        }
+        return {key: value for key, value in lengths.items() if value is not None}
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:

@@ -5,11 +5,20 @@ nothing is sent to it but token ids. It is a section of the algorithm, since no 
 from a served model: a reference of the KL may follow its policy, be moved or be an adapter's base.
 """
 
+from typing import ClassVar
+
 from rloo_cli.config.key_types import Frozen, Positive, Text, key
 
 
 class TeacherConfig(Frozen):
     """`algorithm.teacher`: which server has the teacher, and how long it is waited for."""
+
+    only_with: ClassVar = {
+        ".base_url": (
+            "model", "api_key_env", "max_in_flight", "ready_timeout_s", "request_timeout_s",
+            "reconnect_timeout_s", "retries",
+        )
+    }  # fmt: skip
 
     base_url: Text | None = key(
         "Address of a vLLM server that has the teacher, e.g. http://node7:8000, for kl_in=reward;"

@@ -8,12 +8,13 @@ import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
 import rloo_cli
 from rloo_cli.config import registry, rules
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -107,7 +108,7 @@ def user_code_notes(config: RunConfig) -> list[str]:
     """Notes for the log: the user's code that runs, with the hash of its file."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
-    codes |= rules.user_code_specs(config)
+    codes |= rules.user_code_specs(config.data, config.held_out, agent_config(config))
     if registry.is_user_file("algorithms", config.algorithm.name):
         codes["algorithm.name"] = f"{config.algorithm.name}:Config"
     judge = cast(OpenaiJudge | RewardJudge | None, config.eval.judge)
@@ -134,8 +135,8 @@ def code_files(config: RunConfig) -> dict[str, str]:
     """
     codes = {f"reward.{n}.path": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
-    specs = rules.user_code_specs(config).items()
-    codes |= {key: spec for key, spec in specs if not key.startswith("eval.")}
+    specs = rules.user_code_specs(config.data, config.held_out, agent_config(config))
+    codes |= {key: spec for key, spec in specs.items() if not key.startswith("eval.")}
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
     codes |= {f"logging.events[{spec}]": spec for spec in config.logging.events}
     codes = {key: spec for key, spec in codes.items() if ":" in spec}
@@ -145,12 +146,12 @@ def code_files(config: RunConfig) -> dict[str, str]:
     return codes | ({"model.chat_template": template} if template is not None else {})
 
 
-def code_fingerprints(config: RunConfig) -> dict[str, str]:
-    """Key -> hash of the file of everything in `code_files`. Imports none of them.
+def code_fingerprints(files: Mapping[str, str]) -> dict[str, str]:
+    """Key -> hash of the file of each of these `code_files`. Imports none of them.
 
     A file that comes with rloo, or cannot be found, has the hash "-".
     """
-    return {key: _file_fingerprint(spec) for key, spec in code_files(config).items()}
+    return {key: _file_fingerprint(spec) for key, spec in files.items()}
 
 
 def _file_fingerprint(spec: str) -> str:

@@ -7,7 +7,7 @@ imported, know what the run will do.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import AlgorithmConfig, ModelConfig, RewardConfig
 from rloo_cli.utils.files import JsonObject
 
 VALUE_BASELINE = "value"  # `Config.baseline` of algorithms that have a value model
@@ -31,23 +31,26 @@ class ValueInit:
     trust_remote_code: bool = False  # code that comes with it may run
 
 
-def needs_value_model(run: RunConfig) -> bool:
+def needs_value_model(algorithm: AlgorithmConfig) -> bool:
     """Whether this algorithm trains a value model beside the policy."""
-    return getattr(run.algorithm, "baseline", None) == VALUE_BASELINE
+    return getattr(algorithm, "baseline", None) == VALUE_BASELINE
 
 
 def choose_value_init(
-    run: RunConfig, read_values: ReadModelConfig, same_token_ids: bool = True
+    policy: ModelConfig,
+    rewards: Mapping[str, RewardConfig],
+    read_values: ReadModelConfig,
+    same_token_ids: bool = True,
 ) -> ValueInit:
     """Choose a value model's weights. `same_token_ids`: tokenizers of policy and reward agree.
 
     Raises what `read_values` raises.
     """
-    policy, value, key = run.model, run.model.value, "model.value.path"
+    value, key = policy.value, "model.value.path"
     trust = policy.trust_remote_code
     if value.path is not None:
         return ValueInit(value.path, value.revision, key, key, trust_remote_code=trust)
-    models: JsonObject = {n: e for n, e in run.rewards.items() if e.type == "model"}
+    models: JsonObject = {n: e for n, e in rewards.items() if e.type == "model"}
     why = f"{len(models)} of the rewards are models, not one" if len(models) != 1 else ""
     for name, entry in models.items() if not why else ():
         ours = read_values(policy.path, policy.revision)

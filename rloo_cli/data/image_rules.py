@@ -8,18 +8,13 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.vision_models import VISION_FAMILIES, has_tower, text_model_problem
-from rloo_cli.data.batch import Group
-from rloo_cli.data.prompts import Prompts
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
-NUM_EXAMPLES = 2  # prompts with images that layouts are tried on
 # Of the families, those that vLLM 0.32 runs without torchvision (its CPU build has none).
 WITHOUT_TORCHVISION = ("idefics3", "qwen2_5_vl", "qwen2_vl", "llava_next")
 AGENTS_WITH_IMAGES = ("tools", "class")
@@ -36,7 +31,7 @@ def check_image_run(config: RunConfig, has_gpu: bool | None) -> None:
         raise DataError(text_model_problem(config.model.path, values))
     generation, kind = config.generation, str(values.get("model_type"))
     problems = [*_obstacles(config, kind if values else None)]
-    if has_gpu is not None and generation.is_engine and _engine_is_here(config):
+    if has_gpu is not None and generation.is_engine and not generation.own_keys.is_external:
         why, fix = _vllm_obstacle(kind, has_gpu)
         if why:
             problems.append(Problem(f"{generation.backend} samples", "generation", why, fix))
@@ -76,12 +71,6 @@ def _obstacles(config: RunConfig, kind: str | None) -> Iterator[Problem]:
         yield Problem("the reference is another kind of model", "model.ref_path", why, fix)
 
 
-def _engine_is_here(config: RunConfig) -> bool:
-    """Whether this machine runs the engine, and no server elsewhere."""
-    generation = config.generation
-    return not generation.is_server or generation.own_keys.base_url is None
-
-
 def _vllm_obstacle(kind: str | None, has_gpu: bool) -> tuple[str, str]:
     """Why vLLM does not sample from this kind of model here, and what to do; "" if it does."""
     family = VISION_FAMILIES.get(str(kind))
@@ -110,13 +99,3 @@ def _model_values(path: str, revision: str | None) -> JsonObject:
         return hf_cache.read_model_config(path, revision)
     except ValueError:
         return {}
-
-
-def image_examples(prompts: Prompts) -> list[Group]:
-    """The shortest prompts with most images, as empty groups: layouts are tried on them."""
-    if not len(prompts.image_counts):
-        return []
-    counts = np.asarray(prompts.image_counts, np.int64)
-    lengths = np.asarray(prompts.unfiltered_lengths)[np.asarray(prompts.example_numbers, np.int64)]
-    shown = [i for i in np.lexsort((lengths, -counts)).tolist() if counts[i]]
-    return [prompts.group_of(i) for i in shown[:NUM_EXAMPLES]]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from rloo_cli.data.media import Media
 
+NUM_IMAGE_EXAMPLES = 2  # prompts with images that layouts are tried on
 TOO_LONG_KEY = "data.max_prompt_length"  # where the error is of prompts that are too long
 FIRST_PROMPTS = 1_000  # whose ids are part of the fingerprint, and are looked at for warnings
 
@@ -101,6 +102,15 @@ class Prompts:
     def group_of(self, index: int) -> Group:
         """An empty group for the prompt `index` of the split itself."""
         return self._groups([index])[0]
+
+    def image_examples(self) -> list[Group]:
+        """The shortest prompts with most images, as empty groups: layouts are tried on them."""
+        if not len(self.image_counts):
+            return []
+        counts = np.asarray(self.image_counts, np.int64)
+        lengths = np.asarray(self.unfiltered_lengths)[np.asarray(self.example_numbers, np.int64)]
+        shown = [i for i in np.lexsort((lengths, -counts)).tolist() if counts[i]]
+        return [self.group_of(i) for i in shown[:NUM_IMAGE_EXAMPLES]]
 
     def _groups(self, indices: Sequence[int]) -> list[Group]:
         columns = self.examples, self.prompts, self.prompt_ids

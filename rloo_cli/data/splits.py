@@ -111,8 +111,8 @@ def tokenize_splits(
     and for a rank with other rows than rank 0.
     """
     if context_length is not None and context_length <= config.generation.max_completion_length:
-        raise ConfigError(_no_headroom(config, context_length))
-    headroom = prompt_headroom(config, context_length)
+        raise ConfigError(_no_headroom(config.generation.max_completion_length, context_length))
+    headroom = prompt_headroom(config.generation, context_length)
     template_kwargs = config.generation.chat_template_kwargs
 
     @cache
@@ -125,7 +125,7 @@ def tokenize_splits(
     for name, source in split_configs(config, training=True).items():
         if name not in opened:
             continue
-        max_length = max_prompt_tokens(config, [source], context_length)
+        max_length = max_prompt_tokens(config.generation, [source], context_length)
         with errors_naming_split(name, source):
             prompts[name] = tokenize_prompts(
                 opened[name].dataset, source, tokenizer, template_kwargs, max_length, config.seed,
@@ -214,7 +214,7 @@ def data_notes(
     """
     sources = split_configs(config, training=None in prompts).values()
     is_open = any(source.max_prompt_length is None for source in sources)
-    first = [describe_prompt_limit(config, context_length)] if is_open else []
+    first = [describe_prompt_limit(config.generation, context_length)] if is_open else []
     return first + [note for name in prompts for note in split_notes(name, prompts[name])]
 
 
@@ -271,8 +271,8 @@ def _rename_keys(problem: Problem, name: str, source: DataConfig) -> Problem:
     return replace(problem, **parts)
 
 
-def _no_headroom(config: RunConfig, context_length: int) -> Problem:
-    key, length = "generation.max_completion_length", config.generation.max_completion_length
+def _no_headroom(length: int, context_length: int) -> Problem:
+    key = "generation.max_completion_length"
     why = f"{length} of the model's {context_length} tokens are for it"
     fix = f"{key}={context_length // 2}"
     return Problem("no prompt fits beside the completion", key, why, fix)

@@ -18,5 +18,4 @@ gradients and optimizer are spread is an `engine`; the loop does not know which 
     zero_optimizer  DeepSpeed's optimizer behind ours
 
     overlap         copies of the model sum their gradients while backward still runs
-    stop_poll       how often ranks ask whether one of them was told to end
 """

@@ -8,38 +8,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, GenerationConfig
 
 VISIBLE_DEVICES_VARIABLE, DEVICE_ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
-def local_process_count(run: RunConfig) -> int:
+def local_process_count(spread: DistributedConfig, generation: GenerationConfig) -> int:
     """Processes that train on each machine: as the config says, else one per GPU that the run's own
     rollout server leaves, 1 without GPUs."""
-    spread = run.distributed
     if spread.engine == "single":
         return 1
-    return spread.num_processes or max(1, len(visible_gpus()) - local_server_gpus(run))
+    return spread.num_processes or max(1, len(visible_gpus()) - local_server_gpus(generation))
 
 
-def total_process_count(run: RunConfig) -> int:
-    """Processes that train, over all machines."""
-    return local_process_count(run) * run.distributed.num_nodes
-
-
-def local_server_gpus(run: RunConfig) -> int:
+def local_server_gpus(generation: GenerationConfig) -> int:
     """GPUs that a rollout server takes which this run starts beside its trainer; 0 where it starts
     none: another backend, a server elsewhere, nodes of their own that serve."""
-    keys: Any = run.generation
-    if not keys.is_server or keys.server.base_url is not None or keys.server.num_nodes:
+    keys: Any = generation.own_keys
+    if not generation.is_server or keys.base_url is not None or keys.num_nodes:
         return 0
-    return gpus_per_server(run)
+    return gpus_per_server(generation)
 
 
-def gpus_per_server(run: RunConfig) -> int:
+def gpus_per_server(generation: GenerationConfig) -> int:
     """GPUs that one rollout server of this run takes, wherever it is."""
-    keys: Any = run.generation
-    size: int = keys.server.tensor_parallel_size * keys.server.data_parallel_size
+    keys: Any = generation.own_keys
+    size: int = keys.tensor_parallel_size * keys.data_parallel_size
     return size
 
 

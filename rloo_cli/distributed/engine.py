@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, LoraConfig, TrainConfig
 from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer
 from rloo_cli.distributed.overlap import GradientReducer
 from rloo_cli.distributed.world import World
@@ -27,20 +27,27 @@ class ParallelEngine:
     sharded = False  # no rank holds all weights
     value_model: ValueModel | None = None  # a second model that learns
 
-    def __init__(self, world: World, config: RunConfig):
-        self.world, self.config = world, config
+    def __init__(
+        self,
+        world: World,
+        train: TrainConfig,
+        distributed: DistributedConfig,
+        lora: LoraConfig | None = None,
+    ):
+        self.world, self.train_config = world, train
+        self.distributed_config, self.lora_config = distributed, lora
 
     @property
     def offloads(self) -> bool:
         """Whether the optimizer works in the CPU's memory for a model that computes on a GPU."""
-        return self.config.distributed.offload != "none" and self.world.device.type == "cuda"
+        return self.distributed_config.offload != "none" and self.world.device.type == "cuda"
 
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Distribute the policy over the ranks. -> its optimizer
 
         `num_updates`: those of the whole run.
         """
-        train, distributed = self.config.train, self.config.distributed
+        train, distributed = self.train_config, self.distributed_config
         value = None if self.value_model is None else self.value_model.model
         return Optimizer(policy.model, train, num_updates, distributed, value)
 

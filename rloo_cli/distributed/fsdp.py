@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, LoraConfig, TrainConfig
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer, gather_full_tensor
@@ -46,19 +46,25 @@ class FSDPEngine(ParallelEngine):
 
     lockstep = sharded = True
 
-    def __init__(self, world: World, config: RunConfig):
-        super().__init__(world, config)
+    def __init__(
+        self,
+        world: World,
+        train: TrainConfig,
+        distributed: DistributedConfig,
+        lora: LoraConfig | None = None,
+    ):
+        super().__init__(world, train, distributed, lora)
         self.mesh = init_device_mesh(world.device.type, (world.size,))
         self.root_module: FSDPModule | None = None  # the outermost module, once it is sharded
 
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Shard the policy, whose weights come from rank 0 unit by unit. -> its optimizer"""
-        train, distributed = self.config.train, self.config.distributed
+        train, distributed = self.train_config, self.distributed_config
         # Adapters are float32 over a base of any dtype, and cast where they are multiplied.
         keeps_masters = distributed.master_weights == "float32"
         has_masters = keeps_masters and not lora.has_adapter(policy.model)
         self._shard(policy, torch.float32 if has_masters else None)
-        check_trained_dtypes(policy.model, self.config)
+        check_trained_dtypes(policy.model, self.lora_config, distributed.engine)
         self.root_module = cast(FSDPModule, policy.logprob_module)
         masters = _master_names(policy.model) if has_masters and policy.dtype in HALF_DTYPES else []
         value_module = None
@@ -78,7 +84,7 @@ class FSDPEngine(ParallelEngine):
         """Shard a policy that is never trained, in its own dtype."""
         # In a group of its own: ranks that gathered two models in different orders would get each
         # other's weights in one group, and wait for each other in two.
-        group = dist.new_group(timeout=timedelta(seconds=self.config.distributed.timeout_s))
+        group = dist.new_group(timeout=timedelta(seconds=self.distributed_config.timeout_s))
         self._shard(policy, None, DeviceMesh.from_group(group, self.world.device.type))
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
@@ -96,7 +102,7 @@ class FSDPEngine(ParallelEngine):
         self._backward(cast(FSDPModule, self.value_model.forward_module), loss, is_last)
 
     def _backward(self, root: FSDPModule, loss: Tensor, is_last: bool) -> None:
-        if self.config.distributed.reduce == "last":
+        if self.distributed_config.reduce == "last":
             root.set_requires_gradient_sync(is_last)
         (loss * self.world.size).backward()
 
@@ -136,7 +142,7 @@ class FSDPEngine(ParallelEngine):
     ) -> None:
         """Fill and shard these modules, which compute in `dtype`, in this order."""
         offload: OffloadPolicy = OffloadPolicy()
-        if self.offloads and self.config.distributed.offload == "parameters":
+        if self.offloads and self.distributed_config.offload == "parameters":
             offload = CPUOffloadPolicy(pin_memory=True)
         mixed = MixedPrecisionPolicy()
         if dtype in HALF_DTYPES and storage_dtype is not None:
@@ -157,18 +163,18 @@ def _master_names(module: nn.Module, prefix: str = "") -> list[str]:
     return [f"{prefix}{n}" for n, p in module.named_parameters() if p.requires_grad]
 
 
-def check_trained_dtypes(model: nn.Module, config: RunConfig) -> None:
+def check_trained_dtypes(model: nn.Module, keys: LoraConfig | None, engine: str) -> None:
     """Check that all trained weights of a unit can be reduced together.
 
     Raises ConfigError for float32 adapters beside whole layers or biases of half precision.
     """
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    if len(dtypes) < 2 or (keys := config.model.lora) is None:
+    if len(dtypes) < 2 or keys is None:
         return
     key = "model.lora.modules_to_save" if keys.modules_to_save else "model.lora.bias"
     value = keys.modules_to_save or keys.bias
     names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-    what = f"{key} = {value} does not go with distributed.engine = {config.distributed.engine}"
+    what = f"{key} = {value} does not go with distributed.engine = {engine}"
     why = f"what is trained would be {names}, and shards of one layer are reduced in one dtype"
     good = "[]" if keys.modules_to_save else "none"
     fix = f"{key}={good}, or model.dtype=float32, or distributed=zero2"

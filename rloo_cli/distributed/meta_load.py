@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from rloo_cli.config.schema import ModelConfig, RunConfig
+from rloo_cli.config.schema import ModelConfig
 from rloo_cli.config.value_model import ValueInit
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.world import World
@@ -21,14 +21,13 @@ ReadModel = Callable[[], PreTrainedModel]  # on rank 0, in CPU memory
 
 
 def load_policy_shell(
-    config: RunConfig, world: World, checkpoint: Path | None, has_reference: bool
+    keys: ModelConfig, seed: int, world: World, checkpoint: Path | None, has_reference: bool
 ) -> tuple[PreTrainedModel, gather.MetaWeights]:
     """Load the model that learns, with its adapter if it has one. -> its shell, its weights
 
     `has_reference`: on the same base a reference may need a second adapter. Raises what
     `lora.load_trained_model` raises, on all ranks.
     """
-    keys, seed = config.model, config.seed
     second = has_reference and reference.needs_reference_adapter(keys)
 
     def read() -> PreTrainedModel:
@@ -39,45 +38,46 @@ def load_policy_shell(
 
     def attach(shell: PreTrainedModel) -> None:
         if keys.lora is not None:
-            attach_empty_adapters(shell, config, second)
+            attach_empty_adapters(shell, keys, seed, second)
         vision.freeze_parts(shell, keys.freeze)
 
     return load_causal_shell(keys, world, read, attach)
 
 
-def attach_empty_adapters(shell: PreTrainedModel, config: RunConfig, second: bool) -> None:
+def attach_empty_adapters(
+    shell: PreTrainedModel, keys: ModelConfig, seed: int, second: bool
+) -> None:
     """Attach adapters without values to a shell. `second`: that of the reference too."""
-    assert config.model.lora is not None
-    lora.attach_adapter(shell, config.model.lora, config.seed)
+    assert keys.lora is not None
+    lora.attach_adapter(shell, keys.lora, seed)
     if second:
-        reference.attach_reference_adapter(shell, config.model, config.seed)
+        reference.attach_reference_adapter(shell, keys, seed)
     for module in shell.modules():  # peft gives a second adapter values even on meta
         for name, weight in list(module._parameters.items()):
             if weight is not None and not weight.is_meta:
                 empty = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
                 module._parameters[name] = empty
-    if config.model.disable_dropout:
+    if keys.disable_dropout:
         load.zero_dropout(shell)
 
 
 def load_frozen_shell(
-    config: RunConfig, world: World, path: str
+    keys: ModelConfig, world: World, path: str
 ) -> tuple[PreTrainedModel, gather.MetaWeights]:
     """Load a model that is never trained. -> its shell, its weights"""
-    keys = config.model
     return load_causal_shell(
         keys, world, lambda: load.load_causal_lm(keys, path, gather.CPU, world.device)
     )
 
 
 def load_value_shell(
-    config: RunConfig, world: World, value_init: ValueInit, saved: Path | None
+    keys: ModelConfig, world: World, value_init: ValueInit, saved: Path | None
 ) -> tuple[PreTrainedModel, bool, gather.MetaWeights]:
     """Load a value model. -> its shell, whether its head is new, its weights
 
     `saved`: as for `value.load_value_weights`, whose errors it raises on all ranks.
     """
-    keys, is_new = config.model, [False]
+    is_new = [False]
 
     def read() -> PreTrainedModel:
         device = world.device

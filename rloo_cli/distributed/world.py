@@ -15,6 +15,7 @@ import contextlib
 import os
 import pickle
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -26,9 +27,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
-from rloo_cli.config.schema import DistributedConfig, RunConfig
+from rloo_cli.config.schema import DistributedConfig, GenerationConfig, RunConfig
+from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.distributed import device_count
-from rloo_cli.distributed.stop_poll import StopPoll
 from rloo_cli.utils import errors, heartbeat, signals
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import (
@@ -51,6 +52,49 @@ COLLECTIVE_ERRORS = (
 RANK0_TIMEOUT_FACTOR = (
     4.0  # times a generation's own deadlines that the others wait for a rank that leads
 )
+STOP_POLL_INTERVAL_S = 1.0
+# Pieces of work without a question, however short they were: should one take a hundred times as
+# long all of a sudden, the signal of a scheduler is still heard in time.
+MAX_POLLS_SKIPPED = 32
+
+
+class StopPoll:
+    """Decides how often ranks ask each other whether one of them was told to stop.
+
+    A micro-batch may take milliseconds, and each poll lets all ranks wait for the slowest. Ranks
+    have to skip the same polls without talking about it: they count pieces of work, and at each
+    poll, about once a second, all learn how long the slowest rank's slowest piece took, from which
+    all compute alike how many come before the next poll. `clock`: in seconds, each rank's own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.remaining = 0  # pieces of work before the next poll
+        self.slowest_s = 0.0  # of a piece of work since the last poll, on this rank
+        self.started_at: float | None = None  # of the current piece of work
+
+    def is_due(self) -> bool:
+        """Whether the ranks poll now, between two pieces of work."""
+        now = self.clock()
+        if self.started_at is not None:
+            self.slowest_s = max(self.slowest_s, now - self.started_at)
+        self.started_at = now
+        self.remaining -= 1
+        return self.remaining < 0
+
+    def record_poll(self, slowest_s: float, frequent: bool) -> None:
+        """Note a poll. `slowest_s`: the largest of all ranks.
+
+        `frequent`: small pieces of work follow. If not, the next poll is not skipped, since nobody
+        knows how long the next piece of work takes.
+        """
+        fits = int(STOP_POLL_INTERVAL_S / slowest_s) if slowest_s > 0 else 1
+        self.remaining = (
+            max(0, min(fits, MAX_POLLS_SKIPPED) - 1)
+            if frequent and self.started_at is not None
+            else 0
+        )
+        self.slowest_s, self.started_at = 0.0, self.clock() if frequent else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +237,7 @@ def join_world(run: RunConfig) -> World:
     An engine other than `single` has a process group with one rank too. Raises GenerationError
     if not all ranks come within distributed.timeout_s.
     """
-    config = run.distributed
+    config, teacher = run.distributed, run.algorithm.teacher_server
     size = environment_number("WORLD_SIZE", 1)
     if config.engine == "single" and size == 1:
         return single_process_world(config)
@@ -208,7 +252,9 @@ def join_world(run: RunConfig) -> World:
     if size == 1:
         return World(0, 1, device)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
-    long_wait_s = config.timeout_s + RANK0_TIMEOUT_FACTOR * _generation_timeout_s(run)
+    long_wait_s = config.timeout_s + RANK0_TIMEOUT_FACTOR * _generation_timeout_s(
+        run.generation, teacher
+    )
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=long_wait_s))
     return World(state.process_index, state.num_processes, device, local_ranks, group, patient)
 
@@ -284,12 +330,10 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) 
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _generation_timeout_s(run: RunConfig) -> float:
+def _generation_timeout_s(generation: GenerationConfig, teacher: TeacherConfig | None) -> float:
     """Seconds that servers which only rank 0 talks to may take, by their own deadlines."""
-    keys: Any = run.generation
-    section = getattr(keys, "server", None) or getattr(keys, "colocate", None)
     names = ("ready_timeout_s", "sync_timeout_s", "request_timeout_s", "reconnect_timeout_s")
-    asked = (section, run.algorithm.teacher_server)
+    asked = (generation.own_keys, teacher)
     return sum(float(getattr(keys, name, 0.0)) for keys in asked for name in names)
 
 

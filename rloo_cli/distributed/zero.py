@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, LoraConfig, TrainConfig
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import DDPEngine, ParallelEngine
 from rloo_cli.distributed.fsdp import FSDPEngine
@@ -41,7 +41,7 @@ class DeepSpeedEngine(ParallelEngine):
 
     @property
     def stage(self) -> int:
-        return int(self.config.distributed.engine.removeprefix("zero"))
+        return int(self.distributed_config.engine.removeprefix("zero"))
 
     @property
     def sharded(self) -> bool:  # type: ignore[override]
@@ -60,7 +60,7 @@ class DeepSpeedEngine(ParallelEngine):
             num_updates, "value.",
         )  # fmt: skip
         value.call, value.meta_weights = self.value_engine, None
-        return PairedOptimizer(optimizer, second, self.config.train.max_grad_norm)
+        return PairedOptimizer(optimizer, second, self.train_config.max_grad_norm)
 
     def _start_engine(
         self,
@@ -85,16 +85,18 @@ class DeepSpeedEngine(ParallelEngine):
                     _cast_parameters(unit, dtype)
                 deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=dtype)
         trained = [p for p in model.parameters() if p.requires_grad]
-        inner = build_optimizer(trained, self.config.train, self.offloads)
+        inner = build_optimizer(trained, self.train_config, self.offloads)
         engine, *_ = deepspeed.initialize(
             model=root, optimizer=inner, config=settings, dist_init_required=False
         )
-        return engine, ZeroOptimizer(engine, inner, model, self.config, num_updates, prefix)
+        return engine, ZeroOptimizer(engine, inner, model, self.train_config, num_updates, prefix)
 
     def distribute_frozen(self, policy: Policy) -> None:
         """Shard a frozen policy in stage 3, by torch's fully_shard; DeepSpeed has no light way."""
         if self.stage == 3:
-            FSDPEngine(self.world, self.config).distribute_frozen(policy)
+            FSDPEngine(self.world, self.train_config, self.distributed_config).distribute_frozen(
+                policy
+            )
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Run a backward pass. DeepSpeed averages over ranks, and completes it in the last one."""
@@ -121,11 +123,11 @@ class DeepSpeedEngine(ParallelEngine):
 
     def _deepspeed_config(self, dtype: torch.dtype) -> JsonObject:
         """DeepSpeed's own config."""
-        config, on_gpu = self.config.distributed, self.world.device.type == "cuda"
+        config, on_gpu = self.distributed_config, self.world.device.type == "cuda"
         # In half precision stage 1 is another optimizer of DeepSpeed; 2 gives the same numbers.
         stage = 2 if self.stage == 1 and dtype in DEEPSPEED_DTYPE_SECTIONS else self.stage
         zero: JsonObject = {"stage": stage, "overlap_comm": on_gpu}
-        max_grad_norm = self.config.train.max_grad_norm or 0.0
+        max_grad_norm = self.train_config.max_grad_norm or 0.0
         if config.offload != "none":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         if config.offload == "parameters":
@@ -178,6 +180,8 @@ ENGINE_CLASSES: dict[str, type[ParallelEngine]] = {
 }
 
 
-def build_engine(world: World, config: RunConfig) -> ParallelEngine:
+def build_engine(
+    world: World, train: TrainConfig, distributed: DistributedConfig, lora: LoraConfig | None
+) -> ParallelEngine:
     """Build the engine that `distributed.engine` names."""
-    return ENGINE_CLASSES[config.distributed.engine](world, config)
+    return ENGINE_CLASSES[distributed.engine](world, train, distributed, lora)

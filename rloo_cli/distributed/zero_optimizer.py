@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import TrainConfig
 from rloo_cli.distributed.optimizer import (
     StateShard,
     build_lr_schedule,
@@ -27,7 +27,7 @@ class ZeroOptimizer:
         engine: Any,  # DeepSpeed's, which has no types
         inner: torch.optim.Optimizer,
         model: nn.Module,
-        config: RunConfig,
+        train: TrainConfig,
         num_updates: int,
         prefix: str = "",  # of the names of its parameters
     ):
@@ -36,9 +36,9 @@ class ZeroOptimizer:
         self.names, self.weights = list(named), list(named.values())
         self.stage3 = hasattr(self.weights[0], "ds_id")
         self.has_masters = self.weights[0].dtype in (torch.bfloat16, torch.float16)
-        self.max_grad_norm = config.train.max_grad_norm
+        self.max_grad_norm = train.max_grad_norm
         self.weight_changes: dict[str, Tensor] = {}
-        self.schedule = build_lr_schedule(inner, config.train, num_updates)
+        self.schedule = build_lr_schedule(inner, train, num_updates)
         self.gradient_factor = 1.0
         self.state = ZeroState(engine, inner, self.stage3)
 

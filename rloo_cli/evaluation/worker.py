@@ -18,7 +18,8 @@ from torch import Tensor
 from rloo_cli.agents.common import build as agent_build
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.config import check, registry, rules_paths, synthetic
+from rloo_cli.config import check, rules_paths, synthetic
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.judge import AGAINST_REFERENCE
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
@@ -46,7 +47,6 @@ from rloo_cli.evaluation.judges.judge import Judge, JudgedSets, OtherAnswers
 from rloo_cli.evaluation.judges.pairs import pairs_to_csv
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
-from rloo_cli.generation.common.stop_rule import stop_ids
 from rloo_cli.policy import load, lora, reward_load
 from rloo_cli.policy.model import Policy
 from rloo_cli.reporting.log import samples_to_jsonl
@@ -177,13 +177,13 @@ def _build_setup(
 
     note("loading data ...")
     opened = splits.open_splits(settings, training=False, ranks=world)
-    rewards = build_rewards(settings, functions or {})
-    tools = agent_build.load_tool_set(settings)
+    rewards = build_rewards(settings.rewards, functions or {})
+    tools = agent_build.load_tool_set(agent_config(settings))
     for code_note in [n for n in user_code_notes(settings) if not n.startswith("train.")]:
         note(code_note)
     check_reward_splits(settings, opened, rewards)
     # Made now: the timeout of a reward's call would be too short for it.
-    for path in rules_paths.synthetic_model_paths(settings):
+    for path in rules_paths.synthetic_model_paths(rules_paths.named_paths(settings)):
         note(f"finding or making {path} ...")
         world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
     tokenizer = load.load_policy_tokenizer(settings.model)
@@ -196,7 +196,7 @@ def _build_setup(
     for data_note in splits.data_notes(settings, prepared, context):
         note(data_note)
     length = settings.generation.max_completion_length
-    judge = judging.build_judge(settings, sets, tokenizer, training=False)
+    judge = judging.build_judge(settings.eval, settings.seed, sets, tokenizer, training=False)
     judges = [] if judge is None or judge.reward is None else [judge.reward]
     scorers = [*rewards, *judges]
     run_ready_hooks(scorers, tokenizer, sets, length, world.device, note, reward_load)
@@ -204,34 +204,32 @@ def _build_setup(
     model = lora.load_trained_model(settings.model, None, world.device, settings.seed)
     policy = Policy(model, settings.generation.temperature)
     vision = agent_build.load_episode_vision(settings, tokenizer)
-    backend = registry.registered_module("generation", settings.generation.backend)
-    build_generator = registry.load_code(backend.IMPLEMENTATION)
 
     def build() -> Generator:
-        return agent_build.wrap_generator(
-            build_generator(model, tokenizer, settings, context, folder, note), settings, tools,
-            tokenizer, stop_ids(tokenizer, model, settings.generation), context, note, vision,
-        )  # fmt: skip
+        return agent_build.build_generator(
+            model, tokenizer, settings, context, folder, note, tools, vision
+        )
 
-    generator = _generator_of_ranks(settings, world, policy, build)
+    if world.size == 1 or not settings.generation.is_server:
+        generator = build()
+    else:  # each rank has the whole model
+        engine = ParallelEngine(world, settings.train, settings.distributed)
+        generator = _generator_of_ranks(engine, policy, build)
     parts = (load_algorithm(settings.algorithm), generator, rewards, sets, judge, world)
     return EvalWorkerSetup(settings, *parts), policy
 
 
 def _generator_of_ranks(
-    settings: RunConfig, world: World, policy: Policy, build: Callable[[], Generator]
+    engine: ParallelEngine, policy: Policy, build: Callable[[], Generator]
 ) -> Generator:
-    """The generator of this rank, or of all: a server is one for all of them."""
-    if world.size == 1 or not settings.generation.is_server:
-        return build()
-    engine = ParallelEngine(world, settings)  # each rank has the whole model
+    """One generator for all ranks: a server."""
 
     def weights() -> Iterator[dict[str, Tensor]]:
         if lora.has_adapter(policy.model):
             return gather.iter_gathered_adapter(engine, policy.model)
         return gather.iter_gathered_weights(engine, policy.model)
 
-    return Rank0Proxy(world, policy, weights, build)
+    return Rank0Proxy(engine.world, policy, weights, build)
 
 
 def _progress_printer(world: World) -> Callable[[str, int, int], None]:

@@ -3,8 +3,8 @@
 The backend's file imports no torch, so that the registry can read its `Config`. Its
 `IMPLEMENTATION` (`module:name`, for `registry.load_code`) names the function that makes the
 generator: `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
-prints a line. A file may have `rules(run_config)`, problems of its keys. The training loop uses
-nothing of a backend but its `Generator`.
+prints a line. A file may have `rules(config, max_prompt_length)`, problems of its keys. The
+training loop uses nothing of a backend but its `Generator`.
 
     common/        shared by every backend
     hf/            sampling with the trained model

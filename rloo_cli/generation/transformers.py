@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from rloo_cli.config.rules_sampling import STRUCTURED
-from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, RunConfig, key
+from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, key
 from rloo_cli.utils.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ FORM_EXAMPLES = {  # one of each kind that can be wrong
 }  # fmt: skip
 
 
-def rules(run: RunConfig) -> Iterator[Problem]:
-    """The settings that this backend refuses."""
+def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
+    """The settings that this backend refuses. `max_prompt_length`: of data; None = no key says."""
     known = (*SAMPLING_KWARGS, STRUCTURED)
-    for name, value in run.generation.kwargs.items():
+    for name, value in config.kwargs.items():
         if name not in known:
             what = f"generation.kwargs.{name} is not taken by generation=transformers"
             fix = "one of these, a key of generation, or generation=vllm_colocate"

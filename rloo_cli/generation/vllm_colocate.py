@@ -5,9 +5,9 @@ GPU the weights are sent by CUDA IPC, which copies nothing twice; without a GPU 
 """
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Literal
 
-from rloo_cli.config.schema import RunConfig, key
+from rloo_cli.config.schema import key
 from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys, engine_key_problems
 from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
 from rloo_cli.utils.errors import Problem
@@ -42,11 +42,11 @@ class Config(EngineConfig):
     colocate: ColocateSection
 
 
-def rules(run: RunConfig) -> Iterator[Problem]:
-    """The settings that this backend refuses."""
-    colocate = cast(Config, run.generation).colocate
-    yield from engine_key_problems("generation.colocate", colocate, run)
-    yield from sampling_kwargs_problems(run.generation.kwargs)
+def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
+    """The settings that this backend refuses. `max_prompt_length`: of data; None = no key says."""
+    colocate, need = config.colocate, (max_prompt_length or 1) + config.max_completion_length
+    yield from engine_key_problems("generation.colocate", colocate, need)
+    yield from sampling_kwargs_problems(config.kwargs)
     if colocate.transfer == "nccl":
         where = "generation.colocate.transfer"
         what = f"{where} = nccl cannot join two processes on one GPU"

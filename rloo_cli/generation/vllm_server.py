@@ -7,9 +7,9 @@ through HTTP, and no request is answered without the server's token.
 """
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import ClassVar, Literal
 
-from rloo_cli.config.schema import Positive, RunConfig, Text, key
+from rloo_cli.config.schema import Positive, Text, key
 from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys, engine_key_problems
 from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
 from rloo_cli.utils.errors import Problem
@@ -22,6 +22,15 @@ WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")  # as an address to listen on: every
 class ServerSection(EngineKeys):
     """`generation.server`: the engine's keys, and how it is reached."""
 
+    only_with: ClassVar = {
+        ".base_url": ("api_key_env", "reconnect_timeout_s"),
+        ".base_url=null": (  # keys that a server is started with
+            "port", "data_parallel_size", "tensor_parallel_size", "gpu_memory_utilization",
+            "kv_cache_gb", "max_num_seqs", "max_num_batched_tokens", "enforce_eager",
+            "kv_cache_dtype", "enable_prefix_caching", "quantization", "model_impl",
+            "batch_invariant", "extra", "max_restarts",
+        ),
+    }  # fmt: skip
     base_url: Text | list[Text] | None = key(
         "Addresses of running servers, e.g. http://node7:8000; null = the run's own"
     )
@@ -68,11 +77,11 @@ class Config(EngineConfig):
     server: ServerSection
 
 
-def rules(run: RunConfig) -> Iterator[Problem]:
-    """The settings that this backend refuses."""
-    server = cast(Config, run.generation).server
-    yield from engine_key_problems("generation.server", server, run)
-    yield from sampling_kwargs_problems(run.generation.kwargs)
+def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
+    """The settings that this backend refuses. `max_prompt_length`: of data; None = no key says."""
+    server, need = config.server, (max_prompt_length or 1) + config.max_completion_length
+    yield from engine_key_problems("generation.server", server, need)
+    yield from sampling_kwargs_problems(config.kwargs)
     if server.transfer == "ipc":
         yield Problem(
             "generation.server.transfer = ipc would hand pickles to a server",

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.inspection.first_difference import FirstDifference, find_first_difference
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE
 from rloo_cli.utils.errors import Problem, RunError
@@ -57,7 +56,7 @@ def proof_words(words: Sequence[str], steps: int, root: Path) -> list[str]:
 
 def prove_resume(
     words: Sequence[str],
-    config: RunConfig,
+    updates_per_step: int,
     root: Path,
     steps: int,
     kill_in_step: int,
@@ -72,8 +71,7 @@ def prove_resume(
     train = proof_words(words, steps, root)
     say(f"training {steps} steps straight through ...")
     _run_training([*train, f"name={STRAIGHT}", "resume=never"], {}, (0,))
-    updates = config.algorithm.num_iterations * config.algorithm.num_minibatches
-    point = "ckpt.rename@1" if inside_save else f"step@{(kill_in_step - 1) * updates + 1}"
+    point = "ckpt.rename@1" if inside_save else f"step@{(kill_in_step - 1) * updates_per_step + 1}"
     where = "inside its first save" if inside_save else f"in the update of step {kill_in_step}"
     say(f"training again, killed by SIGKILL {where} ...")
     faults = {"RLOO_ALLOW_FAULTS": "1", "RLOO_FAULTS": f"{point}=kill9"}

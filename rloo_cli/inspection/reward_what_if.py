@@ -28,7 +28,6 @@ from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.inspection.replay_builder import NoSampler
 from rloo_cli.inspection.step_replay import read_attempt_config
 from rloo_cli.reporting.metrics_lines import read_training_lines
-from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.run import Run, RunState
 from rloo_cli.train.advantages import finish_advantages
@@ -118,14 +117,16 @@ def judge_reward(
         on_progress(f"scoring step {step}")
         record = read_rollout_record(folder, step)
         settings = read_attempt_config(folder, record)
-        reward = reward or build_reward(REWARD_NAME, _reward_config(settings, spec))
+        reward = reward or build_reward(
+            REWARD_NAME, _reward_config(next(iter(settings.rewards.values())), spec)
+        )
         batch = _scored_batch(folder, record, settings, reward)
         table = _step_tables(record, batch)
         tables.append(table)
         seconds = float(batch.facts.get(f"reward/{REWARD_NAME}/time", 0.0))
         verdict.steps.append(_step_verdict(step, [table], seconds))
         verdict.examples += _flipped_examples(record, table)
-        notes |= dict.fromkeys(_step_notes(record, batch, settings))
+        notes |= dict.fromkeys(_step_notes(record, batch, settings.algorithm.needs_greedy))
     total = sum(step.seconds for step in verdict.steps)
     verdict.whole = _step_verdict(None, tables, total)
     verdict.examples.sort(key=lambda e: -abs(e["old_advantage"] - e["new_advantage"]))
@@ -148,9 +149,8 @@ def _chosen_steps(folder: Path, steps: Sequence[int] | None) -> list[int]:
     return list(steps or recorded)
 
 
-def _reward_config(settings: RunConfig, spec: str) -> RewardConfig:
-    """The reward as the only one of the run, with the keys that all rewards of it have."""
-    first = next(iter(settings.rewards.values()))
+def _reward_config(first: RewardConfig, spec: str) -> RewardConfig:
+    """The reward as the only one of a run, with the keys of its first that all rewards have."""
     common = {name: getattr(first, name) for name in RewardConfig.model_fields}
     common |= {"type": "function", "weight": 1.0, "only": {}, "workers": 0, "cache": False}
     common |= {"scope": "batch", "on_error": "raise"}
@@ -172,9 +172,9 @@ def _scored_batch(folder: Path, record: RecordedStep, settings: RunConfig, rewar
     groups = [Group(g.prompt_offset, g.example, g.prompt, g.prompt_ids) for g in before.groups]
     for group, recorded in zip(groups, before.groups, strict=True):
         group.take_rollouts(recorded.rollouts)
-    batch = rollouts.recorded_batch(
-        before, groups, _trainer_state(record, state, settings, history)
-    )
+    head = record.head
+    seen = state.trainer_state(head["num_steps"], head["num_prompts"], settings, history)
+    batch = rollouts.recorded_batch(before, groups, seen)
     batch.kl = before.kl
     for group, recorded in zip(batch.groups, before.groups, strict=True):
         for name in ("old_logp", "kl_logp", "ref_logp", "value"):
@@ -183,13 +183,6 @@ def _scored_batch(folder: Path, record: RecordedStep, settings: RunConfig, rewar
     parts = SimpleNamespace(algorithm=algorithm, world=world, state=state)
     finish_advantages(cast(Run, parts), batch, [])
     return batch
-
-
-def _trainer_state(
-    record: RecordedStep, state: RunState, settings: RunConfig, history: list[JsonObject]
-) -> TrainerState:
-    head = record.head
-    return state.trainer_state(head["num_steps"], head["num_prompts"], settings, history)
 
 
 def _step_tables(record: RecordedStep, batch: Batch) -> _Tables:
@@ -291,7 +284,7 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n".join(f"{m['role']}: {m['content']}" for m in cast(list[Any], prompt))
 
 
-def _step_notes(record: RecordedStep, batch: Batch, settings: RunConfig) -> list[str]:
+def _step_notes(record: RecordedStep, batch: Batch, needs_greedy: bool) -> list[str]:
     """What the verdict cannot know, in words that are the same for every step."""
     notes = []
     if record.lost_columns:
@@ -300,7 +293,7 @@ def _step_notes(record: RecordedStep, batch: Batch, settings: RunConfig) -> list
     now_active = {*batch.active} - {*record.batch.active}
     if now_active and record.batch.kl is not None:
         notes.append("some groups were not trained on then: their KL is not known, and counts as 0")
-    if settings.algorithm.needs_greedy:
+    if needs_greedy:
         notes.append(
             "scores of the greedy completions are the old reward's: they were not recorded"
         )

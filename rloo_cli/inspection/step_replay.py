@@ -7,6 +7,7 @@ built in a temporary folder; the run's is only read. Imports torch.
 """
 
 import contextlib
+import copy
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -153,7 +154,7 @@ def replay_step(
         notes.append(f"{names}: a Python callable, which is gone; its scores are the recorded ones")
     with tempfile.TemporaryDirectory(prefix="rloo-replay-") as place:
         on_progress(f"building the run at {base.name}")
-        run = _build_at(Path(place), settings, record, base, stand_ins)
+        run = _build_at(Path(place), check.dump_config(settings), record, base, stand_ins)
         for other in earlier:
             on_progress(f"making the updates of step {other} again")
             _train_recorded_step(run, read_rollout_record(folder, other))
@@ -213,21 +214,21 @@ def _check_same_config(
 ) -> None:
     """Raises ConfigError if an earlier step was trained with other keys than this one."""
     before = check.dump_config(read_attempt_config(folder, read_rollout_record(folder, other)))
-    differing = resume.config_differences(before, settings)
-    changed = [key for key in differing if _weights_depend_on(key, settings)]
+    differing = resume.config_differences(before, check.dump_config(settings))
+    changed = [key for key in differing if _weights_depend_on(key, settings.train.lr_scheduler)]
     if changed:
         what = f"step {step} cannot be computed from {base.name}"
         why = f"step {other} between them was trained with other values of {', '.join(changed)}"
         raise ConfigError(Problem(what, "--step", why, f"--step {base.step + 1}"))
 
 
-def _weights_depend_on(key: str, settings: RunConfig) -> bool:
+def _weights_depend_on(key: str, lr_scheduler: str) -> bool:
     """Whether the trained weights depend on a key.
 
     Which engine sampled, and how it was started, is in the recorded log-probabilities.
     """
     free: tuple[str, ...] = (*check.KEYS_NOT_HASHED, "data.eval_split")
-    if settings.train.lr_scheduler not in LENGTH_FREE_SCHEDULES:
+    if lr_scheduler not in LENGTH_FREE_SCHEDULES:
         free = tuple(name for name in free if name not in RUN_LENGTH_KEYS)
     if any(key == name or key.startswith(f"{name}.") for name in free):
         return False
@@ -249,13 +250,16 @@ class RecordedScores:
 
 def _build_at(
     place: Path,
-    settings: RunConfig,
+    values: JsonObject,
     record: RecordedStep,
     base: ReplayBase,
     stand_ins: Mapping[str, RecordedScores],
 ) -> Run:
-    """The run as it was when `base` was saved, in `place`; nothing in it samples."""
-    config = check.resolve_config(_replay_config(place, settings, record, stand_ins))
+    """The run as it was when `base` was saved, in `place`; nothing in it samples.
+
+    `values`: of the step's config.
+    """
+    config = check.resolve_config(_replay_config(place, values, record, stand_ins))
     target = place / str(config.name)
     target.mkdir()
     process_exit.silence_libraries()
@@ -271,12 +275,12 @@ def _build_at(
 
 def _replay_config(
     place: Path,
-    settings: RunConfig,
+    values: JsonObject,
     record: RecordedStep,
     stand_ins: Mapping[str, RecordedScores],
 ) -> RunConfig:
     """The run's config for one process that samples, evaluates, saves and sends nothing."""
-    values, computed_on = check.dump_config(settings), record.head["computed_on"]
+    values, computed_on = copy.deepcopy(values), record.head["computed_on"]
     values |= {"root": str(place), "resume": "never", "max_steps": record.head["num_steps"]}
     values |= {"total_episodes": None}
     values["train"] |= {"epochs": None}

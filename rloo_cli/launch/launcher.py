@@ -219,7 +219,8 @@ def find_run_topology(
     """This process's topology, and the config as it holds there. Raises ConfigError."""
     try:
         topology, run, notes = find_topology(os.environ, run)
-        if problems := [*rules.prompts_per_rank_problems(run, topology.world_size)]:
+        prompts = run.train.prompts_per_step
+        if problems := [*rules.prompts_per_rank_problems(prompts, topology.world_size)]:
             raise ConfigError(*problems)
     except ConfigError as error:
         located = [messages.locate_problem(p, composed.sources) for p in error.problems]
@@ -232,7 +233,7 @@ def find_run_topology(
 @contextmanager
 def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
     """Around what rank 0's launcher does: makes the folder before, says afterwards how it ended."""
-    folder = Path(run.root, str(run.name))
+    folder = run.folder
     run_folder.check_folder_free(folder)
     _check_not_running(folder)
     with contextlib.ExitStack() as stack:
@@ -249,8 +250,14 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
             folder.mkdir(parents=True)
             stack.enter_context(lock_folder(folder))
         write_attempt_files(start, run, composed)
-        print(_opening(run, composed, start), flush=True)
-        notes = idle_notes(composed.changed_keys, check.dump_config(run))
+        recipe = f" (recipe {composed.recipe})" if composed.recipe else ""
+        begins = f", from {start.checkpoint.name}" if start.checkpoint else ""
+        print(
+            f"training {run.name}{recipe}: {run.model.path} with {run.algorithm.name}, "
+            f"into {folder}{begins}\nstarting: torch and transformers are imported first ...",
+            flush=True,
+        )
+        notes = idle_notes(composed.changed_keys, type(run), check.dump_config(run))
         print("".join(f"{note}\n" for note in notes), end="")
         try:
             yield attempt
@@ -261,18 +268,8 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
         if attempt.exit_code in REFUSED_CODES and not _training_began(start):
             restore_attempt_folder(start, before)
         else:
-            command = _resume_command(composed, run)
+            command = _resume_command(composed, str(run.name))
             attempt.exit_code = report_run_end(start, attempt.exit_code, command, attempt.died)
-
-
-def _opening(run: RunConfig, composed: ComposedConfig, plan: ResumePlan) -> str:
-    """The first lines that a run prints: what is trained, where, and what it now waits for."""
-    recipe = f" (recipe {composed.recipe})" if composed.recipe else ""
-    start = f", from {plan.checkpoint.name}" if plan.checkpoint else ""
-    return (
-        f"training {run.name}{recipe}: {run.model.path} with {run.algorithm.name}, "
-        f"into {plan.folder}{start}\nstarting: torch and transformers are imported first ..."
-    )
 
 
 @contextmanager
@@ -283,7 +280,7 @@ def _rank_processes(
     runs that they need."""
     folder, plan = attempt.plan.folder, attempt.plan.to_json()
     with contextlib.ExitStack() as stack:
-        listening = open_store_socket(run, topology)
+        listening = open_store_socket(run.distributed.rdzv, topology)
         host, port = rules.parse_address(topology.store_address) or ("", 0)
         if listening is not None:
             stack.enter_context(listening)
@@ -323,7 +320,7 @@ def _training_began(plan: ResumePlan) -> bool:
 
 def plan_attempt(run: RunConfig) -> ResumePlan:
     """Decide from where this attempt goes on, and print notes about it. Raises ConfigError."""
-    plan = resume.plan_resume(Path(run.root, str(run.name)), run)
+    plan = resume.plan_resume(run.folder, run)
     for note in plan.notes:
         print(note)
     if plan.changes:
@@ -413,11 +410,11 @@ def _run_overrides(composed: ComposedConfig, without: str = "") -> list[str]:
     return [w for w in overrides if not without or _override_key(w) != without]
 
 
-def _resume_command(composed: ComposedConfig, run: RunConfig) -> str:
+def _resume_command(composed: ComposedConfig, name: str) -> str:
     """The command that goes on with this run."""
     overrides = _run_overrides(composed, without="resume")
-    if composed.values.get("name") != run.name:  # a job of a sweep
-        overrides = [w for w in overrides if _override_key(w) != "name"] + [f"name={run.name}"]
+    if composed.values.get("name") != name:  # a job of a sweep
+        overrides = [w for w in overrides if _override_key(w) != "name"] + [f"name={name}"]
     return shlex.join(["rloo", "train", *overrides, "resume=auto"])
 
 
@@ -427,7 +424,7 @@ def write_attempt_files(plan: ResumePlan, run: RunConfig, composed: ComposedConf
     run.json is the first: where this is cut short, it says whose folder it is.
     """
     folder = plan.folder
-    _write_run_json(plan, run, composed)
+    _write_run_json(plan, str(run.name), composed.recipe, check.config_hash(run))
     config_path = resume.attempt_config_path(folder, plan.attempt)
     config_path.parent.mkdir(parents=True, exist_ok=True)
     text = check.config_text(run)
@@ -448,15 +445,15 @@ def write_attempt_files(plan: ResumePlan, run: RunConfig, composed: ComposedConf
     write_json(folder / "env.json", {**machine, "cpus": os.cpu_count(), "packages": versions})
 
 
-def _write_run_json(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) -> None:
+def _write_run_json(plan: ResumePlan, name: str, recipe: str | None, config_hash: str) -> None:
     before = run_folder.read_run_metadata(plan.folder)
     changes = [{"attempt": plan.attempt, **plan.changes}] if plan.changes else []
     values = {
-        "name": run.name,
-        "recipe": composed.recipe,
+        "name": name,
+        "recipe": recipe,
         "state": "starting",
         "attempt": plan.attempt,
-        "hash": check.config_hash(run),
+        "hash": config_hash,
         "pid": os.getpid(),
         "pid_started": child_process.process_start_time(os.getpid()),
         "host": platform.node(),

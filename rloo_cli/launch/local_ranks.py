@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.launch.processes import ProcessCallbacks, ProcessSpec
 from rloo_cli.launch.topology import (
@@ -23,8 +23,8 @@ from rloo_cli.utils.errors import ConfigError, Problem
 def count_local_ranks(run: RunConfig) -> int:
     """How many processes a verb of this machine has: `distributed` says it, but no more than there
     are GPUs, where there are any, as the run may be from a larger machine."""
-    wanted = device_count.local_process_count(run)
-    gpus = len(device_count.visible_gpus()) - device_count.local_server_gpus(run)
+    wanted = device_count.local_process_count(run.distributed, run.generation)
+    gpus = len(device_count.visible_gpus()) - device_count.local_server_gpus(run.generation)
     return min(wanted, gpus) if gpus > 0 else wanted
 
 
@@ -40,7 +40,7 @@ def check_not_a_rank(verb: str, environment: Mapping[str, str] = os.environ) -> 
 
 @contextmanager
 def local_rank_specs(
-    run: RunConfig,
+    distributed: DistributedConfig,
     num_ranks: int,
     env: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
@@ -57,7 +57,7 @@ def local_rank_specs(
         num_started=num_ranks, world_size=num_ranks, local_world_size=num_ranks
     )
     with contextlib.ExitStack() as stack:
-        listening = open_store_socket(run, topology)
+        listening = open_store_socket(distributed.rdzv, topology)
         assert listening is not None
         stack.enter_context(listening)
         host, port = listening.getsockname()[:2]
@@ -68,6 +68,6 @@ def local_rank_specs(
             ProcessCallbacks(
                 lambda pids: listening.close(),  # rank 0 has it
                 poll=poll,
-                silence_timeout_s=run.distributed.timeout_s,
+                silence_timeout_s=distributed.timeout_s,
             ),
         )

@@ -2,15 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
 from rloo_cli.config import hf_cache, registry, rules_lora, rules_paths, supervised, synthetic
-from rloo_cli.config.agent import agent_config, agent_package_problems
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.agent import EpisodeConfig, agent_config, agent_package_problems
+from rloo_cli.config.rules_paths import NamedPath
+from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments
 from rloo_cli.utils import paths
@@ -25,7 +26,7 @@ def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) 
     `local_ranks`: processes of this machine that take a GPU each, where there are GPUs.
     """
     if downloads:
-        _refuse_masks(run)
+        _refuse_masks(run.generation)
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
         module = registry.registered_module("rewards", entry.type)
@@ -34,15 +35,14 @@ def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) 
                 module.preflight(entry)
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
-    problems += _agent(run) if downloads else ()
+    problems += _agent(agent_config(run)) if downloads else ()
     problems += chain(*problems_by_topic(run, downloads, local_ranks).values())
     if problems:
         raise MachineError(*problems)
 
 
-def _agent(run: RunConfig) -> Iterator[Problem]:
+def _agent(agent: EpisodeConfig | None) -> Iterator[Problem]:
     """What the run's agent lacks: a token, a package."""
-    agent = agent_config(run)
     module = None if agent is None else registry.registered_module("agents", agent.kind)
     try:
         if hasattr(module, "preflight"):
@@ -58,53 +58,57 @@ def problems_by_topic(
 
     The arguments are those of `check_machine`.
     """
+    named, engine = rules_paths.named_paths(run), run.distributed.engine
+    packages = [*_packages(run.model), *agent_package_problems(agent_config(run))]
     return {
-        "downloads": [*(_downloads(run) if downloads else ())],
-        "packages": [*_packages(run), *(_engine(run) if downloads else ())],
+        "downloads": [*(_downloads(named) if downloads else ())],
+        "packages": [*packages, *(_engine(engine) if downloads else ())],
         "devices": [*_devices(local_ranks)],
         "vllm": [*arguments.engine_problems(run, local_ranks=local_ranks)] if downloads else [],
-        "root": [*root_problems(run)],
-        "cache": [*_cache(run)],
+        "root": [*root_problems(run.root)],
+        "cache": [*_cache(named)],
     }
 
 
 def check_supervised_machine(run: RunConfig, section: str, local_ranks: int = 1) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
-    problems = [*supervised.training_download_problems(run, section), *_packages(run)]
-    problems += [*_devices(local_ranks), *(_engine(run) if local_ranks > 1 else ())]
+    training, engine = supervised.supervised_training(run, section), run.distributed.engine
+    problems = [*supervised.training_download_problems(training), *_packages(run.model)]
+    problems += agent_package_problems(agent_config(run))
+    problems += [*_devices(local_ranks), *(_engine(engine) if local_ranks > 1 else ())]
     if find_spec("trl") is None:
         what, why = "this verb trains with TRL, which is not installed", f"the section is {section}"
         problems.append(Problem(what, "this machine", why, "pip install 'rloo-cli[stages]'"))
-    if problems := [*problems, *root_problems(run), *_cache(run)]:
+    if problems := [*problems, *root_problems(run.root), *_cache(rules_paths.named_paths(run))]:
         raise MachineError(*problems)
 
 
 def check_server_machine(run: RunConfig) -> None:
     """Raises MachineError for what a rollout server of this run lacks, which needs no rewards, and
     ConfigError for what it could not do here."""
-    _refuse_masks(run, engine_is_local=True)
+    _refuse_masks(run.generation, engine_is_local=True)
     needed = ("model.path", "model.tokenizer")
-    missing = (p for p in _downloads(run) if p.where in needed)
+    missing = (p for p in _downloads(rules_paths.named_paths(run)) if p.where in needed)
     if problems := [
         *missing,
         *arguments.engine_problems(run, engine_is_local=True),
-        *root_problems(run),
+        *root_problems(run.root),
     ]:
         raise MachineError(*problems)
 
 
-def _refuse_masks(run: RunConfig, engine_is_local: bool = False) -> None:
+def _refuse_masks(generation: GenerationConfig, engine_is_local: bool = False) -> None:
     """Raise ConfigError where an engine that is started here cannot send sampling masks."""
-    if problems := [*arguments.mask_problems(run, engine_is_local)]:
+    if problems := [*arguments.mask_problems(generation, engine_is_local)]:
         raise ConfigError(*problems)
 
 
-def root_problems(run: RunConfig) -> Iterator[Problem]:
+def root_problems(root: str) -> Iterator[Problem]:
     """A root that cannot be written, or is on a disk that is full."""
-    root = Path(run.root).absolute()
-    above = next(p for p in (root, *root.parents) if p.exists())
+    folder = Path(root).absolute()
+    above = next(p for p in (folder, *folder.parents) if p.exists())
     if not os.access(above, os.W_OK):
-        what, fix = f"root = {run.root} cannot be written", "root=FOLDER that you can write to"
+        what, fix = f"root = {root} cannot be written", "root=FOLDER that you can write to"
         yield Problem(what, "root", f"looked at {above}", fix)
     elif (disk := shutil.disk_usage(above)).free < 100e6:
         what = "has under 100 MB free" if disk.total else "cannot hold files"
@@ -112,32 +116,29 @@ def root_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{above} {what}", "root", why, "root=FOLDER on another disk")
 
 
-def _cache(run: RunConfig) -> Iterator[Problem]:
+def _cache(named: Iterable[NamedPath]) -> Iterator[Problem]:
     """A cache that is needed and cannot be made; one that can only be read may have everything."""
-    cache, named = paths.cache_folder(), rules_paths.named_paths(run)
-    needed = any(path.startswith(synthetic.NO_HUB_PREFIXES) for _, path, _ in named)
+    cache = paths.cache_folder()
+    needed = any(each.path.startswith(synthetic.NO_HUB_PREFIXES) for each in named)
     if needed and not cache.is_dir():
         above = next(p for p in cache.absolute().parents if os.path.exists(p))
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
             yield paths.unusable_cache_problem(f"no folder can be made in {above}")
 
 
-def _downloads(run: RunConfig) -> Iterator[Problem]:
+def _downloads(named: Iterable[NamedPath]) -> Iterator[Problem]:
     """What a run without network would have to download."""
-    for key, path, names in rules_paths.named_paths(run) if hf_cache.is_hub_offline() else ():
-        if not synthetic.is_hub_name(path):
-            continue
-        kind = "dataset" if names is synthetic.SYNTHETIC_DATA else "model"
-        if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind):
+    for each in named if hf_cache.is_hub_offline() else ():
+        if synthetic.is_hub_name(each.path) and not each.is_cached:
             cache = hf_cache.hub_cache_folder()
             why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {cache}"
             fix = f"on a machine with network: {hf_cache.fetch_command()}"
-            yield Problem(f"{key} = {path!r} was not found", key, why, fix)
+            yield Problem(f"{each.key} = {each.path!r} was not found", each.key, why, fix)
 
 
-def _packages(run: RunConfig) -> Iterator[Problem]:
-    """Packages that a key needs and `pip install rloo-cli` does not install."""
-    attention = run.model.attn_implementation or ""
+def _packages(model: ModelConfig) -> Iterator[Problem]:
+    """Packages that a model's keys need and `pip install rloo-cli` does not install."""
+    attention = model.attn_implementation or ""
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
     if attention in package and find_spec(package[attention]) is None:
         install = package[attention].replace("_", "-")
@@ -145,12 +146,10 @@ def _packages(run: RunConfig) -> Iterator[Problem]:
         fix = f"pip install {install}, or model.attn_implementation=sdpa"
         what = f"model.attn_implementation = {attention!r} cannot be used"
         yield Problem(what, "model.attn_implementation", why, fix)
-    yield from rules_lora.adapter_package_problems(run)
-    yield from agent_package_problems(run)
+    yield from rules_lora.adapter_package_problems(model)
 
 
-def _engine(run: RunConfig) -> Iterator[Problem]:
-    engine = run.distributed.engine
+def _engine(engine: str) -> Iterator[Problem]:
     if engine.startswith("zero") and find_spec("deepspeed") is None:
         why = "it needs the package deepspeed, which is not installed"
         fix = "pip install 'rloo-cli[deepspeed]', or distributed=ddp, or distributed=fsdp2"

@@ -40,11 +40,12 @@ from rloo_cli.utils.child_process import (
     wait_for_group,
 )
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
-from rloo_cli.utils.files import update_json, write_text
+from rloo_cli.utils.files import JsonObject, update_json, write_text
 from rloo_cli.utils.scratch_folder import ScratchFolder
 
 if TYPE_CHECKING:
     from rloo_cli.generation.vllm_server import Config as ServerConfig
+    from rloo_cli.generation.vllm_server import ServerSection
 
 SCRATCH_PREFIX = "rloo-server-"  # how the names of its temporary folders begin
 ERROR_FILE = "error.json"  # in the scratch folder, written by a server that could not start
@@ -68,18 +69,19 @@ class ServerProcess:
 
 
 def start_server(
-    folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None = None
+    folder: Path, values: JsonObject, by: str, env: Mapping[str, str] | None = None
 ) -> ServerProcess:
     """Start the server of a run's folder, from the main thread; `stop_server` must follow.
 
-    The kernel ends the server when the thread that started it is gone. `by`: train, vllm-serve.
+    The kernel ends the server when the thread that started it is gone. `values`: of the run's
+    config. `by`: train, vllm-serve.
     """
     logs = folder / SERVER_LOGS
     logs.mkdir(parents=True, exist_ok=True)
     node = server_file.serving_node_number()
     prefix = f"node_{node}_" if node > 1 else ""
     config_path = logs / f"{prefix}config.yaml"
-    write_text(config_path, yaml.safe_dump(check.dump_config(run), sort_keys=False))
+    write_text(config_path, yaml.safe_dump(values, sort_keys=False))
     number = 1 + sum(1 for _ in logs.glob(f"{prefix}server_*.log"))
     log = logs / f"{prefix}server_{number}.log"
     stale = server_file.read_server_file(folder)
@@ -122,15 +124,14 @@ def answering_server(process: ServerProcess) -> ServerRecord | None:
 
 
 def wait_for_server(
-    process: ServerProcess, run: RunConfig, stop_requested: Callable[[], bool] = lambda: False
+    process: ServerProcess, limit: float, stop_requested: Callable[[], bool] = lambda: False
 ) -> ServerRecord | None:
     """Wait until the server answers; None where `stop_requested` comes first.
 
     Raises RunError once it has ended the server: what the server's process found wrong, or
-    GenerationError with the log's last lines where it died or generation.server.ready_timeout_s
-    is over.
+    GenerationError with the log's last lines where it died or `limit` seconds are over
+    (generation.server.ready_timeout_s).
     """
-    limit = cast("ServerConfig", run.generation).server.ready_timeout_s
     while not stop_requested():
         if (server := answering_server(process)) is not None:
             return server
@@ -219,8 +220,9 @@ def managed_server(
         note(f"samples with the server at {running.url} (process {running.pid} on {running.host})")
         yield lambda: None, gpus_left_by_server(gpus, running, local_ranks)
         return
-    trainer_env, server_env = split_gpus(gpus, local_ranks, gpus_per_server(run))
-    supervisor = ServerSupervisor(folder, run, server_env, note)
+    trainer_env, server_env = split_gpus(gpus, local_ranks, gpus_per_server(run.generation))
+    values = check.dump_config(run)
+    supervisor = ServerSupervisor(folder, values, keys.server, server_env, note)
     try:
         supervisor.check_server_alive()
         yield supervisor.check_server_alive, trainer_env
@@ -294,9 +296,15 @@ def gpus_left_by_server(
 class ServerSupervisor:
     """Starts a run's server, and starts it again when it dies, until the restarts are used up."""
 
-    def __init__(self, folder: Path, run: RunConfig, env: Environment, note: Callable[[str], None]):
-        self.folder, self.run, self.env, self.note = folder, run, env, note
-        self.keys = cast("ServerConfig", run.generation).server
+    def __init__(
+        self,
+        folder: Path,
+        values: JsonObject,
+        keys: "ServerSection",
+        env: Environment,
+        note: Callable[[str], None],
+    ):
+        self.folder, self.values, self.keys, self.env, self.note = folder, values, keys, env, note
         self.process: ServerProcess | None = None
         self.has_answered = False
         self.restarts = 0
@@ -318,7 +326,7 @@ class ServerSupervisor:
             self._restart_or_fail()
 
     def _start(self) -> None:
-        self.process = start_server(self.folder, self.run, "train", self.env)
+        self.process = start_server(self.folder, self.values, "train", self.env)
         self.has_answered = False
         pid = self.process.child.pid
         record = {"pid": pid, "group": pid, "pid_started": process_start_time(pid)}

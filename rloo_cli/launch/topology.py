@@ -60,7 +60,7 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
     if LAUNCHER_VARIABLE not in env and env.get("RANK") and env.get("WORLD_SIZE"):
         place = _torchrun_topology(env)
     elif step in NOT_A_STEP or (tasks == nodes == 1):
-        count = device_count.local_process_count(run)
+        count = device_count.local_process_count(run.distributed, run.generation)
         place = ProcessTopology(num_started=count, world_size=count, local_world_size=count)
         if given.num_nodes > 1:
             how = "in a step of one node" if step else "by itself"
@@ -68,16 +68,21 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
     elif given.num_nodes not in (1, nodes):
         raise ConfigError(_other_step(given, nodes))
     elif tasks == nodes:
-        place = _slurm_node_topology(env, run, nodes)
+        count = device_count.local_process_count(run.distributed, run.generation)
+        place = _slurm_node_topology(env, count, nodes)
     else:
         place = _slurm_task_topology(env, nodes, tasks)
-    run, notes = _with_accelerate_engine(env, run, place)
-    if run.distributed.engine == "single" and place.world_size > 1:
+    distributed, notes = _with_accelerate_engine(env, given, place)
+    if distributed != given:
+        run = run.model_copy(update={"distributed": distributed})
+        if problems := [*rules.run_problems(run)]:
+            raise ConfigError(*problems)
+    if distributed.engine == "single" and place.world_size > 1:
         raise ConfigError(_single_engine_problem(place))
-    run, more = _with_numbers(run, place)
+    distributed, more = _with_numbers(distributed, place)
     if env.get("RANK") and not env.get("WORLD_SIZE"):
         more.append(f"RANK={env['RANK']} is not used, for WORLD_SIZE is not set; unset RANK")
-    return place, run, [*notes, *more]
+    return place, run.model_copy(update={"distributed": distributed}), [*notes, *more]
 
 
 def accelerate_engine(env: Environment) -> tuple[str, str]:
@@ -97,42 +102,40 @@ def accelerate_engine(env: Environment) -> tuple[str, str]:
 
 
 def _with_accelerate_engine(
-    env: Environment, run: RunConfig, topology: ProcessTopology
-) -> tuple[RunConfig, list[str]]:
-    """The config with the engine of `accelerate launch`, if the config chose none itself.
+    env: Environment, given: DistributedConfig, topology: ProcessTopology
+) -> tuple[DistributedConfig, list[str]]:
+    """The section with the engine of `accelerate launch`, if the config chose none itself.
 
     Raises ConfigError where the two differ: the launcher's file would be obeyed by half.
     """
-    given = run.distributed
     engine, offload = accelerate_engine(env)
     plain = "ACCELERATE_MIXED_PRECISION" in env and topology.world_size > 1
     engine = engine or ("ddp" if plain and given.engine == "single" else "")
     if LAUNCHER_VARIABLE in env or not engine:
-        return run, []
+        return given, []
     wanted = {"engine": engine, "offload": offload or given.offload}
     if wanted == {"engine": given.engine, "offload": given.offload}:
-        return run, []
+        return given, []
     if given.engine != "single":
         why = f"accelerate launch says {engine}, offload {offload or 'none'}"
         fix = f"distributed.engine={engine} distributed.offload={wanted['offload']}, or start it" \
               " with torchrun"  # fmt: skip
         what = f"distributed.engine = {given.engine}, and accelerate's launcher says another"
         raise ConfigError(Problem(what, "distributed.engine", why, fix))
-    run = run.model_copy(update={"distributed": given.model_copy(update=wanted)})
-    if problems := [*rules.run_problems(run)]:
-        raise ConfigError(*problems)
-    return run, [
+    return given.model_copy(update=wanted), [
         f"distributed.{key} is {value} here, as accelerate launch says (the config has {was})"
         for key, value in wanted.items()
         if (was := getattr(given, key)) != value
     ]
 
 
-def _with_numbers(run: RunConfig, topology: ProcessTopology) -> tuple[RunConfig, list[str]]:
-    """The config with the launcher's numbers, and a note for each that the config has otherwise."""
+def _with_numbers(
+    config: DistributedConfig, topology: ProcessTopology
+) -> tuple[DistributedConfig, list[str]]:
+    """The section with the launcher's numbers, and notes on those that the config has otherwise."""
     if not topology.launched_by:
-        return run, []
-    config, launcher = run.distributed, topology.launched_by
+        return config, []
+    launcher = topology.launched_by
     numbers = {"num_processes": topology.local_world_size, "num_nodes": topology.num_nodes}
     notes = [
         f"distributed.{key} is {value} here, as {launcher} says (the config has {was})"
@@ -141,7 +144,7 @@ def _with_numbers(run: RunConfig, topology: ProcessTopology) -> tuple[RunConfig,
     ]
     if config.rdzv is not None and topology.store_address:
         notes.append(f"distributed.rdzv is not used: {launcher} says {topology.store_address}")
-    return run.model_copy(update={"distributed": config.model_copy(update=numbers)}), notes
+    return config.model_copy(update=numbers), notes
 
 
 def _torchrun_topology(env: Environment) -> ProcessTopology:
@@ -172,8 +175,7 @@ def _slurm_key(env: Environment) -> str:
     return ".".join(env.get(name) or "0" for name in names)
 
 
-def _slurm_node_topology(env: Environment, run: RunConfig, nodes: int) -> ProcessTopology:
-    count = device_count.local_process_count(run)
+def _slurm_node_topology(env: Environment, count: int, nodes: int) -> ProcessTopology:
     return ProcessTopology(
         launched_by="Slurm",
         launch_id=_slurm_key(env),
@@ -267,15 +269,15 @@ SINGLE_RANK_ENVIRONMENT = {
 STORE_FD_VARIABLE = "RLOO_STORE_FD"
 
 
-def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socket | None:
+def open_store_socket(rdzv: str | None, topology: ProcessTopology) -> socket.socket | None:
     """The store's listening socket; None where none is needed or others have made the store.
 
-    On one machine it is the loopback's, unless distributed.rdzv says where, or MASTER_ADDR and
-    MASTER_PORT do. Raises MachineError where this machine cannot listen on that address.
+    On one machine it is the loopback's, unless `rdzv` (distributed.rdzv) says where, or MASTER_ADDR
+    and MASTER_PORT do. Raises MachineError where this machine cannot listen on that address.
     """
     if topology.world_size == 1 or topology.store_address:
         return None
-    address, key = _given_store_address(run, os.environ)
+    address, key = _given_store_address(rdzv, os.environ)
     if address is None:
         hosts = [LOOPBACK] if topology.num_nodes == 1 else [*_node_addresses(), LOOPBACK]
         for host in hosts:
@@ -293,13 +295,13 @@ def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socke
         raise MachineError(Problem(what, key, why, fix)) from error
 
 
-def _given_store_address(run: RunConfig, env: Environment) -> tuple[tuple[str, int] | None, str]:
+def _given_store_address(rdzv: str | None, env: Environment) -> tuple[tuple[str, int] | None, str]:
     """Where the config or else the environment lets the ranks meet, and the name of what says it.
 
     In a process that a launcher of ours started, the variables are those of its own run.
     """
-    if run.distributed.rdzv:
-        return parse_address(run.distributed.rdzv), "distributed.rdzv"
+    if rdzv:
+        return parse_address(rdzv), "distributed.rdzv"
     if LAUNCHER_VARIABLE in env or not env.get("MASTER_PORT"):
         return None, "distributed.rdzv"
     return (env.get("MASTER_ADDR") or LOOPBACK, environment_number("MASTER_PORT", 0, env)), \

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from rloo_cli.algorithms.common.base import load_algorithm
-from rloo_cli.config.agent import agent_config, observation_token_limit
+from rloo_cli.config.agent import observation_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.planning import overlap_times
@@ -64,15 +64,15 @@ def mean_token_lengths(
 
     `completion`: what the policy samples, over all turns; `observation`: between two turns.
     """
-    half, agent = ASSUMED_LENGTH_SHARE, agent_config(inputs.run)
+    half, agent = ASSUMED_LENGTH_SHARE, inputs.agent
     prompt = prompt or half * inputs.max_prompt_tokens
     if agent is None:
         sampled = completion or half * inputs.max_completion_tokens
         return MeanLengths(prompt, sampled, sampled)
     turns = max(1.0, turns or half * agent.max_turns)
-    length = half * inputs.run.generation.max_completion_length
-    sampled = completion or min(turns * length, inputs.max_sampled_tokens)
-    told = (turns - 1) * (observation or half * observation_token_limit(inputs.run))
+    length = inputs.run.generation.max_completion_length
+    sampled = completion or min(turns * half * length, inputs.max_sampled_tokens)
+    told = (turns - 1) * (observation or half * observation_token_limit(agent, length))
     room = max(inputs.max_completion_tokens - sampled, 0.0)
     return MeanLengths(prompt, sampled + min(told, room), sampled, turns)
 

@@ -40,15 +40,6 @@ def plan_on_this_machine(run: RunConfig) -> RunPlan:
     return plan_run(run, measured=False)
 
 
-def plan_on_local_device(run: RunConfig) -> RunPlan:
-    """The plan of a run on this machine's GPUs, or its CPU where it has none; nothing is assumed.
-
-    No speed is measured, for which torch would be imported. Raises MachineError, ConfigError.
-    """
-    here = device.find_device(None, small=True, measured=False)
-    return plan.make_run_plan(run, here, PlanOptions())
-
-
 def does_not_fit_error(run_plan: RunPlan) -> MachineError:
     """The error of a run that does not fit, with the two keys that would save most."""
     case, needs = (

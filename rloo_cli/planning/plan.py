@@ -1,9 +1,10 @@
 """A run's plan: whether it fits, on how few GPUs, its time, its disk space, what to change."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import Frozen, LoggingConfig, RunConfig
 from rloo_cli.planning import duration, peak_memory, vllm_memory
 from rloo_cli.planning import plan_inputs as cases
 from rloo_cli.planning.device import Device
@@ -77,7 +78,7 @@ def make_run_plan(run: RunConfig, device: Device, options: PlanOptions | None = 
         inputs, means, sampler, forward.micro_batches, forward.recompute
     )
     steps = run.num_steps(options.prompts)
-    recorded, kept = recorded_step_bytes(inputs, means), recorded_steps(run, steps)
+    recorded, kept = recorded_step_bytes(inputs, means), recorded_steps(run.logging, steps)
     return RunPlan(
         inputs=inputs,
         memory=memory,
@@ -107,9 +108,9 @@ def recorded_step_bytes(inputs: PlanInputs, means: MeanLengths) -> float:
     return float(run.train.prompts_per_step * each)
 
 
-def recorded_steps(run: RunConfig, steps: int | None) -> int | None:
+def recorded_steps(logging: LoggingConfig, steps: int | None) -> int | None:
     """How many recorded steps a run leaves; None where its length is not known."""
-    every, keep = run.logging.rollouts_every, run.logging.rollouts_keep_last
+    every, keep = logging.rollouts_every, logging.rollouts_keep_last
     if not every:
         return 0
     if steps is None:
@@ -195,15 +196,17 @@ def recommended_gpu_utilization(plan: RunPlan) -> float | None:
     return sampler.smallest_utilization(max(case.device.usable_bytes - held, 0.0))
 
 
-Change = tuple[str, Callable[[RunConfig], RunConfig]]  # an override, and what it does
+SectionT = TypeVar("SectionT", bound=Frozen)
+Change = tuple[str, str, object]  # an override, and the key and the value that it sets
 
 
 def best_changes(plan: RunPlan) -> list[tuple[str, float]]:
     """The two keys that save most, each alone: the override, and the bytes then needed."""
     useful: list[tuple[str, float]] = []
     case = plan.inputs
-    for override, change in possible_changes(plan):
-        other = cases.collect_plan_inputs(change(case.run), case.device, case.ranks)
+    for override, key, value in possible_changes(plan):
+        changed = with_key(case.run, key, value)
+        other = cases.collect_plan_inputs(changed, case.device, case.ranks)
         memory, sampler = _estimate_memory(other)
         need = max(phase_bytes(other, memory, sampler).values())
         short = sampler is not None and sampler.kv_cache_bytes < sampler.least_kv_bytes
@@ -216,49 +219,39 @@ def best_changes(plan: RunPlan) -> list[tuple[str, float]]:
 def possible_changes(plan: RunPlan) -> Iterator[Change]:
     """Overrides that could make a run smaller."""
     run, case, sampler = plan.inputs.run, plan.inputs, plan.sampler
+    values: dict[str, object] = {}  # by key
     if case.ranks > 1 and case.parallel_strategy not in ("zero3", "fsdp2"):
-        yield "distributed=zero3", lambda r: _with_section(r, "distributed", engine="zero3")
+        yield "distributed=zero3", "distributed.engine", "zero3"
     if case.parallel_strategy.startswith("zero") and run.distributed.offload == "none":
-        override = "distributed.offload=optimizer"
-        yield override, lambda r: _with_section(r, "distributed", offload="optimizer")
+        values["distributed.offload"] = "optimizer"
     if not plan.memory.forward.recompute:
-        override = "model.gradient_checkpointing=true"
-        yield override, lambda r: _with_section(r, "model", gradient_checkpointing=True)
+        values["model.gradient_checkpointing"] = True
     fewer = max(plan.memory.forward.tokens // 4 // 64 * 64, 64)
     if fewer < plan.memory.forward.tokens and run.train.micro_batch_size is None:
-        override = f"train.micro_batch_tokens={fewer}"
-        yield override, lambda r: _with_section(r, "train", micro_batch_tokens=fewer)
+        values["train.micro_batch_tokens"] = fewer
     if run.generation.samples_here:
         tokens = max(64, 4 * (case.max_prompt_tokens + case.max_completion_tokens))
-        override = f"generation.transformers.batch_tokens={tokens}"
-        yield override, lambda r: _with_generation_section(r, "transformers", batch_tokens=tokens)
+        values["generation.transformers.batch_tokens"] = tokens
     if sampler is not None and sampler.colocated and sampler.sleep != "weights":
-        override = "generation.colocate.sleep=weights"
-        yield override, lambda r: _with_generation_section(r, "colocate", sleep="weights")
+        values["generation.colocate.sleep"] = "weights"
     if sampler is not None:
-        section = "colocate" if sampler.colocated else "server"
-        wider = 2 * sampler.tensor_parallel_size
-        override = f"generation.{section}.tensor_parallel_size={wider}"
-        yield override, lambda r: _with_generation_section(r, section, tensor_parallel_size=wider)
+        section = f"generation.{'colocate' if sampler.colocated else 'server'}"
+        values[f"{section}.tensor_parallel_size"] = 2 * sampler.tensor_parallel_size
         share = round(min(0.9, sampler.gpu_memory_utilization + 0.2), 2)
-        override = f"generation.{section}.gpu_memory_utilization={share}"
-        yield override, lambda r: _with_generation_section(r, section, gpu_memory_utilization=share)
+        values[f"{section}.gpu_memory_utilization"] = share
     if case.reference_model is not None:
-        override = "model.ref_offload=true"
-        yield override, lambda r: _with_section(r, "model", ref_offload=True)
-    half = max(1, run.train.prompts_per_step // 2)
-    override = f"train.prompts_per_step={half}"
-    yield override, lambda r: _with_section(r, "train", prompts_per_step=half)
+        values["model.ref_offload"] = True
+    values["train.prompts_per_step"] = max(1, run.train.prompts_per_step // 2)
+    for key, value in values.items():
+        shown = str(value).lower() if isinstance(value, bool) else value
+        yield f"{key}={shown}", key, value
 
 
-def _with_section(run: RunConfig, section: str, **values: object) -> RunConfig:
-    changed = getattr(run, section).model_copy(update=values)
-    return run.model_copy(update={section: changed})
-
-
-def _with_generation_section(run: RunConfig, section: str, **values: object) -> RunConfig:
-    changed = getattr(run.generation, section).model_copy(update=values)
-    return _with_section(run, "generation", **{section: changed})
+def with_key(section: SectionT, key: str, value: object) -> SectionT:
+    """A section of the config with another value of one key in it, such as a.b.c; not checked."""
+    name, _, inside = key.partition(".")
+    new = with_key(getattr(section, name), inside, value) if inside else value
+    return section.model_copy(update={name: new})
 
 
 def plan_on_gpus(plan: RunPlan, gpus: int) -> RunPlan:

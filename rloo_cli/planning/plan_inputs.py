@@ -1,13 +1,25 @@
 """The numbers of a run that the plan computes with: config, models, device, ranks, lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from rloo_cli.config import prompt_limit, value_model
-from rloo_cli.config.agent import agent_config, completion_token_limit, sampled_token_limit
+from rloo_cli.config.agent import (
+    EpisodeConfig,
+    agent_config,
+    completion_token_limit,
+    sampled_token_limit,
+)
 from rloo_cli.config.rules import SHARDED_ENGINES
-from rloo_cli.config.schema import DatasetConfig, RunConfig
+from rloo_cli.config.schema import (
+    AlgorithmConfig,
+    DatasetConfig,
+    GenerationConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+)
 from rloo_cli.distributed import device_count
 from rloo_cli.planning import model_spec
 from rloo_cli.planning.device import Device
@@ -51,22 +63,28 @@ class PlanInputs:
         return self.ranks if self.parallel_strategy in SHARDED_ENGINES else 1
 
     @property
+    def agent(self) -> EpisodeConfig | None:
+        """The agent's keys; None for one answer to each prompt."""
+        return agent_config(self.run)
+
+    @property
     def max_completion_tokens(self) -> int:
         """Most tokens of a completion; of an episode, with what its tools say."""
         context = self.model.context_length
         room = None if context is None else context - self.max_prompt_tokens
-        return completion_token_limit(self.run, room)
+        length = self.run.generation.max_completion_length
+        return completion_token_limit(self.agent, length, room)
 
     @property
     def max_sampled_tokens(self) -> int:
         """Most tokens of a completion that the policy samples, over all its turns."""
-        return min(sampled_token_limit(self.run), self.max_completion_tokens)
+        most = sampled_token_limit(self.agent, self.run.generation.max_completion_length)
+        return min(most, self.max_completion_tokens)
 
     @property
     def max_turns(self) -> int:
         """Most sampled turns of a completion."""
-        agent = agent_config(self.run)
-        return 1 if agent is None else agent.max_turns
+        return 1 if self.agent is None else self.agent.max_turns
 
     @property
     def groups_per_update(self) -> int:
@@ -111,53 +129,60 @@ def collect_plan_inputs(run: RunConfig, device: Device, count: int | None = None
     """
     model = model_spec.load_model_spec(run.model.path, run.model.revision)
     training = [*run.data.mixture_sources.values()] or [run.data]
+    has_reference, nodes = run.algorithm.needs_reference, run.distributed.num_nodes
     return PlanInputs(
         run=run,
         model=model,
         device=device,
-        ranks=count or device_count.total_process_count(run),
-        max_prompt_tokens=_longest_prompt(run, training, model.context_length),
-        reference_model=reference_spec(run, model),
-        value_model=value_model_spec(run),
-        reward_models=reward_model_specs(run),
+        ranks=count or nodes * device_count.local_process_count(run.distributed, run.generation),
+        max_prompt_tokens=_longest_prompt(
+            run.generation, agent_config(run), training, model.context_length
+        ),
+        reference_model=reference_spec(run.model, model) if has_reference else None,
+        value_model=value_model_spec(run.algorithm, run.model, run.rewards),
+        reward_models=reward_model_specs(run.rewards),
     )
 
 
-def _longest_prompt(run: RunConfig, sources: Sequence[DatasetConfig], context: int | None) -> int:
+def _longest_prompt(
+    generation: GenerationConfig,
+    agent: EpisodeConfig | None,
+    sources: Sequence[DatasetConfig],
+    context: int | None,
+) -> int:
     """Tokens of the longest prompt; with an agent, one that leaves room for the turns after it.
 
     Where the context does not hold both at their longest, the episodes get half of it.
     """
-    longest = prompt_limit.max_prompt_tokens(run, sources, context)
-    if agent_config(run) is None or context is None:
+    longest = prompt_limit.max_prompt_tokens(generation, sources, context)
+    if agent is None or context is None:
         return longest
-    room = context - completion_token_limit(run, None)
+    room = context - completion_token_limit(agent, generation.max_completion_length, None)
     return min(longest, max(room, context // 2))
 
 
-def reference_spec(run: RunConfig, model: ModelSpec) -> ModelSpec | None:
-    """The frozen reference; None without KL.
+def reference_spec(config: ModelConfig, model: ModelSpec) -> ModelSpec | None:
+    """The frozen reference of a run that has one; `model`: the policy.
 
-    None, too, for an adapter that is switched off to get the reference's numbers.
+    None for an adapter that is switched off to get the reference's numbers.
     """
-    config = run.model
-    if not run.algorithm.needs_reference:
-        return None
     if config.ref_path is not None:
         return model_spec.load_model_spec(config.ref_path, None, "model.ref_path")
     return None if config.lora is not None and not config.ref_sync.every else model
 
 
-def value_model_spec(run: RunConfig) -> ModelSpec | None:
+def value_model_spec(
+    algorithm: AlgorithmConfig, model: ModelConfig, rewards: Mapping[str, RewardConfig]
+) -> ModelSpec | None:
     """The value model that learns beside the policy; None for algorithms that have none."""
-    if not value_model.needs_value_model(run):
+    if not value_model.needs_value_model(algorithm):
         return None
-    start = value_model.choose_value_init(run, model_spec.model_config_values)
+    start = value_model.choose_value_init(model, rewards, model_spec.model_config_values)
     return model_spec.load_model_spec(start.path, start.revision, start.key)
 
 
-def reward_model_specs(run: RunConfig) -> dict[str, ModelSpec]:
+def reward_model_specs(rewards: Mapping[str, RewardConfig]) -> dict[str, ModelSpec]:
     """The reward models, by the names of their rewards."""
-    entries = {n: cast("RewardModelConfig", e) for n, e in run.rewards.items() if e.type == "model"}
+    entries = {n: cast("RewardModelConfig", e) for n, e in rewards.items() if e.type == "model"}
     load = model_spec.load_model_spec
     return {n: load(e.path, e.revision, f"reward.{n}.path") for n, e in entries.items()}

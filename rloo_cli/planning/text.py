@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from rloo_cli.config.agent import agent_config, observation_token_limit
+from rloo_cli.config.agent import observation_token_limit
 from rloo_cli.config.rules import SHARDED_ENGINES
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.planning import plan as planning
 from rloo_cli.planning.model_counts import ModelSpec
 from rloo_cli.planning.overlap_times import MODES, advised_mode
@@ -53,7 +53,7 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     if (fewest := planning.smallest_gpu_count(plan)) is not None and case.device.kind == "cuda":
         yield f"smallest   {_gpus(fewest)} of this kind for training"
     yield from _engine(plan)
-    yield from teacher_line(run)
+    yield from teacher_line(run.algorithm.teacher_server)
     yield f"step       {plan.tokens_per_step:,.0f} tokens, {_time(plan.duration.total_seconds)}"
     yield from _overlap(plan)
     yield f"run        {_run(plan)}"
@@ -65,9 +65,8 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     yield f"disk       {format_gib(plan.disk_bytes)}: {count} checkpoints of {size}{records}"
 
 
-def teacher_line(run: RunConfig) -> Iterator[str]:
+def teacher_line(keys: TeacherConfig | None) -> Iterator[str]:
     """Which server has the teacher of a distillation; nothing where it is loaded here."""
-    keys = run.algorithm.teacher_server
     if keys is not None:
         name = "" if keys.model is None else f"{keys.model} "
         yield f"teacher    {name}at {keys.base_url}: nothing of it is loaded here"
@@ -252,12 +251,12 @@ def _tower_assumptions(case: PlanInputs) -> Iterator[str]:
 def _episode_assumptions(plan: RunPlan) -> Iterator[str]:
     """How long episodes are taken to be; nothing without an agent."""
     case, means = plan.inputs, plan.duration.mean_lengths
-    if agent_config(case.run) is None:
+    if case.agent is None:
         return
     length = case.run.generation.max_completion_length
     yield (
         f"  episodes of up to {case.max_turns} turns of {length} sampled tokens, and up to"
-        f" {observation_token_limit(case.run)} of tools after each"
+        f" {observation_token_limit(case.agent, length)} of tools after each"
     )
     told = means.completion - means.sampled
     yield (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig, TrainConfig
 from rloo_cli.data.bin_packing import ForwardCost, ForwardLimits
 from rloo_cli.data.packing import MicroBatch, whole_group_slices
 from rloo_cli.policy.layouts import probe_groups
@@ -57,7 +57,9 @@ def model_forward_cost(model: PreTrainedModel) -> ForwardCost:
 
 def measure_forward_limits(
     policy: Policy,
-    config: RunConfig,
+    model_keys: ModelConfig,
+    train: TrainConfig,
+    generation: GenerationConfig,
     max_group_tokens: int,
     has_reference_model: bool,
     held_share: tuple[float, int] = (1.0, 1),
@@ -74,11 +76,12 @@ def measure_forward_limits(
     group. Splitting a group, where that costs nothing, is better than recomputing everything.
     `other_bytes`: bytes of the device that other models take.
     """
-    train, shape = config.train, model_forward_cost(policy.model)
-    free = _free_bytes(policy, config, has_reference_model, held_share, value_model)
-    room = _activation_memory(policy, config, max(free - other_bytes, 0.0))
+    shape = model_forward_cost(policy.model)
+    free = _free_bytes(policy, generation, has_reference_model, held_share, value_model)
+    beside = samples_beside_training(generation)
+    room = _activation_memory(policy, train, beside, max(free - other_bytes, 0.0))
     fitting = room.tokens_that_fit(_bytes_per_policy_token(policy, value_model))
-    auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
+    auto = model_keys.gradient_checkpointing == "auto" and can_recompute(policy.model)
     if auto and fitting < (max_group_tokens if required_tokens is None else required_tokens):
         enable_gradient_checkpointing(policy.model)
         if value_model is not None:
@@ -104,7 +107,9 @@ def has_attention_mask(policy: Policy) -> bool:
     return policy.device.type == "cuda" and policy.layout == "packed" and "flash" not in name
 
 
-def _activation_memory(policy: Policy, config: RunConfig, free_bytes: float) -> ActivationMemory:
+def _activation_memory(
+    policy: Policy, train: TrainConfig, samples_beside: bool, free_bytes: float
+) -> ActivationMemory:
     """The memory that a training forward of the policy has."""
     kind = "cpu" if policy.device.type == "cpu" else "cuda"
     itemsize = 4 if policy.logprob_module.float32_head else policy.dtype.itemsize
@@ -113,8 +118,8 @@ def _activation_memory(policy: Policy, config: RunConfig, free_bytes: float) -> 
         _device_memory_bytes(policy.device),
         free_bytes,
         weight_shape(policy.model.get_output_embeddings().weight)[0] * itemsize,
-        config.train.keep_logits_gb,
-        samples_beside_training(config.generation),
+        train.keep_logits_gb,
+        samples_beside,
     )
 
 
@@ -196,7 +201,7 @@ def _forward_without_logits(policy: Policy, micro_batch: MicroBatch) -> None:
 
 def _free_bytes(
     policy: Policy,
-    config: RunConfig,
+    generation: GenerationConfig,
     has_reference_model: bool,
     held_share: tuple[float, int] = (1.0, 1),
     value_model: ValueModel | None = None,
@@ -212,7 +217,7 @@ def _free_bytes(
         learned = value_model.num_parameters
         held += learned * (value_model.dtype.itemsize + 4 + 8 + (4 if half else 0))
     held *= held_share[0]
-    total, generation = _device_memory_bytes(policy.device), config.generation
+    total = _device_memory_bytes(policy.device)
     if policy.device.type != "cuda":
         total /= held_share[1]
     else:

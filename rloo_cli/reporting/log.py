@@ -7,7 +7,7 @@ last line, means are weighted by counts, extremes are true, and counters have th
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,14 @@ TRL_ALIASES = {ours: name for name, _, _, ours in METRICS["TRL's spelling"] if "
 class RunLog:
     """Writes what a run did into its folder, and shows it."""
 
-    def __init__(self, folder: Path, every: int, samples_every: int, aliases: bool):
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        samples_every: int,
+        aliases: bool,
+        guards: Mapping[str, object] | None = None,  # what the config says of each health rule
+    ):
         self.folder, self.every = folder, every
         self.samples_every, self.aliases = samples_every, aliases
         self.metrics_lines: list[JsonObject] = []  # as written
@@ -54,7 +61,7 @@ class RunLog:
         # Returns rank 0's line on every rank.
         self.share_from_rank0: Callable[[JsonObject], JsonObject] = dict
         self.current_phase = "the start"
-        self.advisor = Advisor()
+        self.advisor = Advisor(guards)
         self.failed_guards: dict[str, str] = {}  # those set to fail that fired -> what they said
         self.drawer = CurveDrawer(folder)
         self.noted_kinds: set[str] = set()

@@ -44,7 +44,6 @@ from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject, check_folder_present
 
 if TYPE_CHECKING:
-    from rloo_cli.config.schema import RunConfig
     from rloo_cli.data.batch import Batch, Group
     from rloo_cli.data.prompts import Prompts
 
@@ -63,13 +62,13 @@ class PromptLedger:
         self.last_check = ""  # `check` of the last line
         self.prompts: Prompts | None = None
 
-    def open(self, prompts: Prompts, config: RunConfig, prompt_offset: int, step: int) -> None:
+    def open(self, prompts: Prompts, num_generations: int, prompt_offset: int, step: int) -> None:
         """Begin, or continue, after `step` steps and `prompt_offset` prompts.
 
         Raises DataError (exit 4) where an existing file ends at another step or prompt.
         """
         self.prompts, self.num_steps, self.prompt_offset = prompts, step, prompt_offset
-        self.min_scored = min(2, config.algorithm.num_generations)
+        self.min_scored = min(2, num_generations)
         header = {
             "ledger": LEDGER_FORMAT,
             "step": step,

@@ -27,22 +27,20 @@ from rloo_cli.checkpoint.restore import (
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.checkpoint.save import VALUE_FILE
 from rloo_cli.config import (
-    check,
     hf_cache,
-    registry,
     rules_model,
     rules_paths,
     synthetic,
 )
-from rloo_cli.config.agent import completion_token_limit
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.user_code import user_code_notes
+from rloo_cli.config.agent import agent_config, completion_token_limit
+from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.config.user_code import code_files, user_code_notes
 from rloo_cli.config.value_model import choose_value_init, needs_value_model
 from rloo_cli.data import chat_templates, splits, vocabulary
 from rloo_cli.data.bin_packing import ForwardLimits, forward_tokens
 from rloo_cli.data.cache import listen_to_progress
 from rloo_cli.data.dataset import OpenedSplit
-from rloo_cli.data.image_rules import check_image_run, image_examples
+from rloo_cli.data.image_rules import check_image_run
 from rloo_cli.data.media import vision_of
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed import device_count, gather, meta_load
@@ -68,7 +66,6 @@ from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
 from rloo_cli.policy.value import ValueModel
 from rloo_cli.reporting.display import Display
-from rloo_cli.reporting.health.advisor import Advisor
 from rloo_cli.reporting.log import RunLog
 from rloo_cli.reporting.panel import panel_header
 from rloo_cli.reporting.prompt_ledger import PromptLedger
@@ -77,11 +74,10 @@ from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import Run
 from rloo_cli.utils import paths
-from rloo_cli.utils.device_waits import choose_phase_clock
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
-from rloo_cli.utils.timers import StepTimer
+from rloo_cli.utils.timers import StepTimer, choose_phase_clock
 
 RewardFunctions = Mapping[str, Callable[..., object]]  # rewards given as callables, by name
 
@@ -94,11 +90,11 @@ def build_run(
 ) -> Run:
     """Build every part of a run. `functions`: rewards given as Python callables, by name.
 
+    `config`: with the keys that others stand for written out (`check.resolve_config`).
     `resume_plan`: where the run resumes; its folder is rolled back once everything fits. Raises
     RunError: DataError (4) and ConfigError (2) before any weights load.
     """
-    resolved, plan = check.resolve_config(config), resume_plan or ResumePlan(folder)
-    return RunBuilder(resolved, plan).build_all(functions or {})
+    return RunBuilder(config, resume_plan or ResumePlan(folder)).build_all(functions or {})
 
 
 class RunBuilder:
@@ -135,8 +131,10 @@ class RunBuilder:
         self.algorithm: Algorithm[Switches] = load_algorithm(config.algorithm)
         self.world = join_world(config)
         logging, world, folder = config.logging, self.world, resume_plan.folder
-        self.log = RunLog(folder, logging.every, logging.samples_every, logging.trl_aliases)
-        self.log.advisor = Advisor(config.guards.model_dump())
+        self.log = RunLog(
+            folder, logging.every, logging.samples_every, logging.trl_aliases,
+            config.guards.model_dump(),
+        )  # fmt: skip
         self.log.writes_files = world.is_main
         self.log.share_from_rank0 = lambda metrics: dict(world.broadcast_from_rank0(metrics))
         if world.is_main:
@@ -172,12 +170,13 @@ class RunBuilder:
         notes = self.check_user_code()
         with listen_to_progress(self.log.progress):
             self.opened_splits = splits.open_splits(self.config, ranks=self.world)
-        self.rewards = build_rewards(self.config, functions)
+        self.rewards = build_rewards(self.config.rewards, functions)
         self.tools = self.load_tools()
-        for note in [*notes, *rules_model.model_file_notes(self.config)]:
+        model, allow_moe = self.config.model, self.config.generation.allow_moe
+        for note in [*notes, *rules_model.model_file_notes(model, allow_moe)]:
             self.log.note(note)
         check_reward_splits(self.config, self.opened_splits, self.rewards)
-        for path in rules_paths.synthetic_model_paths(self.config):
+        for path in rules_paths.synthetic_model_paths(rules_paths.named_paths(self.config)):
             self.log.phase(f"finding or making {path} in {paths.cache_folder()}")
             with listen_to_progress(self.log.progress):
                 self.world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
@@ -188,7 +187,7 @@ class RunBuilder:
 
     def load_tools(self) -> ToolSet | None:
         """The descriptions of the agent's tools. Raises ConfigError."""
-        return agent_build.load_tool_set(self.config)
+        return agent_build.load_tool_set(agent_config(self.config))
 
     def load_tokenizer(self) -> None:
         """Tokenise the prompts, and count the steps. Raises DataError."""
@@ -198,7 +197,8 @@ class RunBuilder:
         chat_templates.set_template_clock(clock)
         self.tokenizer = load.load_policy_tokenizer(config.model)
         self.context_length = load.read_max_positions(config.model)
-        if problems := [*rules_model.expert_problems(config)]:  # a hub model's files are here now
+        allow_moe = config.generation.allow_moe  # a hub model's files are here now
+        if problems := [*rules_model.expert_problems(config.model, allow_moe)]:
             raise ConfigError(*problems)
         tools_of = None if self.tools is None else self.tools.schemas_of
         with listen_to_progress(log.progress):
@@ -208,13 +208,41 @@ class RunBuilder:
             )  # fmt: skip
         if any(prompts.media for prompts in self.prompts_by_set.values()):
             self.check_images()
-        notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
+        notes = self._check_vocabularies()
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
             log.note(note)
-        self.num_steps = count_steps(config, len(self.prompts))
+        self.num_steps = self._count_steps()
         log.token_samples = config.logging.token_samples
         log.decode_token = lambda token: str(self.tokenizer.decode([token]))
+
+    def _check_vocabularies(self) -> list[str]:
+        """Check that tokenizer, data, model and reference have the same tokens. -> notes
+
+        Raises ConfigError.
+        """
+        keys, needed = self.config.model, self.algorithm.config.needs_reference
+        other = load.load_reference_tokenizer(keys) if needed else None
+        if other is not None:
+            vocabulary.check_reference_tokenizer(self.tokenizer, other)
+        vocab_size = load.read_vocab_size(keys)
+        return vocabulary.check_prompt_ids(self.tokenizer, vocab_size, self.prompts_by_set)
+
+    def _count_steps(self) -> int:
+        """The number of rollout batches. Raises DataError if one step needs more prompts."""
+        wanted, num_prompts = self.config.train.prompts_per_step, len(self.prompts)
+        if num_prompts < wanted:
+            raise DataError(
+                Problem(
+                    f"{num_prompts} prompts are fewer than one step needs",
+                    "train.prompts_per_step",
+                    f"it asks for {wanted} different prompts per step",
+                    f"train.prompts_per_step={num_prompts}",
+                )
+            )
+        steps = self.config.num_steps(num_prompts)
+        assert steps is not None, "config.rules asks for one of the three keys"
+        return steps
 
     def check_images(self) -> None:
         """Raise ConfigError or DataError where prompts have images, and this run takes none."""
@@ -223,8 +251,11 @@ class RunBuilder:
     def prepare_rewards(self) -> None:
         """Let rewards load what they need, and build the judge of held-out completions."""
         held_out = {name: p for name, p in self.prompts_by_set.items() if name is not None}
-        self.judge = judging.build_judge(self.config, held_out, self.tokenizer, training=True)
-        check_same_data(self.resume_plan, self.prompts, self.config)
+        self.judge = judging.build_judge(
+            self.config.eval, self.config.seed, held_out, self.tokenizer, training=True
+        )
+        if not self.config.resume_allow_changes:
+            check_same_data(self.resume_plan, self.prompts, code_files(self.config))
         self.log.phase("making rewards ready")
         judge_reward = None if self.judge is None else self.judge.reward
         run_ready_hooks(
@@ -242,25 +273,34 @@ class RunBuilder:
         self.log.phase(f"waiting for the teacher at {teacher.url} to answer")
         longest = self.prompts.max_length + self._completion_limit
         teacher.model = self.world.run_on_rank0(lambda: teacher.connect(self.tokenizer, longest))
-        check_same_teacher(self.resume_plan, teacher.model, self.config)
+        if not self.config.resume_allow_changes:
+            check_same_teacher(self.resume_plan, teacher.model)
         self.log.note(f"the teacher is {teacher.model} at {teacher.url}")
 
     def load_model(self) -> None:
         """Load policy, reference and value model, as the parallel engine needs them."""
         self.log.phase("loading the model")
         trigger_fault("load")
-        self.engine = build_engine(self.world, self.config)
+        self.engine = build_engine(
+            self.world, self.config.train, self.config.distributed, self.config.model.lora
+        )
         self.reward_bytes = memory.allocated_bytes(self.world.device)
         self.policy = self._load_policy()
         self.reference = self._load_reference() if self.algorithm.config.needs_reference else None
-        self.value_model = self._load_value_model() if needs_value_model(self.config) else None
+        self.value_model = (
+            self._load_value_model() if needs_value_model(self.config.algorithm) else None
+        )
 
     def _load_policy(self) -> Policy:
         config, device = self.config, self.world.device
         checkpoint, meta_weights = self.resume_plan.checkpoint, None
         if self.engine.sharded:
             model, meta_weights = meta_load.load_policy_shell(
-                config, self.world, checkpoint, self.algorithm.config.needs_reference
+                config.model,
+                config.seed,
+                self.world,
+                checkpoint,
+                self.algorithm.config.needs_reference,
             )
         else:
             model = lora.load_trained_model(config.model, checkpoint, device, config.seed)
@@ -280,7 +320,7 @@ class RunBuilder:
         on_policy_base = config.model.lora is not None and config.model.ref_path is None
         if self.engine.sharded and not on_policy_base:
             path = config.model.ref_path or config.model.path
-            model, meta_weights = meta_load.load_frozen_shell(config, self.world, path)
+            model, meta_weights = meta_load.load_frozen_shell(config.model, self.world, path)
             frozen = Reference(model, self._kl_temperature, device=device)
             frozen.meta_weights = meta_weights
         else:
@@ -298,16 +338,15 @@ class RunBuilder:
 
         readers = [r.code.reader for r in self.rewards if r.config.type == "model"]  # type: ignore[attr-defined]
         alike = all(vocabulary.same_token_ids(self.tokenizer, r.tokenizer) for r in readers)
-        init = choose_value_init(self.config, read, alike)
+        init = choose_value_init(self.config.model, self.config.rewards, read, alike)
         vocab_size, device = self.policy.vocab_size, self.world.device
-        checkpoint, meta_weights = self.resume_plan.checkpoint, None
+        keys, checkpoint, meta_weights = self.config.model, self.resume_plan.checkpoint, None
         saved = None if checkpoint is None else checkpoint / "trainer" / f"{VALUE_FILE}.safetensors"
         if self.engine.sharded:
             model, new_head, meta_weights = meta_load.load_value_shell(
-                self.config, self.world, init, saved
+                keys, self.world, init, saved
             )
         else:
-            keys = self.config.model
             model, new_head = value.load_value_weights(keys, init, device, saved=saved)
         value_model = value.build_value_model(model, new_head, init, vocab_size, device)
         value_model.meta_weights = meta_weights
@@ -326,8 +365,9 @@ class RunBuilder:
     def start_generator(self) -> None:
         """Build the generator, of this rank or of all ranks."""
         config, policy, world, engine = self.config, self.policy, self.world, self.engine
-        _check_adapter(config, policy, self.log)
-        _check_kv_cache(config, policy.model)
+        _check_adapter(config.generation, policy, self.log)
+        if config.generation.samples_here:
+            _check_kv_cache(policy.model)
         policy.vision = agent_build.load_episode_vision(config, self.tokenizer)
         end_ids = stop_ids(self.tokenizer, policy.model, config.generation)
         vocabulary.check_stop_tokens(end_ids, policy.vocab_size, config.generation)
@@ -338,7 +378,7 @@ class RunBuilder:
         def weights() -> Iterator[dict[str, Tensor]]:
             if lora.has_adapter(policy.model):
                 return gather.iter_gathered_adapter(engine, policy.model)
-            dtype = _sampler_dtype(config, policy)
+            dtype = self._sampler_dtype()
             return gather.iter_gathered_weights(engine, policy.model, dtype)
 
         if generation.is_server and (world.size > 1 or engine.sharded):
@@ -357,16 +397,20 @@ class RunBuilder:
 
     def _build_backend(self, model: PreTrainedModel | None = None) -> Generator:
         """Build the generator of the config's backend, with the policy's model or another."""
-        backend = registry.registered_module("generation", self.config.generation.backend)
-        generator: Generator = registry.load_code(backend.IMPLEMENTATION)(
+        return agent_build.build_generator(
             self.policy.model if model is None else model, self.tokenizer, self.config,
-            self.context_length, self.resume_plan.folder, self.log.note,
+            self.context_length, self.resume_plan.folder, self.log.note, self.tools,
+            self.policy.vision,
         )  # fmt: skip
-        end_ids = stop_ids(self.tokenizer, self.policy.model, self.config.generation)
-        return agent_build.wrap_generator(
-            generator, self.config, self.tools, self.tokenizer, end_ids, self.context_length,
-            self.log.note, self.policy.vision,
-        )  # fmt: skip
+
+    def _sampler_dtype(self) -> torch.dtype:
+        """The dtype that the sampler computes in: shards are cast to it before they are sent."""
+        generation = self.config.generation
+        if not generation.is_engine:
+            return self.policy.dtype
+        name = arguments.engine_dtype(self.config.model, generation.own_keys)
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
 
     def choose_layouts(self) -> None:
         """Choose each model's layout, and how much a forward pass may hold."""
@@ -376,7 +420,7 @@ class RunBuilder:
         max_length = self.prompts.max_length + self._completion_limit
         for model in (policy, frozen) if frozen is not None else (policy,):
             model.logprob_module.float32_head = self.config.model.lm_head_fp32
-            model.image_examples = image_examples(self.prompts)
+            model.image_examples = self.prompts.image_examples()
             if self.engine.lockstep:
                 model.blank_vision = policy.vision or vision_of(self.prompts.media)
         choice = layouts.choose_policy_layout(policy, wanted, max_length)
@@ -403,13 +447,15 @@ class RunBuilder:
     def _completion_limit(self) -> int:
         """The most tokens of a completion; of an episode, with what its tools say."""
         context, prompt = self.context_length, self.prompts.max_length
-        return completion_token_limit(self.config, None if context is None else context - prompt)
+        room = None if context is None else context - prompt
+        most = self.config.generation.max_completion_length
+        return completion_token_limit(agent_config(self.config), most, room)
 
     def _choose_limits(self, layout_choice: LayoutChoice, max_length: int) -> ForwardLimits:
         """How much a forward pass may hold; the same on all ranks."""
         policy, frozen, value_model = self.policy, self.reference, self.value_model
-        k, prompt_length = self.config.algorithm.num_generations, self.prompts.max_length
-        completions = [self._completion_limit] * k
+        config, prompt_length = self.config, self.prompts.max_length
+        completions = [self._completion_limit] * config.algorithm.num_generations
         group = forward_tokens(prompt_length, completions, layout_choice.layout)
         second = frozen is not None and frozen.is_second_model and not frozen.offloaded
         if value_model is not None:
@@ -418,8 +464,8 @@ class RunBuilder:
         alone = frozen is None and self.teacher is None
         least = max_length if alone else group  # a group with a KL should not be cut
         rank_limits = memory.measure_forward_limits(
-            policy, self.config, group, second, _weights_share(self.engine), value_model, least,
-            self.reward_bytes,
+            policy, config.model, config.train, config.generation, group, second,
+            _weights_share(self.engine), value_model, least, self.reward_bytes,
         )  # fmt: skip
         limits = min(self.world.gather(rank_limits), key=lambda limits: limits.tokens)
         size = f"{limits.tokens} tokens"
@@ -477,40 +523,23 @@ class RunBuilder:
         return rollouts
 
 
-def _check_vocabularies(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts_by_set: Mapping[str | None, Prompts],
-) -> list[str]:
-    """Check that tokenizer, data, model and reference have the same tokens. -> notes
-
-    Raises ConfigError.
-    """
-    needed = config.algorithm.needs_reference
-    reference = load.load_reference_tokenizer(config.model) if needed else None
-    if reference is not None:
-        vocabulary.check_reference_tokenizer(tokenizer, reference)
-    vocab_size = load.read_vocab_size(config.model)
-    return vocabulary.check_prompt_ids(tokenizer, vocab_size, prompts_by_set)
-
-
-def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
+def _check_adapter(generation: GenerationConfig, policy: Policy, log: RunLog) -> None:
     """Log if an adapter reaches the experts of a mixture.
 
     Raises ConfigError if the inference engine cannot apply that, or an adapter in a vision tower.
     """
     has_adapter = lora.has_adapter(policy.model)
-    if has_adapter and config.generation.is_engine:
-        _check_adapted_tower(config, policy.model)
+    if has_adapter and generation.is_engine:
+        _check_adapted_tower(generation.backend, policy.model)
     parts = lora.adapted_parameters(policy.model) if has_adapter else []
     if not parts:
         return
     kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in parts}))
     linear = ",".join(lora.linear_targets(policy.model))
-    if config.generation.is_engine:
+    if generation.is_engine:
         why = f"adapted parameters that are not linear layers: {kinds}; vLLM does not take those"
         fix = f"model.lora.target_modules=[{linear}], or generation=transformers"
-        what = f"this adapter cannot be sampled by {config.generation.backend}"
+        what = f"this adapter cannot be sampled by {generation.backend}"
         raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
     log.note(
         f"the adapter is in {kinds} ({len(parts)} parameters) besides the linear layers;"
@@ -518,21 +547,21 @@ def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
     )
 
 
-def _check_adapted_tower(config: RunConfig, model: PreTrainedModel) -> None:
+def _check_adapted_tower(backend: str, model: PreTrainedModel) -> None:
     """Raise ConfigError for an adapter in a vision tower, which vLLM would leave out."""
     beside = lora.adapted_beside_language(model)
     if not beside:
         return
     shared = {name.split(".")[-3] for name in beside}
     own = [name for name in lora.linear_targets(model) if name not in shared]
-    what = f"this adapter cannot be sampled by {config.generation.backend}"
+    what = f"this adapter cannot be sampled by {backend}"
     why = f"it is in the vision tower, too ({beside[0]}); vLLM adapts the language model alone"
     fix = f"model.lora.target_modules=[{','.join(own)}], or " if own else ""
     fix += "generation=transformers"
     raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
 
 
-def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
+def _check_kv_cache(model: PreTrainedModel) -> None:
     """Raise ConfigError for a model whose state our own decoding cannot pass on."""
     arguments_taken = inspect.signature(model.forward).parameters
     other = [name for name in ("cache_params", "state") if name in arguments_taken]
@@ -542,18 +571,9 @@ def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
         why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
     elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
         why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
-    if why and config.generation.samples_here:
+    if why:
         what = f"{type(model).__name__} cannot be sampled by generation=transformers"
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
-
-
-def _sampler_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
-    """The dtype that the sampler computes in: shards are cast to it before they are sent."""
-    if not config.generation.is_engine:
-        return policy.dtype
-    name = arguments.engine_dtype(config, config.generation.own_keys)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _compile_layers(policy: Policy, reference_model: Reference | None, log: RunLog) -> None:
@@ -573,20 +593,3 @@ def _weights_share(engine: ParallelEngine) -> tuple[float, int]:
     """The share of weights and optimizer that a rank holds, and how many ranks share its memory."""
     share = 1 / engine.world.size if engine.sharded else 1.0
     return share, engine.world.local_world_size
-
-
-def count_steps(config: RunConfig, num_prompts: int) -> int:
-    """The number of rollout batches. Raises DataError if a step needs more prompts than exist."""
-    wanted = config.train.prompts_per_step
-    if num_prompts < wanted:
-        raise DataError(
-            Problem(
-                f"{num_prompts} prompts are fewer than one step needs",
-                "train.prompts_per_step",
-                f"it asks for {wanted} different prompts per step",
-                f"train.prompts_per_step={num_prompts}",
-            )
-        )
-    steps = config.num_steps(num_prompts)
-    assert steps is not None, "config.rules asks for one of the three keys"
-    return steps

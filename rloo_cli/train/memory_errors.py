@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rloo_cli.utils.errors import OutOfMemory, Problem
 
 if TYPE_CHECKING:
-    from rloo_cli.config.schema import RunConfig
+    from rloo_cli.config.schema import ModelConfig, RunConfig
     from rloo_cli.run import Run
 
 BUILDING = ("the start", "loading", "making", "finding", "checking", "waiting")  # how these begin
@@ -26,17 +26,19 @@ def out_of_memory_error(
 ) -> OutOfMemory:
     """The error of a GPU that is full, with the keys that this phase of this run reads."""
     why = str(error).splitlines()[0]
-    why += f"; {describe_longest(settings, run)}"
+    limits = settings.generation.max_completion_length, settings.data.max_prompt_length
+    why += f"; {describe_longest(*limits, run)}"
     fix = " or ".join(memory_keys(phase, settings))
     return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, fix))
 
 
-def describe_longest(settings: RunConfig, run: Run | None) -> str:
-    """The longest sequence of the step in tokens; before there is one, what limits it."""
+def describe_longest(most: int, limit: int | None, run: Run | None) -> str:
+    """The longest sequence of the step in tokens; before there is one, what limits it.
+
+    `most`: tokens that a completion may have; `limit`: those of a prompt, None = no key says it.
+    """
     progress = None if run is None else run.step_progress
     if progress is None:
-        most = settings.generation.max_completion_length
-        limit = settings.data.max_prompt_length
         prompt = "" if limit is None else f" after prompts of up to {limit}"
         return f"completions may have {most} tokens{prompt}"
     pairs = [(len(g.prompt_ids), r.length) for g in progress.batch.groups for r in g.rollouts]
@@ -52,7 +54,9 @@ def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
     generation = settings.generation
     colocated = "generation.colocate.gpu_memory_utilization lower"
     if phase.startswith(BUILDING):
-        yield from _loading_keys(settings)
+        yield from _loading_keys(settings.model, settings.algorithm.needs_reference)
+        if generation.samples_here:
+            yield "generation=vllm_server on another GPU"
     elif phase in SAMPLING or phase == "evaluation":
         if phase == "evaluation":
             yield f"eval.batch_size lower than {settings.eval.batch_size}"
@@ -73,15 +77,13 @@ def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
         yield colocated
 
 
-def _loading_keys(settings: RunConfig) -> Iterator[str]:
+def _loading_keys(model: ModelConfig, needs_reference: bool) -> Iterator[str]:
     """Weights, and what is kept of them while they wait."""
-    if settings.model.dtype == "float32":
+    if model.dtype == "float32":
         yield "model.dtype=bfloat16"
-    if settings.model.lora is None:
+    if model.lora is None:
         yield "lora=default"
-    if settings.model.quantization is None:
+    if model.quantization is None:
         yield "quantization=4bit"
-    if settings.algorithm.needs_reference and not settings.model.ref_offload:
+    if needs_reference and not model.ref_offload:
         yield "model.ref_offload=true"
-    if settings.generation.samples_here:
-        yield "generation=vllm_server on another GPU"

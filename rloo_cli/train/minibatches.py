@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rloo_cli.algorithms.common.family import update_denominator, usable_completions
 from rloo_cli.algorithms.common.forward_plan import needed_completions
-from rloo_cli.config.agent import sampled_token_limit
+from rloo_cli.config.agent import agent_config, sampled_token_limit
 from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice
@@ -57,7 +57,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
     valid = usable_completions(batch.scorable, settings) & ~batch.masked
     seen = ~batch.masked if settings.trains_kl_of_unscored else valid
     counted = torch.ones_like(valid) if settings.loss_denominator == "all" else seen
-    plans = []
+    plans, generation = [], run.config.generation
     for share in np.array_split(order, settings.num_minibatches):
         groups = sorted(int(i) for i in share)
         trained = [i for i in groups if i in active]
@@ -65,7 +65,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
         denominator = update_denominator(
             settings, int(counted[groups].sum()), int((lengths * counted)[groups].sum()),
             sum(bool(slices) for micro_batches in by_rank for slices in micro_batches),
-            sampled_token_limit(run.config),
+            sampled_token_limit(agent_config(run.config), generation.max_completion_length),
         )  # fmt: skip
         tokens = int((lengths * valid)[trained].sum())
         all_tokens = max(int(lengths[trained].sum()), 1)

@@ -83,7 +83,7 @@ def run_training(
     `resume_plan`: the checkpoint that the run resumes from. `events`: who is told of it, beside
     those of `logging.events`.
     """
-    folder = paths.absolute_path(folder)
+    settings, folder = check.resolve_config(settings), paths.absolute_path(folder)
     resume_plan = resume_plan or ResumePlan(folder)
     checkpoint = resume_plan.checkpoint and paths.absolute_path(resume_plan.checkpoint)
     resume_plan = replace(resume_plan, folder=folder, checkpoint=checkpoint)
@@ -92,7 +92,7 @@ def run_training(
         listeners = [*events, *load_listeners(settings.logging.events)] if is_first else []
         run, bytes_before = _build_with_memory(settings, functions, resume_plan)
         run.log.events = EventSender(listeners, run.log.note)
-        with _tell_of_errors(run), _save_on_failure(run, settings):
+        with _tell_of_errors(run), _save_on_failure(run):
             first_step, start = _log_start(run), run.clock.elapsed()
             run_training_loop(run)
             return _write_results(run, first_step, run.clock.elapsed() - start, bytes_before)
@@ -140,7 +140,7 @@ def _tell_of_errors(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
+def _save_on_failure(run: Run) -> Iterator[None]:
     """Let an error inside name its cause, and save a checkpoint if the state is whole."""
     try:
         yield
@@ -157,7 +157,7 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         phase = run.clock.failed_phase or run.log.current_phase
         when = f"in step {run.state.step + 1}, {phase}"
-        raise out_of_memory_error(error, when, phase, settings, run) from error
+        raise out_of_memory_error(error, when, phase, run.config, run) from error
     except RuntimeError as error:
         if run.world.size == 1 or not is_collective_error(error):
             raise
@@ -281,7 +281,7 @@ def main() -> None:
     code, state = 1, "failed"
     try:
         fault_injection.arm_faults()
-        run_training(check.read_resolved_config(config_path), folder, resume_plan=start)
+        run_training(check.read_config(config_path), folder, resume_plan=start)
         code, state = 0, "finished"
     except Exception as raised:
         log.error("%s", traceback.format_exc())

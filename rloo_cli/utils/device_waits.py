@@ -1,12 +1,10 @@
-"""Waits for a GPU's queued work, times it, and gets and sets the GPU of a thread.
+"""Waits for a GPU's queued work, and gets and sets the GPU of a thread.
 
 Kernels are only queued by the call that starts them, and the current device belongs to a thread.
 Without a GPU, or before CUDA is initialized, nothing here does anything.
 """
 
 import threading
-from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
@@ -21,24 +19,6 @@ def wait_for_device() -> None:
     """
     if torch.cuda.is_initialized() and not _device_timeouts:  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-
-
-class DeviceClock:
-    """The current GPU's clock (`timers.PhaseClock`): events in the queue of the current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds_between(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        marks[-1].synchronize()
-        return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(marks)]
-
-
-def choose_phase_clock(device: torch.device) -> DeviceClock | None:
-    """The clock of a GPU; None = the host's."""
-    return DeviceClock() if device.type == "cuda" else None
 
 
 def is_device_done(limit_s: float) -> bool:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
+import torch
+
 METRICS = {"Progress and time": [  # read by utils.metrics
     ("step_time", "s", "mean", "seconds of the step"),
     ("time/<phase>", "s", "mean",
@@ -40,6 +42,24 @@ class HostClock:
 
     def seconds_between(self, marks: Sequence[float]) -> list[float]:
         return [end - begin for begin, end in pairwise(marks)]
+
+
+class DeviceClock:
+    """The current GPU's clock: events in the queue of the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds_between(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        marks[-1].synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(marks)]
+
+
+def choose_phase_clock(device: torch.device) -> DeviceClock | None:
+    """The clock of a GPU; None = the host's."""
+    return DeviceClock() if device.type == "cuda" else None
 
 
 class StepTimer:

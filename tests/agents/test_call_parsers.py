@@ -115,7 +115,7 @@ def test_a_parser_of_vllms_without_vllm_is_refused_before_anything_starts(monkey
         generation=GenerationConfig.model_construct(backend="transformers"),
     )
     monkeypatch.setattr(config_agent, "find_spec", lambda name: None)
-    (problem,) = config_agent.agent_package_problems(run)
+    (problem,) = config_agent.agent_package_problems(run.agent)
     assert problem.where == "agent.parser" and "vllm" in problem.why
     monkeypatch.setattr(config_agent, "find_spec", lambda name: object())
-    assert not list(config_agent.agent_package_problems(run))
+    assert not list(config_agent.agent_package_problems(run.agent))

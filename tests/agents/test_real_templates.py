@@ -7,7 +7,6 @@ merges were learnt from the very texts that are said, so that they like to cross
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -243,12 +242,9 @@ def rules_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def asking(renderer: str, path: str = "somewhere/else") -> Any:
-    """What `build_renderer` reads of a run."""
-    return SimpleNamespace(
-        agent=SimpleNamespace(renderer=renderer), model=SimpleNamespace(path=path),
-        generation=SimpleNamespace(chat_template_kwargs={}),
-    )  # fmt: skip
+def renderer_of(asked: str, tokenizer: Any, path: str = "somewhere/else") -> Any:
+    """The renderer for a model at `path` whose turns end with EOS."""
+    return build_renderer(asked, path, {}, tokenizer, {tokenizer.eos_token_id})
 
 
 @pytest.mark.process
@@ -264,8 +260,8 @@ def test_a_run_may_ask_for_the_hand_written_rules(model: str, asked: str, path: 
     pytest.importorskip("renderers", reason="the package renderers is not installed")
     tokenizer = rules_tokenizer(model)
     stop = tokenizer.eos_token_id
-    renderer = build_renderer(asking(asked, path), tokenizer, {stop})
-    ours = build_renderer(asking("difference"), tokenizer, {stop})
+    renderer = renderer_of(asked, tokenizer, path)
+    ours = renderer_of("difference", tokenizer)
     assert isinstance(renderer, RuleRenderer) and not isinstance(ours, RuleRenderer)
     call = {"name": "odd", "arguments": {"number": 1}}
     for text in HOSTILE:
@@ -285,14 +281,14 @@ def test_rules_of_another_model_or_of_none_are_refused_by_name(sentence) -> None
         ("renderers:llama-3", "'<|begin_of_text|>'", "agent.renderer=difference"),
     ):
         with pytest.raises(ConfigError) as raised:
-            build_renderer(asking(asked), tokenizer, {tokenizer.eos_token_id})
+            renderer_of(asked, tokenizer)
         assert_refused(raised, 2, key, where="agent.renderer", fix=fix)
     # The right rules by name, for a model that was taught another template.
     own = str(tokenizer.chat_template)
     tokenizer.chat_template = own.replace("<tool_response>", "<tool_response> It says:")
     assert tokenizer.chat_template != own
     with pytest.raises(ConfigError) as raised:
-        build_renderer(asking("renderers:qwen3"), tokenizer, {tokenizer.eos_token_id})
+        renderer_of("renderers:qwen3", tokenizer)
     assert_refused(raised, 2, "It says:", "agent.renderer", fix="agent.renderer=difference")
     sentence(raised)
 
@@ -301,5 +297,5 @@ def test_rules_are_refused_before_anything_starts_where_the_package_is_missing()
     words = ["+recipe=tools_mini", "agent.renderer=renderers"]
     run = check.check_config(compose_config(words))
     with mock.patch.object(config_agent, "find_spec", return_value=None):
-        (problem,) = config_agent.agent_package_problems(run)
+        (problem,) = config_agent.agent_package_problems(run.agent)
     assert problem.where == "agent.renderer" and "rloo-cli[renderers]" in problem.fix

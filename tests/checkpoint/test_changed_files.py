@@ -52,7 +52,7 @@ def test_every_file_that_a_run_trains_with_is_in_its_fingerprints(
     path.write_text(CODE if name.endswith(".py") else "{{ messages }}")
     run = checked((), tuple(text.format(path).split()))
     (found,) = [k for k in code_files(run) if k.startswith(key)]
-    before = code_fingerprints(run)
+    before = code_fingerprints(code_files(run))
     state = {"code_files": before}
     monkeypatch.setattr(restore.manifest, "read_trainer_state", lambda _: state)
     plan = ResumePlan(tmp_path, 2, tmp_path)
@@ -72,8 +72,8 @@ def test_an_algorithm_of_ones_own_is_in_the_fingerprints(tmp_path: Path) -> None
     algorithm = run.algorithm.model_copy(update={"name": str(tmp_path / "mine.py")})
     (tmp_path / "mine.py").write_text("x = 1")
     mine = run.model_copy(update={"algorithm": algorithm})
-    assert code_fingerprints(mine)["algorithm.name"] != "-"
-    assert code_fingerprints(run) == {}
+    assert code_fingerprints(code_files(mine))["algorithm.name"] != "-"
+    assert code_fingerprints(code_files(run)) == {}
 
 
 def test_a_changed_reward_is_refused_on_resume_and_named_by_compare(forked: Forked) -> None:

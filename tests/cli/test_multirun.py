@@ -116,12 +116,9 @@ def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
 
 def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
     run = check.check_config(compose_config(["+recipe=smoke", f"root={tmp_path}"]))
-    assert cli_multirun.objective_value(run) is None
-    named = check.check_config(
-        compose_config(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"])
-    )
+    assert cli_multirun.objective_value(run.folder, run.held_out, None) is None
     with pytest.raises(ConfigError, match=r"logging\.objective"):
-        cli_multirun.objective_value(named)
+        cli_multirun.objective_value(run.folder, run.held_out, "kl")
 
 
 def test_a_search_by_optuna_returns_what_its_jobs_scored_and_names_the_best(jobs, capsys) -> None:

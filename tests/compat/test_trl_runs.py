@@ -291,9 +291,10 @@ def test_ranks_of_another_launcher_need_the_address_of_a_server(model):
     words = ["generation=vllm_server", f"model.path={model}"]
     _, settings = api.compose_run("smoke", overrides=words)
     with pytest.raises(ConfigError, match="without an address"):
-        api._no_server_of_its_own(settings)
+        api._no_server_of_its_own(settings.generation)
     server = "generation.server.base_url=http://127.0.0.1:9"
-    api._no_server_of_its_own(api.compose_run("smoke", overrides=[*words, server])[1])
+    own = api.compose_run("smoke", overrides=[*words, server])[1]
+    api._no_server_of_its_own(own.generation)
 
 
 @pytest.mark.slow

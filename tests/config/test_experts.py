@@ -35,14 +35,15 @@ def test_a_mixture_of_experts_is_refused_before_anything_starts(tmp_path: Path, 
 
 def test_a_mixture_that_is_allowed_is_told_of_loudly(tmp_path: Path) -> None:
     run = checked(model_folder(tmp_path / "moe", num_experts=8), "generation.allow_moe=true")
-    (note,) = rules_model.model_file_notes(run)
+    (note,) = rules_model.model_file_notes(run.model, allow_moe=True)
     assert note.startswith("warning: ") and "not replayed" in note
 
 
 def test_a_dense_model_needs_no_leave_and_has_no_note(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "dense", num_experts=1)
     for words in ((), ("generation.allow_moe=true",)):
-        assert rules_model.model_file_notes(checked(path, *words)) == []
+        run = checked(path, *words)
+        assert rules_model.model_file_notes(run.model, run.generation.allow_moe) == []
 
 
 def test_experts_of_a_models_text_part_are_counted(tmp_path: Path) -> None:

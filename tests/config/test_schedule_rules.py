@@ -7,7 +7,7 @@ from cli_cases import Rloo
 from rloo_cli.config.check import check_config
 from rloo_cli.config.compose import compose_config
 from rloo_cli.config.idle_keys import idle_notes
-from rloo_cli.config.schema import TrainConfig
+from rloo_cli.config.schema import RunConfig, TrainConfig
 from rloo_cli.distributed.optimizer import build_lr_schedule, warmup_note
 from rloo_cli.utils.errors import ConfigError
 
@@ -80,9 +80,10 @@ def test_a_supervised_training_on_few_rows_trains_with_its_learning_rate(rloo: R
 def test_an_interval_above_the_number_of_steps_is_named(key: str) -> None:
     section, _, name = key.partition(".")
     held_out = {"data": {"eval_split": "test"}}
-    notes = idle_notes([key], held_out | {"max_steps": 10, section: {name: 11}})
-    assert "max_steps" in str(notes)
-    assert "max_steps" not in str(idle_notes([key], {"max_steps": 10, section: {name: 10}}))
+    values = held_out | {"max_steps": 10, section: {name: 11}}
+    assert "max_steps" in str(idle_notes([key], RunConfig, values))
+    values = {"max_steps": 10, section: {name: 10}}
+    assert "max_steps" not in str(idle_notes([key], RunConfig, values))
 
 
 def test_a_supervised_training_needs_no_reward_and_a_run_does() -> None:

@@ -94,9 +94,9 @@ def test_a_server_of_the_runs_own_has_its_gpus_before_ranks_are_counted(
     eight: None, words: list[str], count: int
 ) -> None:
     run = run_of("train.prompts_per_step=8", *words)
-    assert device_count.local_process_count(run) == count
-    if device_count.local_server_gpus(run):
-        ours, theirs = rollout_server.split_gpus(EIGHT, count, device_count.local_server_gpus(run))
+    assert device_count.local_process_count(run.distributed, run.generation) == count
+    if gpus := device_count.local_server_gpus(run.generation):
+        ours, theirs = rollout_server.split_gpus(EIGHT, count, gpus)
         assert not {*ours.values()} & {*theirs.values()}
 
 
@@ -230,11 +230,11 @@ def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
         device=torch.device("cuda"), dtype=torch.float32,
     )  # fmt: skip
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 80e9)
-    alone = memory._free_bytes(policy, run_of(), False)
+    alone = memory._free_bytes(policy, run_of().generation, False)
     monkeypatch.setenv(environment.WAITING_TRIALS_VARIABLE, "4")
-    assert memory._free_bytes(policy, run_of(), False) == alone  # it is no member
+    assert memory._free_bytes(policy, run_of().generation, False) == alone  # it is no member
     monkeypatch.setenv(environment.SWEEP_SOCKET_VARIABLE, "/socket:1")
-    assert memory._free_bytes(policy, run_of(), False) == alone - 2e9
+    assert memory._free_bytes(policy, run_of().generation, False) == alone - 2e9
 
 
 # What is refused until a GPU has shown it.
@@ -293,7 +293,8 @@ def test_what_may_differ_depends_on_dtype_device_and_kind() -> None:
     ],
 )
 def test_a_quantized_engine_or_the_key_allows_more(words: list[str], expected: float) -> None:
-    allowed = generator.run_tolerance(run_of(SERVER, *words))
+    run = run_of(SERVER, *words)
+    allowed = generator.run_tolerance(run.model, run.generation)
     assert allowed("torch.bfloat16", "torch.bfloat16") == expected
 
 

@@ -353,9 +353,8 @@ def test_a_checkpoint_goes_on_whether_the_optimizer_is_offloaded_or_not(first):
     [("cuda", "optimizer", True), ("cuda", "none", False), ("cpu", "parameters", False)],
 )
 def test_what_computes_on_a_cpu_keeps_the_optimizer_that_it_had(device, offload, offloads):
-    settings = SimpleNamespace(distributed=SimpleNamespace(offload=offload, engine="zero3"))
-    settings.train = config()
-    engine = DeepSpeedEngine(SimpleNamespace(device=torch.device(device)), settings)
+    spread = SimpleNamespace(offload=offload, engine="zero3")
+    engine = DeepSpeedEngine(SimpleNamespace(device=torch.device(device)), config(), spread)
     assert engine.offloads is offloads
     zero = engine._deepspeed_config(torch.float32)["zero_optimization"]
     pinned = {"device": "cpu", "pin_memory": device == "cuda"}

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from two_ranks import two_ranks
 
-from rloo_cli.distributed.stop_poll import MAX_POLLS_SKIPPED, StopPoll
-from rloo_cli.distributed.world import World
+from rloo_cli.distributed.world import MAX_POLLS_SKIPPED, StopPoll, World
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import Stopped
 

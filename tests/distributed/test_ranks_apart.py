@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,9 +54,9 @@ def sharded(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for reduce in ("each", "last"):
         spread = SimpleNamespace(
-            reduce=reduce, master_weights="float32", offload="none", timeout_s=60
+            engine="fsdp2", reduce=reduce, master_weights="float32", offload="none", timeout_s=60
         )
-        engine: Any = FSDPEngine(world, SimpleNamespace(distributed=spread, train=config(**TRAIN)))
+        engine: Any = FSDPEngine(world, config(**TRAIN), cast(Any, spread))
         policy = Policy(fresh(), 1.0)
         optimizer, sent = engine.distribute_policy(policy, 10), []
         for _ in range(2):

@@ -305,9 +305,9 @@ def test_explain_knows_sets_and_says_what_is_idle(capsys):
     for words, expected in (
         (["eval.sets.hard.path", *SETS], "make:tiny"),
         (["eval.sets.NAME.split"], "Split to use"),
-        (["data.eval_split", *SETS], "eval.sets names what is held out"),
-        (["eval.pass_at"], "answers are greedy, none are sampled"),
-        (["eval.every", "data.eval_split=null"], "nothing is held out"),
+        (["data.eval_split", *SETS], "only with eval.sets=null"),
+        (["eval.pass_at"], "only with eval.num_generations>1"),
+        (["eval.every", "data.eval_split=null"], "only with data.eval_split or eval.sets"),
     ):
         assert expected in tool.explain_key(words[0], ["+recipe=smoke", *words[1:]])
     acts = tool.explain_key("eval.every", ["+recipe=smoke", "data.eval_split=null", *SETS])

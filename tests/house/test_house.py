@@ -41,11 +41,11 @@ FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LONGEST_FILE, LONGEST_FUNCTION, SHORTEST_FILE = 600, 50, 40
+MOST_WHOLE_CONFIGS = 180  # functions that take the whole RunConfig; it only goes down
 # Short files that are neither plug-ins nor protocols nor entry points, and why they stay.
 SHORT = {
     "compat/migrate/old_run.py": "what the reader hands to the converters: both import it",
     "generation/common/pacing.py": "the proof of carry's bound, for the planner too, without torch",
-    "config/teacher.py": "keys that the schema, an algorithm and a client of vLLM read",
     "data/segments.py": "sums over segments, for rooms that must not know packing",
 }
 ENTRIES = {"cli/key_values.py", "generation/vllm/plugin.py", "plugin.py"}  # named by other programs
@@ -96,6 +96,15 @@ def for_types(tree: ast.Module) -> set[ast.AST]:
 
 def definitions(tree: ast.Module) -> Iterator[DEFINITIONS]:
     yield from (n for n in ast.walk(tree) if isinstance(n, DEFINITIONS))
+
+
+def takes_whole_config(node: DEFINITIONS) -> bool:
+    """Whether RunConfig is in the annotation of a parameter."""
+    if isinstance(node, ast.ClassDef):
+        return False
+    of = node.args
+    given = [*of.posonlyargs, *of.args, *of.kwonlyargs, of.vararg, of.kwarg]
+    return any("RunConfig" in ast.unparse(a.annotation) for a in given if a and a.annotation)
 
 
 def length(node: DEFINITIONS) -> int:
@@ -247,6 +256,17 @@ def test_functions_fit_a_screen() -> None:
         if not isinstance(node, ast.ClassDef) and length(node) > LONGEST_FUNCTION
     ]
     assert not long
+
+
+def test_parts_take_their_sections_and_not_the_whole_config() -> None:
+    """Few functions have the whole RunConfig among their parameters (HOUSE 6)."""
+    whole = [
+        f"{name}: {node.name}"
+        for name, tree in TREES.items()
+        for node in definitions(tree)
+        if takes_whole_config(node)
+    ]
+    assert len(whole) <= MOST_WHOLE_CONFIGS, whole
 
 
 def test_every_error_says_what_where_why_and_how_to_mend_it() -> None:

@@ -1,16 +1,29 @@
-"""How far it is from the command line to `backward()`, counted on real stacks."""
+"""How far it is from the command line to `backward()`, and how much building a run enters.
 
+Both are counted on what really runs: stacks, and the calls of one `build_run`.
+"""
+
+import inspect
 import json
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import fork_cases
+import loop_cases
 import pytest
 from fork_cases import Forked
 
+from rloo_cli.train import build
+
 OURS = "/rloo_cli/"
 MOST = 13  # frames of ours, on both sides of the one process boundary
+# Files that `train/build.py` calls into itself, and all that are entered while a run of the smoke
+# recipe is built: data are read, tokenised and packed, and layouts are tried on the model, which is
+# most of both figures. They only go down.
+MOST_FILES_CALLED, MOST_FILES, MOST_FUNCTIONS = 37, 93, 450
 ALGORITHM = """import json, traceback
 from rloo_cli.plugin import RLOO, LossInputs, Switches
 
@@ -58,3 +71,51 @@ def test_from_the_command_line_to_backward_are_thirteen_frames_and_one_boundary(
     )
     assert command[1:3] == ["cli/main.py:_run_verb", "cli/train.py:run"], "what main() calls"
     assert len(command) + len(inside) <= MOST, "\n".join([*command, *inside])
+
+
+class CallRecord:
+    """The functions of ours that were entered, as `file:name`, and the files called by a file."""
+
+    def __init__(self, caller: str):
+        self.caller, self.functions, self.called = caller, set[str](), set[str]()
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        """What `sys.setprofile` calls. Bodies of modules and classes are not calls."""
+        code = frame.f_code
+        _, ours, file = code.co_filename.rpartition(OURS)
+        if event != "call" or not ours or not code.co_flags & inspect.CO_OPTIMIZED:
+            return
+        if not code.co_name.startswith("<"):
+            self.functions.add(f"{file}:{code.co_qualname}")
+            back = frame.f_back
+            if back is not None and back.f_code.co_filename.endswith(OURS + self.caller):
+                self.called.add(file)
+
+    @property
+    def files(self) -> set[str]:
+        """All files that were entered."""
+        return {function.partition(":")[0] for function in self.functions}
+
+
+def test_building_a_run_enters_no_more_files_than_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    loop_cases.make(first, rewards={})  # makes the model, and imports what is lazy
+    record = CallRecord("train/build.py")
+
+    def traced(*given: Any) -> Any:
+        sys.setprofile(record)
+        try:
+            return build.build_run(*given)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(loop_cases, "make_run", traced)
+    loop_cases.make(second, rewards={})
+    found = len(record.called), len(record.files), len(record.functions)
+    print(f"build.py calls into {found[0]} files; {found[2]} functions in {found[1]} are entered")
+    assert found[0] <= MOST_FILES_CALLED, "\n".join(sorted(record.called))
+    assert found[1] <= MOST_FILES and found[2] <= MOST_FUNCTIONS, "\n".join(sorted(record.files))

@@ -95,7 +95,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> tupl
     monkeypatch.setattr(rollout_server, "server_failure", lambda *_: error)
     monkeypatch.setattr(rollout_server.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
     run = vllm_cases.config(base_url=None)
-    return rollout_server.ServerSupervisor(tmp_path, run, {}, said.append), said
+    keys = run.generation.server
+    return rollout_server.ServerSupervisor(tmp_path, {}, keys, {}, said.append), said
 
 
 def test_restarts_are_counted_and_then_no_server_will_come(

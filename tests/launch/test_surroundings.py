@@ -182,7 +182,7 @@ def test_bc_22_deepspeed_is_refused_with_the_line_that_installs_it(
 
 def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socket() -> None:
     place = ProcessTopology(num_started=2, world_size=2, local_world_size=2)
-    listening = topology.open_store_socket(spread(), place)
+    listening = topology.open_store_socket(None, place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()
@@ -200,26 +200,26 @@ def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says()
         num_started=2, world_size=4, local_world_size=2, num_nodes=2, num_launchers=2,
         launched_by="Slurm",
     )  # fmt: skip
-    listening = topology.open_store_socket(spread(), place)
+    listening = topology.open_store_socket(None, place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()[:2]
         starts = topology.rank_process_specs(place, host, port, listening)
         assert host != "0.0.0.0" and "GLOO_SOCKET_IFNAME" not in starts[0].env
-    taken = topology.open_store_socket(spread("distributed.rdzv=127.0.0.1:0"), place)
+    taken = topology.open_store_socket("127.0.0.1:0", place)
     assert taken is not None
     with taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(MachineError) as refused:
-            topology.open_store_socket(spread(f"distributed.rdzv={where}"), place)
+            topology.open_store_socket(where, place)
     assert_refused(refused, 3, where)
     there = ProcessTopology(world_size=2, store_address="n0:1", launched_by="torchrun")
-    assert topology.open_store_socket(spread(), there) is None
+    assert topology.open_store_socket(None, there) is None
 
 
 def test_a_process_alone_is_told_nothing() -> None:
     place = ProcessTopology()
-    assert topology.open_store_socket(spread(), place) is None
+    assert topology.open_store_socket(None, place) is None
     assert [dict(s.env) for s in topology.rank_process_specs(place, "", 0, None)] == [{}]
 
 
@@ -275,13 +275,13 @@ def test_ranks_meet_where_master_addr_and_master_port_say(monkeypatch):
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with topology.open_store_socket(spread(), place) as listening:
+    with topology.open_store_socket(None, place) as listening:
         assert listening.getsockname() == ("127.0.0.1", port)
         with pytest.raises(MachineError) as refused:
-            topology.open_store_socket(spread(), place)
+            topology.open_store_socket(None, place)
         assert_refused(refused, 3, str(port), fix="unset MASTER_ADDR MASTER_PORT")
-        other = topology.open_store_socket(spread("distributed.rdzv=127.0.0.1:0"), place)
+        other = topology.open_store_socket("127.0.0.1:0", place)
         assert other.getsockname()[1] != port  # the config comes first
         other.close()
         monkeypatch.setenv(topology.LAUNCHER_VARIABLE, "1")  # those of a run of ours
-        topology.open_store_socket(spread(), place).close()
+        topology.open_store_socket(None, place).close()

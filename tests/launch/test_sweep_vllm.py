@@ -35,7 +35,7 @@ TAKEN = [
 
 def found(words: tuple[str, ...], has_gpu: bool) -> list[Any]:
     run = check.check_config(compose_config(["+recipe=smoke", *words]))
-    return [*rules.vllm_trial_problems(run, has_gpu)]
+    return [*rules.vllm_trial_problems(run.generation, has_gpu)]
 
 
 @pytest.mark.parametrize(("words", "gpu", "way_out"), PROBLEMS.values(), ids=PROBLEMS)

@@ -22,7 +22,7 @@ from rloo_cli.generation.vllm.weight_sync import CountedWeightSource
 from rloo_cli.generation.vllm.weights import GatheredWeightSource, ModelWeightSource
 from rloo_cli.utils import device_waits
 from rloo_cli.utils.errors import MachineError
-from rloo_cli.utils.timers import HostClock, StepTimer
+from rloo_cli.utils.timers import DeviceClock, HostClock, StepTimer
 
 
 class Gpu:
@@ -135,7 +135,7 @@ def event(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
 def test_a_step_waits_for_the_device_once_and_each_phase_has_what_the_device_did_in_it(
     gpu: Gpu, event: type[Event], micro_batches: int
 ) -> None:
-    clock = StepTimer(clock=device_waits.DeviceClock())
+    clock = StepTimer(clock=DeviceClock())
     clock.step_started_at -= 1000.0  # what the host waits at the lap
     for _ in range(micro_batches):
         with clock.phase("update"):
@@ -157,7 +157,7 @@ def test_a_step_waits_for_the_device_once_and_each_phase_has_what_the_device_did
 
 
 def test_a_phase_that_fails_has_what_the_device_did_in_it(gpu: Gpu, event: type[Event]) -> None:
-    clock = StepTimer(clock=device_waits.DeviceClock())
+    clock = StepTimer(clock=DeviceClock())
     with contextlib.suppress(ValueError), clock.phase("update"):
         event.busy += 3.0
         raise ValueError

@@ -31,17 +31,16 @@ def policy(name="qwen3", **changes):
 def config(
     checkpointing="auto", tokens=None, size=None, no_grad=None, backend="transformers", **keys
 ):
-    return SimpleNamespace(
-        model=SimpleNamespace(gradient_checkpointing=checkpointing),
-        train=SimpleNamespace(
+    """The sections model, train and generation."""
+    return (
+        SimpleNamespace(gradient_checkpointing=checkpointing),
+        SimpleNamespace(
             micro_batch_tokens=tokens,
             micro_batch_size=size,
             no_grad_batch_size=no_grad,
             keep_logits_gb=2.0,
         ),
-        generation=registered_module("generation", backend).Config.model_construct(
-            overlap="none", **keys
-        ),
+        registered_module("generation", backend).Config.model_construct(overlap="none", **keys),
     )
 
 
@@ -69,35 +68,35 @@ def test_more_layers_keep_more_and_weights_are_not_counted():
 
 def test_a_budget_is_what_the_config_says_or_what_the_memory_holds(monkeypatch):
     found, one = policy(), config(tokens=300)
-    assert memory.measure_forward_limits(found, one, 100, False).tokens == 300
+    assert memory.measure_forward_limits(found, *one, 100, False).tokens == 300
     assert (
-        memory.measure_forward_limits(found, config(), 100, False).tokens
+        memory.measure_forward_limits(found, *config(), 100, False).tokens
         == memory.MAX_USEFUL_TOKENS["cpu"]
     )
     assert (
-        memory.measure_forward_limits(found, config(), 5000, False).tokens == 5000
+        memory.measure_forward_limits(found, *config(), 5000, False).tokens == 5000
     )  # a group is not cut in vain
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 8e6)
-    small = memory.measure_forward_limits(found, config(False), 100, False).tokens
+    small = memory.measure_forward_limits(found, *config(False), 100, False).tokens
     assert 64 <= small < memory.MAX_USEFUL_TOKENS["cpu"] and small % 256 == 0
     assert (
-        memory.measure_forward_limits(found, config(False), 100, True).tokens <= small
+        memory.measure_forward_limits(found, *config(False), 100, True).tokens <= small
     )  # a reference is there too
 
 
 def test_a_pass_without_gradient_takes_what_still_gets_faster():
     found, most = policy(), memory.MAX_USEFUL_TOKENS["cpu"]
     for tokens, expected in ((100, 400), (300, most), (None, most), (5000, 5000)):
-        limits = memory.measure_forward_limits(found, config(tokens=tokens), 100, False)
+        limits = memory.measure_forward_limits(found, *config(tokens=tokens), 100, False)
         assert limits.no_grad_tokens == expected
 
 
 def test_a_size_in_completions_counts_instead():
-    limits = memory.measure_forward_limits(policy(), config(size=8), 100, False)
+    limits = memory.measure_forward_limits(policy(), *config(size=8), 100, False)
     assert (limits.completions, limits.no_grad_completions) == (8, 16)
     assert (
         memory.measure_forward_limits(
-            policy(), config(size=8, no_grad=8), 100, False
+            policy(), *config(size=8, no_grad=8), 100, False
         ).no_grad_completions
         == 8
     )
@@ -113,7 +112,7 @@ def test_activations_are_recomputed_only_where_the_longest_group_would_not_fit(
     logits = CROWDED_ACTIVATION_SHARE * 4 * 40  # of a vocabulary of 40, in float32
     room = 100 * (memory.activation_bytes_per_token(found) + logits) / CROWDED_ACTIVATION_SHARE
     monkeypatch.setattr(memory, "_free_bytes", lambda *given: room)
-    memory.measure_forward_limits(found, config(wanted), 99 if fits else 101, False)
+    memory.measure_forward_limits(found, *config(wanted), 99 if fits else 101, False)
     assert found.model.is_gradient_checkpointing is on
 
 
@@ -133,7 +132,7 @@ def test_a_plan_chooses_the_tokens_that_the_run_chooses(monkeypatch):
     cpu = replace(cpu_device(), memory_bytes=20e6)
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: cpu.memory_bytes)
     run = checked("model.gradient_checkpointing=false", "algorithm.beta=0")
-    limits = memory.measure_forward_limits(found, run, 100, False)
+    limits = memory.measure_forward_limits(found, run.model, run.train, run.generation, 100, False)
     inputs = PlanInputs(run, spec, cpu, 1, max_prompt_tokens=20)
     static = static_memory.estimate_static_memory(inputs)
     room = peak_memory._activation_memory(inputs, static)
@@ -144,10 +143,10 @@ def test_a_plan_chooses_the_tokens_that_the_run_chooses(monkeypatch):
 
 def test_logits_are_kept_up_to_a_size_and_an_eighth_of_the_free_memory(monkeypatch):
     found = policy()
-    memory.measure_forward_limits(found, config(), 100, False)
+    memory.measure_forward_limits(found, *config(), 100, False)
     assert found.logprob_module.keep_logits_bytes == 2e9
     monkeypatch.setattr(memory, "_free_bytes", lambda *given: 8e6)
-    memory.measure_forward_limits(found, config(), 10, False)
+    memory.measure_forward_limits(found, *config(), 10, False)
     assert found.logprob_module.keep_logits_bytes == 1e6
 
 
@@ -159,11 +158,11 @@ def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkey
     for sleep, share in (("none", 0.7), ("kv", 0.7), ("weights", 1.0)):
         engine = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
         one = config(backend="vllm_colocate", colocate=engine)
-        assert memory._free_bytes(there, one, True) == pytest.approx(
+        assert memory._free_bytes(there, one[2], True) == pytest.approx(
             0.98 * share * 1e8 - 20 * count
         )
     # 18 bytes a parameter
-    assert memory._free_bytes(there, config(), False) == pytest.approx(0.98e8 - 18 * count)
+    assert memory._free_bytes(there, config()[2], False) == pytest.approx(0.98e8 - 18 * count)
 
 
 @pytest.mark.parametrize("layout", packing.LAYOUTS)

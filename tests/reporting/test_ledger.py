@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as some
 from ledger_audit import audit_ledger
-from ledger_cases import batch, lines, prompts, settings, six, write
+from ledger_cases import K, batch, lines, prompts, six, write
 from loop_cases import digits
 from resume_cases import attempt
 
@@ -197,7 +197,7 @@ def test_a_prompt_with_one_completion_needs_one_score(tmp_path):
 
 def test_a_row_that_an_algorithm_can_use_without_siblings_is_trained_on(tmp_path):
     found, ledger = prompts(), PromptLedger(tmp_path)
-    ledger.open(found, settings(), 0, 0)
+    ledger.open(found, K, 0, 0)
     made = batch(found, 0, 0, ["unscorable"])
     made.usable = made.scorable.clone()
     ledger.step(made, 0, 1)
@@ -206,7 +206,7 @@ def test_a_row_that_an_algorithm_can_use_without_siblings_is_trained_on(tmp_path
 
 def test_completions_without_a_token_are_not_in_the_loss(tmp_path):
     found, ledger = prompts(), PromptLedger(tmp_path)
-    ledger.open(found, settings(), 0, 0)
+    ledger.open(found, K, 0, 0)
     made = batch(found, 0, 0, ["trained", "trained"])
     for rollout in made.groups[0].rollouts:
         rollout.mask = [0, 0]
@@ -216,7 +216,7 @@ def test_completions_without_a_token_are_not_in_the_loss(tmp_path):
 
 def test_where_only_some_updates_were_made_the_others_prompts_are_skipped(tmp_path):
     found, ledger = prompts(), PromptLedger(tmp_path)
-    ledger.open(found, settings(), 0, 0)
+    ledger.open(found, K, 0, 0)
     ledger.step(batch(found, 0, 0, ["trained"] * 4), 0, 1, updated_groups={1, 2})
     assert fates(tmp_path)["skipped"] == [0, 3] and fates(tmp_path)["trained"] == [1, 2]
 
@@ -275,7 +275,7 @@ def _resumed(folder, steps, found, cuts):
     """Write the steps, going back to after `cut` steps for every cut, as a resumed run does."""
     places = [sum(map(len, steps[:i])) for i in range(len(steps) + 1)]
     ledger, lengths, at = PromptLedger(folder), {}, 0
-    ledger.open(found, settings(), 0, 0)
+    ledger.open(found, K, 0, 0)
     lengths[0] = (folder / LEDGER_FILE).stat().st_size
     for goal in [*(c for c in cuts if c <= len(steps)), len(steps)]:
         back = min(goal, at)
@@ -283,7 +283,7 @@ def _resumed(folder, steps, found, cuts):
             with (folder / LEDGER_FILE).open("ab") as file:
                 file.truncate(lengths[back])
             ledger = PromptLedger(folder)
-            ledger.open(found, settings(), places[back], back)
+            ledger.open(found, K, places[back], back)
             at = back
         while at < len(steps):
             made = batch(found, at, places[at], steps[at])
@@ -301,7 +301,7 @@ STEPS = [["trained"] * 4, ["trained", "resampled", "dropped"], ["trained"] * 4]
 
 def test_a_run_that_begins_elsewhere_says_where(tmp_path):
     found, ledger = prompts(), PromptLedger(tmp_path)
-    ledger.open(found, settings(), 9, 3)
+    ledger.open(found, K, 9, 3)
     ledger.step(batch(found, 3, 9, ["trained"] * 5), 9, 1)
     account = audit_ledger(tmp_path)
     assert account.first_position == (3, 9) and (account.steps, account.prompt_offset) == (4, 14)
@@ -312,7 +312,7 @@ def test_a_ledger_that_ends_elsewhere_than_the_run_goes_on_is_refused(tmp_path, 
     write(tmp_path, STEPS)  # it ends after step 3, place 11
     before = (tmp_path / LEDGER_FILE).read_bytes()
     with pytest.raises(DataError) as caught:
-        PromptLedger(tmp_path).open(prompts(), settings(), place, step)
+        PromptLedger(tmp_path).open(prompts(), K, place, step)
     assert caught.value.code == 4 and "after step 3, place 11" in str(caught.value)
     assert f"after step {step}, place {place}" in str(caught.value)
     assert (tmp_path / LEDGER_FILE).read_bytes() == before
@@ -324,16 +324,16 @@ def test_half_a_line_at_the_end_is_refused_when_the_run_goes_on(tmp_path):
     for cut in (text[:-1], text[:-9], text + b'{"st'):
         (tmp_path / LEDGER_FILE).write_bytes(cut)
         with pytest.raises(DataError, match="cut off"):
-            PromptLedger(tmp_path).open(prompts(), settings(), 11, 3)
+            PromptLedger(tmp_path).open(prompts(), K, 11, 3)
 
 
 def test_opening_again_writes_nothing_and_an_empty_file_gets_its_header(tmp_path):
     write(tmp_path, STEPS)
     before = (tmp_path / LEDGER_FILE).read_bytes()
-    PromptLedger(tmp_path).open(prompts(), settings(), 11, 3)
+    PromptLedger(tmp_path).open(prompts(), K, 11, 3)
     assert (tmp_path / LEDGER_FILE).read_bytes() == before
     (tmp_path / LEDGER_FILE).write_bytes(b"")
-    PromptLedger(tmp_path).open(prompts(), settings(), 0, 0)
+    PromptLedger(tmp_path).open(prompts(), K, 0, 0)
     assert (tmp_path / LEDGER_FILE).read_bytes() == before.split(b"\n")[0] + b"\n"
 
 
@@ -344,7 +344,7 @@ def test_opening_again_writes_nothing_and_an_empty_file_gets_its_header(tmp_path
 def test_another_order_that_was_allowed_gets_a_header_of_its_own(tmp_path, other):
     write(tmp_path, STEPS)
     ledger = PromptLedger(tmp_path)
-    ledger.open(other, settings(), 11, 3)
+    ledger.open(other, K, 11, 3)
     ledger.step(batch(other, 3, 11, ["trained"] * 4), 11, 1)
     found = lines(tmp_path)
     assert [i for i, line in enumerate(found) if "ledger" in line] == [0, 4]
@@ -355,7 +355,7 @@ def test_another_order_that_was_allowed_gets_a_header_of_its_own(tmp_path, other
 def test_epochs_before_and_after_another_order_are_not_taken_together(tmp_path):
     write(tmp_path, [["trained"] * 7], prompts(5))  # epoch 1 has begun
     ledger, grown = PromptLedger(tmp_path), prompts(9, fingerprint="grown")
-    ledger.open(grown, settings(), 7, 1)
+    ledger.open(grown, K, 7, 1)
     ledger.step(batch(grown, 1, 7, ["trained"] * 12), 7, 1)  # its own epoch 1 is over
     assert audit_ledger(tmp_path).fates == {"trained": 19}
 
@@ -365,7 +365,7 @@ def test_epochs_before_and_after_another_order_are_not_taken_together(tmp_path):
 
 def opened(folder):
     ledger = PromptLedger(folder)
-    ledger.open(prompts(), settings(), 0, 0)
+    ledger.open(prompts(), K, 0, 0)
     return ledger
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,11 +53,6 @@ def prompts(n: int = 6, filtered: Sequence[int] = (), **changes: Any) -> Prompts
     )
 
 
-def settings(k: int = K) -> Any:
-    """As much of a config as the ledger looks at."""
-    return SimpleNamespace(algorithm=SimpleNamespace(num_generations=k))
-
-
 def batch(
     found: Prompts, step: int, place: int, said: Sequence[str], k: int = K, extra: int = 0
 ) -> Batch:
@@ -92,7 +86,7 @@ def write(
 ) -> Path:
     """A ledger of made-up steps, each a list of fates; `skipped` ones all in steps of their own."""
     found, ledger = found or prompts(), PromptLedger(folder)
-    ledger.open(found, settings(k), 0, 0)
+    ledger.open(found, k, 0, 0)
     place = 0
     for number, said in enumerate(steps):
         ledger.step(batch(found, number, place, said, k), place, int("skipped" not in said))

@@ -75,7 +75,7 @@ def make(
     place.mkdir(exist_ok=True)
     here = mock.patch.dict(os.environ, RLOO_CACHE=cache())
     with here, mock.patch("torch.cuda.is_available", return_value=False):
-        run = make_run(settings, place, rewards)
+        run = make_run(check.resolve_config(settings), place, rewards)
     run.log.display = None
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():

@@ -168,7 +168,8 @@ def resumed(run: Run, checkpoint: Path, *words: str) -> Run:
     other.policy.model.load_state_dict(run.policy.model.state_dict())
     restore.restore_run(other, checkpoint)
     other.ledger.path.unlink()  # it begins at the first step
-    other.ledger.open(other.prompts, other.config, other.state.place, other.state.step)
+    k = other.config.algorithm.num_generations
+    other.ledger.open(other.prompts, k, other.state.place, other.state.step)
     return other
 
 

@@ -95,8 +95,8 @@ def test_top_p_without_masks_is_warned_of_and_with_them_it_is_not() -> None:
 
 def test_keys_of_masks_that_do_nothing_are_told() -> None:
     def reasons(key: str, *words: str) -> list[str]:
-        values = dump_config(checked((), words))
-        return idle_keys.idle_reasons(f"generation.{key}", values)
+        run = checked((), words)
+        return idle_keys.idle_notes([f"generation.{key}"], type(run), dump_config(run))
 
     assert reasons("return_sampling_mask", MASKED[1]) and not reasons(
         "return_sampling_mask", *MASKED

@@ -72,5 +72,5 @@ def test_a_phase_names_no_key_that_the_run_has_not() -> None:
 
 
 def test_before_a_batch_the_limits_stand_for_its_longest_sequence() -> None:
-    said = memory_errors.describe_longest(settings("data.max_prompt_length=64"), None)
+    said = memory_errors.describe_longest(16, 64, None)
     assert re.findall(r"\d+", said) == ["16", "64"]

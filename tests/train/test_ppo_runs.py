@@ -223,7 +223,9 @@ def test_a_reward_model_is_the_beginning_only_where_backbone_and_words_are_the_p
 ) -> None:
     run = checked((), ("algorithm=ppo", *RM))
     values = {run.model.path: SAME, "make:tiny_reward": theirs}
-    found = value_model.choose_value_init(run, lambda path, _: values[path], alike)
+    found = value_model.choose_value_init(
+        run.model, run.rewards, lambda path, _: values[path], alike
+    )
     assert (found.reward, found.path) == (reward, "make:tiny_reward" if reward else "make:tiny")
     assert why in found.why
 
@@ -278,19 +280,20 @@ def test_rows_of_a_forward_leave_room_for_the_value_model(tmp_path: Path, monkey
     run = make(tmp_path, "algorithm=ppo", "model.gradient_checkpointing=false")
     assert run.value_model is not None
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 20e6)
-    without = memory._free_bytes(run.policy, run.config, True)
-    beside = memory._free_bytes(run.policy, run.config, True, value_model=run.value_model)
+    generation = run.config.generation
+    without = memory._free_bytes(run.policy, generation, True)
+    beside = memory._free_bytes(
+        run.policy, run.config.generation, True, value_model=run.value_model
+    )
     count = sum(p.numel() for p in run.value_model.model.parameters())
     assert without - beside == 16 * count  # weights, gradients, two moments
-    narrow = memory.measure_forward_limits(run.policy, run.config, 50, True).tokens
+    given = run.policy, run.config.model, run.config.train, generation
+    narrow = memory.measure_forward_limits(*given, 50, True).tokens
     run.value_model.tokens_per_policy_token = (
         50.0  # of a layout that takes many more rows than the policy's
     )
     assert (
-        memory.measure_forward_limits(
-            run.policy, run.config, 50, True, value_model=run.value_model
-        ).tokens
-        < narrow
+        memory.measure_forward_limits(*given, 50, True, value_model=run.value_model).tokens < narrow
     )
 
 

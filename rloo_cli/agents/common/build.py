@@ -1,6 +1,8 @@
 """The generator of episodes, around the generator that a run has built."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rloo_cli.agents.common.call_parsers import choose_parser
@@ -10,28 +12,54 @@ from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.config import registry
-from rloo_cli.config.agent import AgentConfig, agent_config
+from rloo_cli.config.agent import (
+    AgentConfig,
+    EpisodeConfig,
+    agent_config,
+    completion_token_limit,
+    sampled_token_limit,
+)
 from rloo_cli.config.prompt_limit import prompt_headroom
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.data.image_rules import why_no_tool_images
 from rloo_cli.generation import Generator
-from rloo_cli.utils.files import JsonObject
+from rloo_cli.generation.common.stop_rule import stop_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rloo_cli.data.vision_processor import VisionProcessor
 
 
-def load_tool_set(run: RunConfig) -> ToolSet | None:
-    """The descriptions of the run's tools; None without an agent, and for one that has its own.
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """What a generator of episodes is built from, whoever plays them."""
+
+    inner: Generator  # samples the turns
+    model: ModelConfig
+    generation: GenerationConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    stop_ids: set[int]  # that end a turn
+    context_tokens: int | None  # of a prompt with its episode; None = not known
+    episode_tokens: int  # the most of an episode by the agent's keys, where the context has no end
+    sampled_tokens: int  # the most that are sampled in an episode, over all its turns
+    note: Callable[[str], None]
+
+    def build_renderer(self, asked: str) -> TurnRenderer:
+        """The renderer that agent.renderer asks for. Raises ConfigError where it does not fit."""
+        template_kwargs = self.generation.chat_template_kwargs
+        path = str(self.model.path)
+        return build_renderer(asked, path, template_kwargs, self.tokenizer, self.stop_ids)
+
+
+def load_tool_set(agent: EpisodeConfig | None) -> ToolSet | None:
+    """The descriptions of the agent's tools; None without an agent, and for one that has its own.
 
     Raises ConfigError.
     """
-    config = agent_config(run)
-    if config is None:
+    if agent is None:
         return None
-    found: ToolSet | None = registry.registered_module("agents", config.kind).load_tools(config)
+    found: ToolSet | None = registry.registered_module("agents", agent.kind).load_tools(agent)
     return found
 
 
@@ -49,51 +77,72 @@ def load_episode_vision(
     return load_vision_processor(run.model, tokenizer)
 
 
-def wrap_generator(
-    inner: Generator,
-    run: RunConfig,
-    tools: ToolSet | None,
+def build_generator(
+    model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    stop_ids: set[int],
+    run: RunConfig,
     context_length: int | None,
+    folder: Path,
     note: Callable[[str], None],
-    vision: "VisionProcessor | None" = None,
+    tools: ToolSet | None,
+    vision: "VisionProcessor | None",
 ) -> Generator:
-    """A generator of episodes around `inner`; `inner` itself without an agent.
+    """The generator of the run's backend; with an agent, one of its episodes around it.
 
-    `stop_ids` end a turn; `vision` is `load_episode_vision`'s. Raises ConfigError for a chat
-    template that tools cannot be used with.
+    `tools` and `vision` are what `load_tool_set` and `load_episode_vision` return. Raises
+    ConfigError for a chat template that tools cannot be used with.
     """
+    backend = registry.registered_module("generation", run.generation.backend)
+    inner: Generator = registry.load_code(backend.IMPLEMENTATION)(
+        model, tokenizer, run, context_length, folder, note
+    )
     config = agent_config(run)
     if config is None:
         return inner
-    module = registry.registered_module("agents", config.kind)
+    length = run.generation.max_completion_length
+    headroom = prompt_headroom(run.generation, context_length)
+    context = None if headroom is None else headroom + length
+    ends = stop_ids(tokenizer, model, run.generation)
+    episode, sampled = (
+        completion_token_limit(config, length, None),
+        sampled_token_limit(config, length),
+    )
+    setup = EpisodeSetup(
+        inner, run.model, run.generation, tokenizer, ends, context, episode, sampled, note
+    )
     if not isinstance(config, AgentConfig):  # an agent that drives its episodes itself
-        driven: Generator = module.build_generator(
-            inner, run, tokenizer, stop_ids, context_length, note
-        )
+        module = registry.registered_module("agents", config.kind)
+        driven: Generator = module.build_generator(config, setup)
         return driven
     assert tools is not None
-    renderer = build_renderer(run, tokenizer, stop_ids)
+    images = ToolImages(why_no_tool_images(run), run.data.max_pixels)
+    turn_rewards = run.algorithm.turn_reward_kind
+    return _build_episodes(config, setup, tools, vision, images, turn_rewards)
+
+
+def _build_episodes(
+    config: AgentConfig,
+    setup: EpisodeSetup,
+    tools: ToolSet,
+    vision: "VisionProcessor | None",
+    images: ToolImages,
+    turn_rewards: str,
+) -> EpisodeGenerator:
+    """The generator of episodes whose calls of tools the run makes. Raises ConfigError.
+
+    `images`: whether tools may answer with them, as far as model and config say it.
+    """
+    renderer = setup.build_renderer(config.renderer)
     renderer.vision = vision
     for environment in tools.environments.values():
         renderer.check_template(environment.schemas)
     schemas = [s for e in tools.environments.values() for s in e.schemas]
-    name, parser = choose_parser(config.parser, tokenizer, schemas)
+    name, parser = choose_parser(config.parser, setup.tokenizer, schemas)
     names = ", ".join(n for e in tools.environments.values() for n in e.specs)
-    note(f"episodes of up to {config.max_turns} turns with {names}; calls are read as {name}")
-    length = run.generation.max_completion_length
-    headroom = prompt_headroom(run, context_length)
-    context = None if headroom is None else headroom + length
-    turn_rewards = run.algorithm.turn_reward_kind
-    images = _tool_images(run, renderer, schemas)
-    rules = EpisodeRules(config, tools, renderer, parser, length, context, turn_rewards, images)
-    return EpisodeGenerator(inner, rules)
-
-
-def _tool_images(run: RunConfig, renderer: TurnRenderer, schemas: list[JsonObject]) -> ToolImages:
-    """Whether tools may answer with images."""
-    why = why_no_tool_images(run)
-    if why is None and not renderer.shows_images(schemas):
+    setup.note(f"episodes of up to {config.max_turns} turns with {names}; calls are read as {name}")
+    if images.why_not is None and not renderer.shows_images(schemas):
         why = "and the chat template shows no images in a message of role tool"
-    return ToolImages(why, run.data.max_pixels)
+        images = replace(images, why_not=why)
+    length, context = setup.generation.max_completion_length, setup.context_tokens
+    rules = EpisodeRules(config, tools, renderer, parser, length, context, turn_rewards, images)
+    return EpisodeGenerator(setup.inner, rules)

@@ -6,12 +6,11 @@ same ids between two turns as the difference does; else they are refused before 
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rloo_cli.agents.common.turn_rendering import PROBE, TurnRenderer, tool_message
-from rloo_cli.config.agent import RENDERERS, RENDERERS_PREFIX, EpisodeConfig
+from rloo_cli.config.agent import RENDERERS, RENDERERS_PREFIX
 from rloo_cli.config.old_names import list_nearest_first, nearest_names
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -93,15 +92,17 @@ class RuleRenderer(TurnRenderer):
 
 
 def build_renderer(
-    run: RunConfig, tokenizer: "PreTrainedTokenizerBase", stop_ids: set[int]
+    asked: str,
+    model_path: str,
+    template_kwargs: JsonObject,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: set[int],
 ) -> TurnRenderer:
-    """The renderer that `agent.renderer` names. Raises ConfigError where it does not fit."""
-    asked = cast(EpisodeConfig, run.agent).renderer
-    template_kwargs = run.generation.chat_template_kwargs
+    """The renderer that is `asked` by agent.renderer. Raises ConfigError where it does not fit."""
     if not asked.startswith(RENDERERS):
         return TurnRenderer(tokenizer, template_kwargs, stop_ids)
     name = asked.removeprefix(RENDERERS_PREFIX) if asked != RENDERERS else None
-    rules = _load_rules(name, str(run.model.path), tokenizer)
+    rules = _load_rules(name, model_path, tokenizer)
     renderer = RuleRenderer(tokenizer, template_kwargs, stop_ids, rules.bridge_to_next_turn)
     renderer.check_rules()
     return renderer

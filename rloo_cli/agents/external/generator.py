@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rloo_cli.agents.common.build import EpisodeSetup
 from rloo_cli.agents.common.call_parsers import ParsedCalls, choose_parser
 from rloo_cli.agents.common.episode import finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
-from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.agents.external.agent_host import AgentHost
 from rloo_cli.agents.external.agent_process import (
     MARK_VARIABLE,
@@ -31,9 +31,6 @@ from rloo_cli.agents.external.conversation import Conversation, ExternalRules
 from rloo_cli.agents.external.message_forms import MODEL_NAME
 from rloo_cli.agents.external.request_queue import RequestQueue, row_of_group
 from rloo_cli.agents.external.server import ProxyServer
-from rloo_cli.config.agent import completion_token_limit
-from rloo_cli.config.prompt_limit import prompt_headroom
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
@@ -44,7 +41,7 @@ from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 SHORTEST_WAIT_S = 0.05  # for agents, after a wave that took less
 OPENING_WAIT_S = 1.0  # for agents to start, before the first wave
@@ -79,38 +76,28 @@ class ProxyKeys(Protocol):
     def workers(self) -> int: ...
 
 
-def build_proxy(
-    inner: Generator,
-    run: RunConfig,
-    launch: AgentLaunch,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_ids: set[int],
-    context_length: int | None,
-    note: Callable[[str], None],
-) -> "ProxyGenerator":
-    """The generator around `inner`. Raises ConfigError for a template that cannot go on."""
-    keys: Any = run.agent
-    renderer = build_renderer(run, tokenizer, stop_ids)
+def build_proxy(keys: Any, launch: AgentLaunch, setup: EpisodeSetup) -> "ProxyGenerator":
+    """The generator for the agent's `keys`. Raises ConfigError for a template that cannot go on."""
+    renderer = setup.build_renderer(keys.renderer)
     _check_user_turns(renderer)
-    length = run.generation.max_completion_length
-    headroom = prompt_headroom(run, context_length)
-    context = None if headroom is None else headroom + length
-    limits = [n for n in (context, keys.max_episode_tokens) if n is not None]
-    most = min(limits) if limits else completion_token_limit(run, None)
+    length = setup.generation.max_completion_length
+    limits = [n for n in (setup.context_tokens, keys.max_episode_tokens) if n is not None]
+    most = min(limits) if limits else setup.episode_tokens
     try:
-        name, parser = choose_parser(keys.parser, tokenizer)
+        name, parser = choose_parser(keys.parser, setup.tokenizer)
     except ConfigError:
         if keys.parser != "auto":
             raise
         name, parser = "text: the chat template shows no calls", lambda text: ParsedCalls()
     rules = ExternalRules(renderer, parser, keys.max_turns, keys.max_rows, length, most)
-    generator = ProxyGenerator(inner, rules, keys, launch)
+    generator = ProxyGenerator(setup.inner, rules, keys, launch)
     if launch.command is not None:
         started = "one process, started" if launch.per_run else "started"
         come = f"{started} as: {' '.join(launch.command)}"
     else:
         come = f"that come by themselves (POST {generator.server.url}/rloo/next)"
-    note(f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}")
+    said = f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}"
+    setup.note(said)
     return generator
 
 

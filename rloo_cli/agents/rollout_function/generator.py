@@ -10,15 +10,13 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
+from rloo_cli.agents.common.build import EpisodeSetup
 from rloo_cli.agents.common.episode import Episode, finish_group
 from rloo_cli.agents.common.episode_sampler import EpisodeSampler, EpisodeStep
 from rloo_cli.agents.common.tool_set import Environment
-from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.agents.rollout_function.returned_rows import ReturnedRow, check_returned
 from rloo_cli.agents.rollout_function.turn_sampler import FunctionRow, FunctionRules, TurnSampler
-from rloo_cli.config.agent import agent_config, completion_token_limit, sampled_token_limit
-from rloo_cli.config.prompt_limit import prompt_headroom
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.agent import EpisodeConfig
 from rloo_cli.config.user_code import exception_text, format_user_frames
 from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.generation import Generator
@@ -28,43 +26,31 @@ from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rloo_cli.policy.model import Policy
 
 RolloutFunction = Callable[..., object]
 
 
 def build_function_generator(
-    inner: Generator,
-    run: RunConfig,
-    function: RolloutFunction,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_ids: set[int],
-    context_length: int | None,
+    config: EpisodeConfig, function: RolloutFunction, setup: EpisodeSetup
 ) -> "FunctionGenerator":
-    """The generator around `inner`."""
-    config = agent_config(run)
-    assert config is not None
-    headroom = prompt_headroom(run, context_length)
-    length = run.generation.max_completion_length
-    context = None if headroom is None else headroom + length
+    """The generator of episodes that `function` plays by the agent's keys."""
     # Without any limit a row has as much as the run's buffers are made for.
     most = config.max_episode_tokens
-    if most is None and context is None:
-        most = completion_token_limit(run, None)
+    if most is None and setup.context_tokens is None:
+        most = setup.episode_tokens
     rules = FunctionRules(
-        renderer=build_renderer(run, tokenizer, stop_ids),
-        generation=run.generation,
+        renderer=setup.build_renderer(config.renderer),
+        generation=setup.generation,
         max_turns=config.max_turns,
         max_episode_tokens=most,
-        context_length=context,
-        max_sampled_tokens=sampled_token_limit(run),
-        vocab_size=read_vocab_size(run.model) or len(tokenizer),
-        stop_ids=stop_ids,
+        context_length=setup.context_tokens,
+        max_sampled_tokens=setup.sampled_tokens,
+        vocab_size=read_vocab_size(setup.model) or len(setup.tokenizer),
+        stop_ids=setup.stop_ids,
         fields=config.reward_columns(),
     )
-    return FunctionGenerator(inner, rules, function, config.code_specs()["agent.rollout"])
+    return FunctionGenerator(setup.inner, rules, function, config.code_specs()["agent.rollout"])
 
 
 class FunctionGenerator(EpisodeSampler):

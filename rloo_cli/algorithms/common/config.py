@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -19,7 +19,14 @@ OVERLAP_CORRECTION = {
 }  # fmt: skip
 
 
+CLIP_KEYS = ("epsilon", "epsilon_high", "epsilon_tokens", "delta", "log_ratio_clamp")
+
+
 class CorrectionConfig(Frozen):
+    only_with: ClassVar = {
+        ".mode!=none": ("level", "cap", "floor"),
+        ".mode!=auto or generation.backend!=transformers": ("level", "cap", "floor"),
+    }
     mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
         "auto = truncate with vLLM, none with transformers, with generation.overlap as"
         " docs/overlap.md says; bypass = old_logp is the sampler's"
@@ -39,6 +46,7 @@ class CorrectionConfig(Frozen):
 
 
 class EosPenalty(Frozen):
+    only_with: ClassVar = {".mode!=none": ("value",)}
     mode: Literal["none", "subtract", "replace"] = key(
         "Score of a truncated completion: as it is, minus value, or value"
     )
@@ -54,6 +62,30 @@ class OverlongPenalty(Frozen):
 class Switches(AlgorithmConfig):
     """Every switch that algorithms share (docs/OBJECTIVES.md)."""
 
+    only_with: ClassVar = {
+        # The loss
+        ".policy_loss!=reinforce": (*CLIP_KEYS, "ratio_level"),
+        ".num_iterations>1 or .num_minibatches>1": CLIP_KEYS,  # else the ratio is exactly 1
+        ".policy_loss=sapo|null": ("sapo_temperature_pos", "sapo_temperature_neg"),
+        ".policy_loss=sapo or .loss_type=sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+        ".policy_loss=reinforce": ("allow_stale",),
+        ".loss_agg!=token_mean_local": ("loss_denominator",),
+        ".loss_type=null or .policy_loss=null or .ratio_level=null or .loss_agg=null": (
+            "loss_type",
+        ),
+        # Advantages and the KL
+        ".zero_std_groups=resample": ("max_resample",),
+        # ppo's tokens have rewards of their own, and it whitens over the step
+        ".name!=ppo": ("kl_in_baseline", "advantage_scale", "normalize_advantages"),
+        ".beta>0 or .kl_in=none": (  # else no reference is loaded
+            "kl_in", "kl_estimator", "kl_in_baseline", "kl_credit", "kl_temperature",
+            "kl_ratio_weighted",
+        ),
+        ".kl_in!=none": ("beta",),
+        ".kl_in=reward": ("kl_in_baseline", "kl_credit"),
+        ".kl_in=loss": ("kl_ratio_weighted",),
+        "generation.temperature!=1": ("kl_temperature",),
+    }  # fmt: skip
     dialect: DialectName | None = key(
         "Compute RLOO as another framework does: algorithm.dialect=NAME loads its file of keys"
     )

@@ -13,7 +13,7 @@ from rloo_cli.algorithms.common import completion_rules, dialect
 from rloo_cli.algorithms.common import config as common_config
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
 OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # baseline -> the only algorithm that has it
@@ -88,7 +88,7 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
-    yield from _correction_problems(config, run)
+    yield from _correction_problems(config, run.generation)
     yield from completion_rules.lagging_problems(run, config)
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
@@ -229,8 +229,8 @@ def _shaping_problems(config: Switches) -> Iterator[Problem]:
         )
 
 
-def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
-    rule, generation = config.correction, run.generation
+def _correction_problems(config: Switches, generation: GenerationConfig) -> Iterator[Problem]:
+    rule = config.correction
     if rule.floor > rule.cap:
         yield Problem(
             "no correction weight can be kept",

@@ -5,7 +5,7 @@ conf/reward by its name, or a function by `file.py:name`; columns are checked as
 No torch is imported unless a reward reads tokens or loads a model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ from rloo_cli.cli.reward.completions import SHORTEST_FILLER, ProbeCompletion
 from rloo_cli.config import check, compose, registry
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.data import dataset, mixture, prompts, render, splits
 from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.data.dataset import OpenedSplit
@@ -144,9 +144,10 @@ def open_subject(config: RunConfig, names: Sequence[str], num_rows: int) -> Prob
         why = "found no entry under reward, and no reward on the command line"
         raise ConfigError(Problem("the config has no reward", "reward", why, "reward=accuracy"))
     chosen = [build_reward(name, config.rewards[name]) for name in names]
-    opened = _open_rows(config, num_rows)
+    sources = splits.split_configs(config, training=True)
+    opened = _open_rows(sources, num_rows)
     check_reward_splits(config, opened, chosen)
-    rows, conversational = _read_rows(config, opened, num_rows)
+    rows, conversational = _read_rows(sources, opened, num_rows)
     state = TrainerState(0, 0, config.num_steps() or 1, 0.0, 0, 0, 1.0)
     subject = ProbeSubject(config, chosen, RewardContext(conversational, state), [])
     prompt_ids = _load_for_rewards(subject, opened)
@@ -157,13 +158,11 @@ def open_subject(config: RunConfig, names: Sequence[str], num_rows: int) -> Prob
     return subject
 
 
-def _open_rows(config: RunConfig, num_rows: int) -> dict[str | None, OpenedSplit]:
+def _open_rows(
+    sources: Mapping[str | None, DataConfig], num_rows: int
+) -> dict[str | None, OpenedSplit]:
     """The first rows of the training split, or of each source of a mixture."""
-    training = {
-        name: source
-        for name, source in splits.split_configs(config, training=True).items()
-        if name is None or splits.is_mixture_key(name)
-    }
+    training = {n: s for n, s in sources.items() if n is None or splits.is_mixture_key(n)}
     opened: dict[str | None, OpenedSplit] = {}
     for name, source in training.items():
         most = min(num_rows, source.max_samples or num_rows)
@@ -174,15 +173,13 @@ def _open_rows(config: RunConfig, num_rows: int) -> dict[str | None, OpenedSplit
 
 
 def _read_rows(
-    config: RunConfig, opened: dict[str | None, OpenedSplit], num_rows: int
+    sources: Mapping[str | None, DataConfig], opened: dict[str | None, OpenedSplit], num_rows: int
 ) -> tuple[list[tuple[Prompt, JsonObject, JsonObject]], bool]:
     """Prompt, columns for rewards, and all columns of each row; whether they are conversations."""
-    sources = splits.split_configs(config, training=True)
-    names = (
-        mixture.mixture_columns(splits.mixture_entries(opened), config.data.mixture_sources)
-        if None not in opened
-        else []
-    )
+    names: Sequence[str] = []
+    if None not in opened:
+        mixed = splits.mixture_entries(opened)
+        names = mixture.mixture_columns(mixed, splits.mixture_entries(sources))
     parts = []
     for name, part in opened.items():
         source = sources[name]

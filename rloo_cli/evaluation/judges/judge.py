@@ -14,7 +14,7 @@ from rloo_cli.config import template
 from rloo_cli.config.column_names import is_field_of_rows
 from rloo_cli.config.judge import AGAINST_REFERENCE, OpenaiJudge, RewardJudge
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import EvalConfig
 from rloo_cli.data.batch import Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.evaluation.judges import llm
@@ -39,27 +39,16 @@ REFERENCE_COLUMN_KEY = "eval.judge.reference_column"
 OtherAnswers = Mapping[str, Mapping[int, Rollout]]  # set -> example -> another model's answer
 
 
-def _judge_config(config: RunConfig) -> OpenaiJudge | RewardJudge | None:
-    keys = config.eval.judge
-    assert keys is None or isinstance(keys, OpenaiJudge | RewardJudge)
-    return keys
-
-
 @dataclass
 class Judge:
     """The judge of a config, ready to be asked."""
 
-    config: RunConfig
+    judge_config: OpenaiJudge | RewardJudge  # the keys of `eval.judge`
+    batch_size: int  # pairs that a reward judges at once
+    seed: int  # of the order in which a pair is shown
     tokenizer: "PreTrainedTokenizerBase"  # the policy's
     reward: Reward | None  # None: a language model is asked
     training: bool  # the run is training, which a judge that cannot be reached must not end
-
-    @property
-    def judge_config(self) -> OpenaiJudge | RewardJudge:
-        """The keys of `eval.judge`."""
-        keys = _judge_config(self.config)
-        assert keys is not None
-        return keys
 
     @property
     def description(self) -> str:
@@ -99,7 +88,8 @@ class JudgedSets:
 
 
 def build_judge(
-    config: RunConfig,
+    evaluation: EvalConfig,
+    seed: int,
     sets: Mapping[str, Prompts],
     tokenizer: "PreTrainedTokenizerBase",
     training: bool,
@@ -108,9 +98,10 @@ def build_judge(
 
     A language model is asked one question as a test. Raises RunError.
     """
-    keys = _judge_config(config)
+    keys = evaluation.judge
     if keys is None:
         return None
+    assert isinstance(keys, OpenaiJudge | RewardJudge)
     if keys.against != AGAINST_REFERENCE and training:
         why = f"eval.judge.against = {keys.against!r}: a second model, beside the one in training"
         fix = "eval.judge.against=reference here, and rloo eval RUN eval.judge.against=... after it"
@@ -140,7 +131,7 @@ def build_judge(
             llm.probe_llm_judge(keys, wanted)
         except EndpointError as error:
             raise _judge_gone_error(error) from None
-    return Judge(config, tokenizer, reward, training)
+    return Judge(keys, evaluation.batch_size, seed, tokenizer, reward, training)
 
 
 def judge_samples(
@@ -167,7 +158,7 @@ def judge_samples(
             assert judge.reward is not None
             judges_reward.judge_pairs_by_reward(
                 judge.reward, pairs, judge.tokenizer, prompts.conversational, state,
-                judge.config.eval.batch_size,
+                judge.batch_size,
             )  # fmt: skip
         judged.pairs += pairs
         lengths = [(p.ours.num_tokens, p.theirs.num_tokens) for p in pairs]
@@ -187,7 +178,7 @@ def judge_samples(
 def _ask_llm_judge(
     judge: Judge, keys: OpenaiJudge, pairs: list[JudgePair], judged: JudgedSets
 ) -> None:
-    error = llm.judge_pairs_by_llm(keys, pairs, judge.config.seed, signals.raise_if_stopped)
+    error = llm.judge_pairs_by_llm(keys, pairs, judge.seed, signals.raise_if_stopped)
     if error is not None and not judge.training:
         raise _judge_gone_error(error)
     if error is not None:

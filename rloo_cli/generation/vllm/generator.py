@@ -19,7 +19,7 @@ import torch
 
 from rloo_cli.config import rules_model
 from rloo_cli.config.rules_sampling import keeps_masks
-from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.distributed.device_count import gpu_uuids, visible_gpus
 from rloo_cli.generation import (
@@ -369,14 +369,14 @@ def build_colocate_generator(
     keys = config.colocate
     given = arguments.build_engine_arguments(run, keys, run.seed)
     apart = bool(visible_gpus()) if keys.core_process is None else keys.core_process
-    environment = arguments.engine_environment(run, keys)
+    environment = arguments.engine_environment(run.model, config)
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
     transfer = _transfer_backend(given)
     if transfer == "ipc":  # handles over our own pipe, to a child that listens nowhere
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if lora_slot.has_lora_slot(run):
+    if run.model.lora is not None:
         environment[lora_slot.ADAPTER_FOLDER_VARIABLE] = str(folder / "adapter")
-        lora_slot.write_zero_adapter(folder / "adapter", run)
+        lora_slot.write_zero_adapter(folder / "adapter", run.model.lora)
     if keys.sleep != "none":
         given = given | {"enable_sleep_mode": True}
     environment |= child_gpu_environment(next(model.parameters()).device, keys.tensor_parallel_size)
@@ -405,20 +405,20 @@ def _build_vllm_generator(
     dtype: str, max_engine_losses: int, note: Any,
 ) -> VllmGenerator:  # fmt: skip
     run_id = f"{run.name}.{secrets.token_hex(4)}"
-    supply = WeightSync(engine, getattr(torch, dtype), run_id, note, run_tolerance(run))
+    tolerance = run_tolerance(run.model, run.generation)
+    supply = WeightSync(engine, getattr(torch, dtype), run_id, note, tolerance)
     rule = StopRule(tokenizer, model, run.generation)
     banned = sorted(image_token_ids(model.config))
     return VllmGenerator(supply, rule, run.generation, context_length, max_engine_losses, banned)
 
 
-def run_tolerance(run: RunConfig) -> Callable[..., float]:
+def run_tolerance(model: ModelConfig, generation: GenerationConfig) -> Callable[..., float]:
     """By how much trainer and engine of a run may differ, as a function of their dtypes."""
-    config: Any = run.generation
-    if (fixed := config.logp_tolerance) is not None:
+    if (fixed := generation.logp_tolerance) is not None:
         return lambda *dtypes: float(fixed)
-    keys = config.own_keys
+    keys = generation.own_keys
     cache = keys.kv_cache_dtype not in (None, "auto", "bfloat16", "float16")
-    coarse = bool(keys.quantization or cache or rules_model.expert_count_key(run))
+    coarse = bool(keys.quantization or cache or rules_model.expert_count_key(model))
     return partial(logprob_tolerance, on_gpu=bool(visible_gpus()), coarse=coarse)
 
 

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 
 from rloo_cli.config.rules_lora import VLLM_LORA_RANKS
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import LoraConfig
 from rloo_cli.utils.files import JsonObject, write_text
 
 ADAPTER_NAME, ADAPTER_ID = (
@@ -25,33 +25,25 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 UNUSED_LAYER_NAME = "base_model.model.base_layer.lora_{}.weight"
 
 
-def lora_engine_arguments(run: RunConfig) -> JsonObject:
+def lora_engine_arguments(lora: LoraConfig | None) -> JsonObject:
     """vLLM's EngineArgs of a run that trains an adapter; {} for others."""
-    return (
-        {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(run)}
-        if has_lora_slot(run)
-        else {}
-    )
+    if lora is None:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(lora)}
 
 
-def has_lora_slot(run: RunConfig) -> bool:
-    """Whether this run's engine has a slot for an adapter."""
-    return run.model.lora is not None
-
-
-def slot_rank(run: RunConfig) -> int:
+def slot_rank(lora: LoraConfig) -> int:
     """The rank for which vLLM allocates the slot."""
-    assert run.model.lora is not None
-    return next(rank for rank in VLLM_LORA_RANKS if rank >= run.model.lora.r)
+    return next(rank for rank in VLLM_LORA_RANKS if rank >= lora.r)
 
 
-def write_zero_adapter(folder: Path, run: RunConfig) -> None:
+def write_zero_adapter(folder: Path, lora: LoraConfig) -> None:
     """Write an adapter that changes nothing, for vLLM to start with.
 
     Its scale is 1: the tensors that are sent include each layer's own scale.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rank = slot_rank(run)
+    rank = slot_rank(lora)
     about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
     write_text(folder / "adapter_config.json", json.dumps(about) + "\n")
     (folder / ADAPTER_WEIGHTS_FILE).write_bytes(

@@ -17,18 +17,18 @@ from pathlib import Path
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.rules_sampling import keeps_masks
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig
 from rloo_cli.distributed.device_count import visible_gpus
 from rloo_cli.generation.vllm.config import EngineKeys
 from rloo_cli.generation.vllm.versions import installed_vllm_version, is_old_vllm
 from rloo_cli.utils.files import JsonObject
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-OLD_DEFAULT_ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})  # 0.22.1 uses V2 for them by itself
 # Dense decoders that 0.22.1 has code of its own for, without a state beside keys and values.
-V2_ARCHITECTURES = OLD_DEFAULT_ARCHITECTURES | {
+V2_ARCHITECTURES = {
     "GPTNeoXForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM",
     "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
 }  # fmt: skip
 # Further arguments of an engine that may not hinder V2. Any other leaves the choice to vLLM.
 HARMLESS_ARGUMENTS = frozenset(
@@ -38,8 +38,8 @@ STOCK_TORCH_COMPILE = 1  # the mode of vLLM's compilation config that V2 refuses
 
 
 def runner_environment(
-    run: RunConfig,
-    keys: EngineKeys,
+    model: ModelConfig,
+    generation: GenerationConfig,
     version: str | None = None,
     on_gpu: bool | None = None,
     environment: Mapping[str, str] = os.environ,
@@ -49,37 +49,13 @@ def runner_environment(
     `version`: vLLM's; `on_gpu`: whether its engine has GPUs; None: as on this machine. A variable
     that the user has set in `environment` stays, unless only V2 can send sampling masks.
     """
-    if keeps_masks(run.generation):
+    if keeps_masks(generation):
         return {RUNNER_VARIABLE: "1"}  # the other one does not send masks
     version = installed_vllm_version() if version is None else version
     on_gpu = bool(visible_gpus()) if on_gpu is None else on_gpu
     if not is_old_vllm(version) or not on_gpu or RUNNER_VARIABLE in environment:
         return {}
-    return {RUNNER_VARIABLE: "1"} if _old_vllm_takes_v2(run, keys) else {}
-
-
-def model_runner_name(
-    run: RunConfig,
-    keys: EngineKeys,
-    version: str | None = None,
-    on_gpu: bool | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> str:
-    """The model runner that an engine of this run uses: "V1", "V2". Arguments as above.
-
-    In 0.32 a feature that V2 lacks (its log names it) leads to V1 unseen by this.
-    """
-    version = installed_vllm_version() if version is None else version
-    on_gpu = bool(visible_gpus()) if on_gpu is None else on_gpu
-    asked = {**environment, **runner_environment(run, keys, version, on_gpu, environment)}
-    if RUNNER_VARIABLE in asked:
-        return "V2" if asked[RUNNER_VARIABLE].strip().lower() in ("1", "true") else "V1"
-    chosen = has_triton(on_gpu)
-    if is_old_vllm(version):
-        values = _model_config(run)
-        default = OLD_DEFAULT_ARCHITECTURES.intersection(values.get("architectures") or ())
-        chosen = chosen and bool(default) and not _is_quantized(keys, values)
-    return "V2" if chosen else "V1"
+    return {RUNNER_VARIABLE: "1"} if _old_vllm_takes_v2(model, generation.own_keys) else {}
 
 
 def has_triton(on_gpu: bool) -> bool:
@@ -91,9 +67,9 @@ def has_triton(on_gpu: bool) -> bool:
     return any((Path(folder) / "backends" / "cpu").is_dir() for folder in folders or ())
 
 
-def _old_vllm_takes_v2(run: RunConfig, keys: EngineKeys) -> bool:
+def _old_vllm_takes_v2(model: ModelConfig, keys: EngineKeys) -> bool:
     """Whether 0.22.1 has V2 for this model, these arguments and this machine's packages."""
-    values = _model_config(run)
+    values = _model_config(model)
     compilation = keys.extra.get("compilation_config")
     mode = compilation.get("mode") if isinstance(compilation, dict) else None
     others = {name.lstrip("-").replace("-", "_") for name in keys.extra} - HARMLESS_ARGUMENTS
@@ -113,10 +89,10 @@ def _is_quantized(keys: EngineKeys, values: JsonObject) -> bool:
     return keys.quantization is not None or "quantization_config" in values
 
 
-def _model_config(run: RunConfig) -> JsonObject:
+def _model_config(model: ModelConfig) -> JsonObject:
     """The model's config.json; {} for one that cannot be read, which other checks report."""
     try:
-        path = synthetic.resolve_model_path(run.model.path)
-        return hf_cache.read_model_config(path, run.model.revision)
+        path = synthetic.resolve_model_path(model.path)
+        return hf_cache.read_model_config(path, model.revision)
     except ValueError:
         return {}

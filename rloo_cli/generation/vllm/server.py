@@ -24,7 +24,7 @@ from typing import Any
 
 from rloo_cli.config import check
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.distributed.device_count import (
     VISIBLE_DEVICES_VARIABLE,
     gpu_uuids,
@@ -92,7 +92,7 @@ def _run_server(folder: Path, by: str, run: RunConfig) -> None:
     token = _server_token()
     server_socket = bind_server_socket(keys.host, keys.port)
     host, port = server_socket.getsockname()[:2]
-    os.environ |= arguments.engine_environment(run, keys) | {
+    os.environ |= arguments.engine_environment(run.model, run.generation) | {
         INSIDE_SERVER_VARIABLE: "1",
         auth.TOKEN_VARIABLE: token,
         "VLLM_API_KEY": token,  # vLLM checks the token too, behind our guard
@@ -102,11 +102,11 @@ def _run_server(folder: Path, by: str, run: RunConfig) -> None:
     if os.environ.get(SCRATCH_VARIABLE):
         os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = os.environ[SCRATCH_VARIABLE]
     engine_arguments = arguments.build_engine_arguments(run, keys, run.seed)
-    if lora_slot.has_lora_slot(run):
+    if run.model.lora is not None:
         adapter = Path(os.environ.get(SCRATCH_VARIABLE) or folder) / "adapter"
         os.environ[lora_slot.ADAPTER_FOLDER_VARIABLE] = str(adapter)
-        lora_slot.write_zero_adapter(adapter, run)
-    info = _server_info(run, keys, engine_arguments)
+        lora_slot.write_zero_adapter(adapter, run.model.lora)
+    info = _server_info(run.model, run.generation, engine_arguments)
     os.environ[handshake.SERVER_INFO_VARIABLE] = json.dumps(info)
     record = server_file.ServerRecord(
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
@@ -187,13 +187,15 @@ def bind_server_socket(host: str, port: int) -> socket.socket:
         raise MachineError(Problem(what, key, why, fix)) from None
 
 
-def _server_info(run: RunConfig, keys: ServerSection, engine_arguments: JsonObject) -> JsonObject:
+def _server_info(
+    model: ModelConfig, generation: GenerationConfig, engine_arguments: JsonObject
+) -> JsonObject:
     """The answer of GET /rloo."""
     transformers = importlib.import_module("transformers")
 
     def options(key: str) -> JsonObject:
         revision = {"revision": engine_arguments[key]} if key in engine_arguments else {}
-        return revision | {"trust_remote_code": run.model.trust_remote_code}
+        return revision | {"trust_remote_code": model.trust_remote_code}
 
     model_config = transformers.AutoConfig.from_pretrained(
         engine_arguments["model"], **options("revision")
@@ -203,15 +205,15 @@ def _server_info(run: RunConfig, keys: ServerSection, engine_arguments: JsonObje
     )
     return {
         "protocol": handshake.PROTOCOL_VERSION,
-        "model": run.model.path,
+        "model": model.path,
         "dtype": engine_arguments["dtype"],
         "vllm": arguments.installed_vllm_version(),
         "tokenizer": handshake.tokenizer_fingerprint(tokenizer),
         "vocab_size": model_config.get_text_config().vocab_size,
         "max_model_len": engine_arguments.get("max_model_len"),
         "logprobs_mode": engine_arguments["logprobs_mode"],
-        "transfer": arguments.weight_transfer_backend(run, keys),
-        "devices": gpu_uuids(arguments.visible_gpus()[: gpus_per_server(run)]),
+        "transfer": arguments.weight_transfer_backend(generation, model.lora),
+        "devices": gpu_uuids(arguments.visible_gpus()[: gpus_per_server(generation)]),
         "sampling_mask": bool(engine_arguments.get("return_sampling_mask")),
         "routes": [handshake.GROUP_ROUTE],
     }

@@ -11,6 +11,7 @@ Imports no torch but in `trial_calls` (--deep). Changes nothing, downloads nothi
     trial_calls         --deep: prompts tokenised, rewards called on two rows
 """
 
+from rloo_cli.config.rules_paths import named_paths
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.inspection.environment import (
     experiment,
@@ -36,7 +37,7 @@ def inspect_environment(run: RunConfig | None = None, deep: bool = False) -> lis
 
 
 def _inspect_machine(lines: CheckLines) -> None:
-    installed_packages.check_vllm_version(lines, None)
+    installed_packages.check_vllm_version(lines, allow_untested=False)
     machine_state.check_devices(lines)
     machine_state.check_free_memory(lines)
     machine_state.check_disks(lines)
@@ -50,17 +51,23 @@ def _inspect_experiment(lines: CheckLines, run: RunConfig, deep: bool) -> None:
     gpus = machine_state.check_devices(lines)
     experiment.check_machine_lacks(lines, run)
     if "vllm" not in [line.name for line in lines.lines]:
-        installed_packages.check_vllm_version(lines, run)
-    machine_state.check_compilers(lines, run)
+        allowed = getattr(run.generation, "allow_untested", False)
+        installed_packages.check_vllm_version(lines, allowed)
+    builders = {
+        "DeepSpeed": run.distributed.engine.startswith("zero"),
+        "vLLM": run.generation.is_engine,
+        "train.compile": run.train.compile,
+    }
+    machine_state.check_compilers(lines, [name for name, builds in builders.items() if builds])
     machine_state.check_slurm(lines)
     experiment.check_run_folder(lines, run)
-    experiment.check_run_network(lines, run)
-    experiment.check_model_files(lines, run)
+    experiment.check_run_network(lines, named_paths(run))
+    experiment.check_model_files(lines, run.model)
     plan = experiment.check_run_memory(lines, run, gpus)
-    experiment.check_run_disk(lines, run, plan)
-    experiment.check_asked_ports(lines, run)
-    experiment.check_rollout_servers(lines, run)
-    experiment.check_teacher_server(lines, run)
+    experiment.check_run_disk(lines, run.root, run.checkpoint, plan)
+    experiment.check_asked_ports(lines, run.folder, run.generation, run.distributed.rdzv)
+    experiment.check_rollout_servers(lines, run.folder, run.generation)
+    experiment.check_teacher_server(lines, run.algorithm.teacher_server)
     opened = experiment_data.check_data_rows(lines, run)
     rewards = experiment_data.check_reward_signatures(lines, run, opened)
     if deep:

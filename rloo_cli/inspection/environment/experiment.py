@@ -9,14 +9,17 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from rloo_cli.checkpoint import resume, rollback, run_folder
-from rloo_cli.config import hf_cache, rules, rules_paths, synthetic
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config import hf_cache, rules, synthetic
+from rloo_cli.config.rules_paths import NamedPath
+from rloo_cli.config.schema import CheckpointConfig, GenerationConfig, ModelConfig, RunConfig
+from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
 from rloo_cli.generation.vllm.http import (
@@ -31,8 +34,9 @@ from rloo_cli.inspection.environment import machine_state
 from rloo_cli.inspection.environment.check_lines import CheckLines
 from rloo_cli.inspection.environment.gpu_holders import GpuState
 from rloo_cli.launch import leftovers, preflight, topology
+from rloo_cli.planning import device as planning_device
 from rloo_cli.planning import machine_plan, model_spec
-from rloo_cli.planning.plan import RunPlan
+from rloo_cli.planning.plan import RunPlan, make_run_plan
 from rloo_cli.planning.text import format_count, format_gib
 from rloo_cli.utils import ports
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
@@ -62,12 +66,12 @@ def check_machine_lacks(lines: CheckLines, run: RunConfig) -> None:
                 lines.add_problem(topic, problem)
 
 
-def check_model_files(lines: CheckLines, run: RunConfig) -> None:
+def check_model_files(lines: CheckLines, model: ModelConfig) -> None:
     """The model's config.json: size and context."""
     try:
-        spec = model_spec.load_model_spec(run.model.path, run.model.revision)
+        spec = model_spec.load_model_spec(model.path, model.revision)
     except MachineError:  # the network's lines say what is not here
-        lines.add_warning("model", f"{run.model.path}: its config.json is not here", "")
+        lines.add_warning("model", f"{model.path}: its config.json is not here", "")
         return
     except ConfigError as error:
         for problem in error.problems:
@@ -76,26 +80,18 @@ def check_model_files(lines: CheckLines, run: RunConfig) -> None:
     context = f", context of {spec.context_length} tokens" if spec.context_length else ""
     size = f"{format_count(spec.total_params)} parameters"
     guessed = ", of a family that is not known" if spec.guessed else ""
-    lines.add_ok("model", f"{run.model.path}: {size}{context}{guessed} ({spec.source})")
+    lines.add_ok("model", f"{model.path}: {size}{context}{guessed} ({spec.source})")
 
 
-def check_run_network(lines: CheckLines, run: RunConfig) -> None:
+def check_run_network(lines: CheckLines, paths: Sequence[NamedPath]) -> None:
     """Which of the run's models and data are here, and whether the hub has to be asked."""
-    named = [
-        (key, path, "dataset" if names is synthetic.SYNTHETIC_DATA else "model")
-        for key, path, names in rules_paths.named_paths(run)
-        if synthetic.is_hub_name(path)
-    ]
+    named = [each for each in paths if synthetic.is_hub_name(each.path)]
     offline = hf_cache.is_hub_offline()
     state = "offline by HF_HUB_OFFLINE; " if offline else ""
     if not named:
         lines.add_ok("network", f"{state}nothing of this run comes from a hub")
         return
-    missing = [
-        path
-        for key, path, kind in named
-        if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind)
-    ]
+    missing = [each.path for each in named if not each.is_cached]
     cached = len(named) - len(missing)
     if not missing:
         lines.add_ok("network", f"{state}all {cached} of the hub's are in the cache")
@@ -115,7 +111,8 @@ def check_run_network(lines: CheckLines, run: RunConfig) -> None:
 def check_run_memory(lines: CheckLines, run: RunConfig, gpus: list[GpuState]) -> RunPlan | None:
     """The plan's memory against this machine's. -> the plan, where the model is known"""
     try:
-        plan = machine_plan.plan_on_local_device(run)
+        here = planning_device.find_device(None, small=True, measured=False)
+        plan = make_run_plan(run, here)
     except RunError as error:
         lines.add_warning("memory", f"not planned: {error.problems[0].what}", "")
         return None
@@ -136,9 +133,11 @@ def check_run_memory(lines: CheckLines, run: RunConfig, gpus: list[GpuState]) ->
     return plan
 
 
-def check_run_disk(lines: CheckLines, run: RunConfig, plan: RunPlan | None) -> None:
+def check_run_disk(
+    lines: CheckLines, root: str, checkpoint: CheckpointConfig, plan: RunPlan | None
+) -> None:
     """Space for the checkpoints that the plan computes, at the run's root."""
-    above = Path(machine_state.nearest_folder(run.root))
+    above = Path(machine_state.nearest_folder(root))
     usage = shutil.disk_usage(above)
     if not usage.total:  # it cannot hold files, as the root's line says
         return
@@ -148,11 +147,11 @@ def check_run_disk(lines: CheckLines, run: RunConfig, plan: RunPlan | None) -> N
         return
     try:
         warned: list[str] = []
-        rollback.check_disk_space(above, int(plan.disk_bytes), run.checkpoint, warned.append)
+        rollback.check_disk_space(above, int(plan.disk_bytes), checkpoint, warned.append)
     except MachineError as error:
         lines.add_problem("disk", error.problems[0])
         return
-    count = run.checkpoint.keep_last + 1
+    count = checkpoint.keep_last + 1
     if warned:
         lines.add_warning(
             "disk", warned[0].removeprefix("warning: "), "root=FOLDER on another disk"
@@ -164,7 +163,7 @@ def check_run_disk(lines: CheckLines, run: RunConfig, plan: RunPlan | None) -> N
 
 def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
     """Whether root can be written, and what the run's folder holds already."""
-    problems = [*preflight.root_problems(run)]
+    problems = [*preflight.root_problems(run.root)]
     above = machine_state.nearest_folder(run.root)
     if not problems:
         try:  # permissions say yes to root where the file system says no
@@ -177,7 +176,7 @@ def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
         lines.add_problem("root", replace(problem, fix=fix))
     if not problems:
         lines.add_ok("root", f"{run.root} can be written (tried in {above})")
-    folder = Path(run.root, str(run.name))
+    folder = run.folder
     with lines.noting_refusal("folder"):
         facts = run_folder.read_run_metadata(folder)
         if facts.get("host") == platform.node() and leftovers.is_run_alive(facts):
@@ -197,15 +196,16 @@ def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
         lines.add_warning("orphans", f"an earlier attempt left processes: {named}", fix)
 
 
-def check_asked_ports(lines: CheckLines, run: RunConfig) -> None:
-    """The ports that the config names: free, or who holds them."""
+def check_asked_ports(
+    lines: CheckLines, folder: Path, generation: GenerationConfig, rdzv: str | None
+) -> None:
+    """The ports that the config names (`rdzv`: distributed.rdzv): free, or who holds them."""
     asked: list[tuple[str, str, int]] = []
-    keys: Any = run.generation
-    folder = Path(run.root, str(run.name))
+    keys: Any = generation
     server = server_file.running_server(folder)
     if keys.is_server and keys.server.base_url is None and server is None:
         asked.append(("generation.server.port", keys.server.host, keys.server.port))
-    where = rules.parse_address(run.distributed.rdzv or "")
+    where = rules.parse_address(rdzv or "")
     if where is not None and where[0] in (*LOOPBACK_HOSTS, platform.node()):
         asked.append(("distributed.rdzv", *where))
     wanted = [(key, host, port) for key, host, port in asked if port]
@@ -223,24 +223,22 @@ def check_asked_ports(lines: CheckLines, run: RunConfig) -> None:
             lines.add_ok("ports", f"{key} = {port} is free on {host}")
 
 
-def check_rollout_servers(lines: CheckLines, run: RunConfig) -> None:
-    """The servers that sample for this run: those of base_url, or that of its server.json."""
-    keys = cast(ServerSection, getattr(run.generation, "server", None))
-    if not run.generation.is_server:
+def check_rollout_servers(lines: CheckLines, folder: Path, generation: GenerationConfig) -> None:
+    """The servers that sample for a run: those of base_url, or that of its folder's server.json."""
+    keys = cast(ServerSection, getattr(generation, "server", None))
+    if not generation.is_server:
         return
     if keys.base_url is not None:
         urls = [keys.base_url] if isinstance(keys.base_url, str) else keys.base_url
         token = os.environ.get(keys.api_key_env, "")
         _ask_servers(lines, [(url, token) for url in urls], keys.api_key_env)
         return
-    folder = Path(run.root, str(run.name))
     for number in range(1, max(1, keys.num_nodes) + 1):
         _check_server_file(lines, folder, number, own=not keys.num_nodes)
 
 
-def check_teacher_server(lines: CheckLines, run: RunConfig) -> None:
+def check_teacher_server(lines: CheckLines, keys: TeacherConfig | None) -> None:
     """The server that has the teacher of a distillation, if one has it."""
-    keys = run.algorithm.teacher_server
     if keys is not None:
         token = os.environ.get(keys.api_key_env, "")
         _ask_servers(lines, [(str(keys.base_url), token)], keys.api_key_env, TEACHER_SERVER)

@@ -6,7 +6,7 @@ at. What may be long is read in part: generated tasks, mapped rows and large fil
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ def check_data_rows(lines: CheckLines, run: RunConfig) -> dict[str | None, Opene
     A split that is only on a hub is a warning; one that cannot be read is a failure.
     """
     opened: dict[str | None, OpenedSplit] = {}
+    sources = splits.split_configs(run, training=True)
     with _cache_alone():
-        for key, source in splits.split_configs(run, training=True).items():
+        for key, source in sources.items():
             name = _data_name(key)
             if not _is_here(source):
                 lines.add_warning(name, _not_here_text(source), hf_cache.fetch_command())
@@ -48,7 +49,8 @@ def check_data_rows(lines: CheckLines, run: RunConfig) -> dict[str | None, Opene
                 opened[key] = dataset.open_split(probe, probe.split)
                 _describe_split(lines, name, source, opened[key], whole=probe == source)
     with lines.noting_refusal("images"):
-        _check_images(run, opened, bool(device_count.visible_gpus()))
+        if _shows_images(sources, opened):
+            check_image_run(run, bool(device_count.visible_gpus()))
     return opened
 
 
@@ -71,29 +73,30 @@ def check_first_rows(run: RunConfig) -> list[str]:
                 probe = _probe_config(source, QUICK_FILE_BYTES)
                 opened[key] = dataset.open_split(probe, probe.split)
         rewards = [build_reward(name, entry) for name, entry in run.rewards.items()]
-        if _has_training_splits(run, opened):
+        if _has_training_splits(sources, opened):
             check_reward_splits(run, opened, rewards)
-        _check_images(run, opened, None)
+        if _shows_images(sources, opened):
+            check_image_run(run, None)
     return notes
 
 
-def _check_images(
-    run: RunConfig, opened: Mapping[str | None, OpenedSplit], has_gpu: bool | None
-) -> None:
-    """What rules out images, where the first rows of a split show some. Raises RunError."""
-    for key, source in splits.split_configs(run, training=True).items():
+def _shows_images(
+    sources: Mapping[str | None, DataConfig], opened: Mapping[str | None, OpenedSplit]
+) -> bool:
+    """Whether the first rows of a split show images. Raises RunError."""
+    for key, source in sources.items():
         if key in opened:
             rows = opened[key].dataset
             with splits.errors_naming_split(key, source):
-                shown = shows_images(rows.select(range(min(len(rows), PROBE_ROWS))), source)
-            if shown:
-                check_image_run(run, has_gpu)
-                return
+                if shows_images(rows.select(range(min(len(rows), PROBE_ROWS))), source):
+                    return True
+    return False
 
 
-def _has_training_splits(run: RunConfig, opened: Mapping[str | None, OpenedSplit]) -> bool:
+def _has_training_splits(
+    wanted: Iterable[str | None], opened: Mapping[str | None, OpenedSplit]
+) -> bool:
     """Whether the split, or all sources of the mixture, that the run trains on could be opened."""
-    wanted = splits.split_configs(run, training=True)
     return opened.keys() >= {k for k in wanted if k is None or splits.is_mixture_key(k)}
 
 
@@ -176,12 +179,13 @@ def check_reward_signatures(
     A reward of this run's own is imported: its file runs.
     """
     rewards = []
+    has_rows = _has_training_splits(splits.split_configs(run, training=True), opened)
     for name, entry in run.rewards.items():
         label = f"reward {name}"
         try:
             reward = build_reward(name, entry)
             rewards.append(reward)
-            if _has_training_splits(run, opened):
+            if has_rows:
                 check_reward_splits(run, opened, [reward])
         except RunError as error:
             for problem in error.problems:

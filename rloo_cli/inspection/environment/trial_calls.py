@@ -31,7 +31,7 @@ from rloo_cli.utils import process_exit
 from rloo_cli.utils.errors import RunError
 
 TRIAL_ROWS = 2
-TOKENIZED_ROWS = 64  # enough to see whether most prompts are too long
+TOKENIZED_ROWS = 64
 TRIAL_TIMEOUT_S = 20.0  # of a reward's call: a run waits reward.NAME.timeout_s
 # As long as nothing is trained, the curriculum of a reward is at its start.
 FIRST_STEP = TrainerState(0, 1, 1, 0.0, 0, 0, 1.0)
@@ -51,35 +51,27 @@ def try_prompts_and_rewards(
         lines.add_warning("tokens", "no row of the training data could be read, see above")
         return
     with lines.noting_refusal("tokens"):
-        for path in rules_paths.synthetic_model_paths(run):
+        for path in rules_paths.synthetic_model_paths(rules_paths.named_paths(run)):
             synthetic.resolve_model_path(path)
         tokenizer = load.load_policy_tokenizer(run.model)
-        prompts = _tokenize_rows(lines, run, training, tokenizer)
+        few = {key: _first_rows(split) for key, split in training.items()}
+        context = load.read_max_positions(run.model)
+        prompts = splits.tokenize_splits(run, few, tokenizer, context)[None]
+        texts = splits.describe_first_prompt(prompts, tokenizer)
+        for name, text in zip(("prompt", "tokens"), texts, strict=True):
+            lines.add_ok(name, text)
+        _check_beginning(lines, prompts, tokenizer)
         count = min(TRIAL_ROWS, len(prompts))
         groups = [_trial_group(prompts, i, tokenizer, rewards) for i in range(count)]
+        length = run.generation.max_completion_length
         for reward in rewards:
-            _try_reward(lines, run, reward, groups, prompts, tokenizer)
+            _try_reward(lines, reward, groups, prompts, tokenizer, length)
 
 
-def _tokenize_rows(
-    lines: CheckLines,
-    run: RunConfig,
-    opened: Mapping[str | None, OpenedSplit],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Prompts:
-    """The first rows as prompts, and lines about the first. Raises DataError, ConfigError."""
-    few = {
-        key: OpenedSplit(split.dataset.select(range(min(TOKENIZED_ROWS, len(split.dataset)))), 0)
-        for key, split in opened.items()
-    }
-    context = load.read_max_positions(run.model)
-    prompts = splits.tokenize_splits(run, few, tokenizer, context)[None]
-    for name, text in zip(
-        ("prompt", "tokens"), splits.describe_first_prompt(prompts, tokenizer), strict=True
-    ):
-        lines.add_ok(name, text)
-    _check_beginning(lines, prompts, tokenizer)
-    return prompts
+def _first_rows(split: OpenedSplit) -> OpenedSplit:
+    """Rows enough to see whether most prompts are too long."""
+    rows = split.dataset
+    return OpenedSplit(rows.select(range(min(TOKENIZED_ROWS, len(rows)))), 0)
 
 
 def _check_beginning(
@@ -124,13 +116,16 @@ def _trial_rollout(text: str, tokenizer: PreTrainedTokenizerBase) -> Rollout:
 
 def _try_reward(
     lines: CheckLines,
-    run: RunConfig,
     reward: Reward,
     groups: Sequence[Group],
     prompts: Prompts,
     tokenizer: PreTrainedTokenizerBase,
+    length: int,
 ) -> None:
-    """Let a reward load what it needs, and call it once on all completions."""
+    """Let a reward load what it needs, and call it once on all completions.
+
+    `length`: generation.max_completion_length.
+    """
     name, began = f"try {reward.name}", time.monotonic()
     limit = min(reward.config.timeout_s, TRIAL_TIMEOUT_S)
     config = reward.config.model_copy(
@@ -138,7 +133,6 @@ def _try_reward(
     )
     reward = replace(reward, config=config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    length = run.generation.max_completion_length
     by_set: dict[str | None, Prompts] = {None: prompts}
     try:
         worker_calls.start_reward_workers([reward])

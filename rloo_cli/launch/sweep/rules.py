@@ -10,7 +10,7 @@ from typing import Any
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check, hf_cache, messages
 from rloo_cli.config.compose import ComposedConfig
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DistributedConfig, GenerationConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.launch import preflight
 from rloo_cli.launch.launcher import KEYS_OF_SAME_JOB
@@ -83,10 +83,11 @@ def rung_problems(
         before, left = rung.at, rung.keep
 
 
-def trial_problems(run: RunConfig) -> Iterator[Problem]:
+def trial_problems(
+    generation: GenerationConfig, distributed: DistributedConfig
+) -> Iterator[Problem]:
     """Why a run cannot be a trial: in a sweep it would not do what it does alone."""
-    distributed = run.distributed
-    yield from vllm_trial_problems(run, bool(device_count.visible_gpus()))
+    yield from vllm_trial_problems(generation, bool(device_count.visible_gpus()))
     if distributed.engine != "single" or distributed.num_nodes > 1:
         engine = f"distributed.engine = {distributed.engine}"
         why = f"{engine}: its processes would wait for each other's turns"
@@ -94,12 +95,12 @@ def trial_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem("a member of a sweep is one process", "distributed.engine", why, fix)
 
 
-def vllm_trial_problems(run: RunConfig, has_gpu: bool) -> Iterator[Problem]:
+def vllm_trial_problems(generation: GenerationConfig, has_gpu: bool) -> Iterator[Problem]:
     """Why this run's vLLM cannot be a trial's own, which leaves the device to others meanwhile.
 
     `has_gpu`: members share GPUs. In the CPU's memory engines wait beside each other.
     """
-    keys: Any = run.generation
+    keys: Any = generation
     own = "each member has an engine of its own"
     if keys.is_server and keys.server.base_url is not None:
         key, why = "generation.server.base_url", f"{own}; a server has the weights of one trainer"
@@ -156,8 +157,8 @@ def check_trial_configs(jobs: Sequence[ComposedConfig]) -> list[RunConfig]:
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        located = (messages.locate_problem(p, job.sources) for p in trial_problems(run))
-        problems |= dict.fromkeys(located)
+        found = trial_problems(run.generation, run.distributed)
+        problems |= dict.fromkeys(messages.locate_problem(p, job.sources) for p in found)
         runs.append(run)
     if problems:
         raise ConfigError(*problems)
@@ -178,7 +179,10 @@ def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
     kinds: list[type[RunError]] = []
     for trial, run in trials:
         try:
-            _check_folder_free(Path(run.root, trial.name), run)
+            folder = Path(run.root, trial.name)
+            facts = read_json(folder / "run.json")
+            _refuse_training(folder, facts)
+            resume.plan_resume(folder, run.model_copy(update={"resume": "auto"}) if facts else run)
             with hf_cache.recorded_command(trial.words):
                 preflight.check_machine(run)
         except RunError as error:
@@ -188,16 +192,12 @@ def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
         raise min(kinds, key=lambda kind: kind.code)(*problems)
 
 
-def _check_folder_free(folder: Path, run: RunConfig) -> None:
-    """Raises ConfigError where the trial's folder is another run's, or is being trained."""
-    facts = read_json(folder / "run.json")
+def _refuse_training(folder: Path, facts: JsonObject) -> None:
+    """Raises ConfigError where a run with these facts is being trained."""
     if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
         what = f"{folder} is being trained by process {facts['pid']}"
         why = "one process at a time writes to a run's folder"
         raise ConfigError(Problem(what, "name", why, "wait for it, or name=OTHER"))
-    if facts:
-        run = run.model_copy(update={"resume": "auto"})
-    resume.plan_resume(folder, run)
 
 
 def check_distinct_names(names: Sequence[str]) -> None:

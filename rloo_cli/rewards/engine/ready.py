@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_cli.config import registry
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import RewardConfig
 from rloo_cli.rewards.engine import worker_calls
 from rloo_cli.rewards.engine.build import Reward, RewardFunction, build_reward, reward_from_callable
 
@@ -76,8 +76,10 @@ def run_ready_hooks(
             module.ready(reward.code, setup)
 
 
-def build_rewards(config: RunConfig, functions: Mapping[str, RewardFunction]) -> list[Reward]:
-    """Build the rewards of a config; `functions` are those given as Python callables, by name.
+def build_rewards(
+    entries: Mapping[str, RewardConfig], functions: Mapping[str, RewardFunction]
+) -> list[Reward]:
+    """Build a config's rewards; `functions` are those given as Python callables, by name.
 
     Raises ConfigError, MachineError.
     """
@@ -85,7 +87,7 @@ def build_rewards(config: RunConfig, functions: Mapping[str, RewardFunction]) ->
         reward_from_callable(name, functions[name], entry)
         if name in functions
         else build_reward(name, entry)
-        for name, entry in config.rewards.items()
+        for name, entry in entries.items()
     ]
     worker_calls.start_reward_workers(rewards)
     return rewards

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rloo_cli.checkpoint import export
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from rloo_cli.config.supervised import training_data, training_model
+from rloo_cli.config.supervised import SupervisedTraining, supervised_training
 from rloo_cli.data import dataset
 from rloo_cli.data.cache import shared_folder
 from rloo_cli.distributed.world import (
@@ -51,19 +51,19 @@ def run_supervised_training(folder: Path, section: str) -> JsonObject:
     process_exit.silence_libraries()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, at DeepSpeed
     run = check.read_config(folder / "training" / "config.yaml")
+    keys = supervised_training(run, section)
     rng.seed_generators(run.seed)
     world = join_ranks(run)
-    model_config = training_model(run, section)
     say = print_line if world.is_main else print_nothing
     say("loading data ...")
     with _errors_name_section(section):
-        for path in filter(None, (model_config.path, model_config.tokenizer)):
+        for path in filter(None, (keys.model.path, keys.model.tokenizer)):
             world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
-        tokenizer = load.load_policy_tokenizer(model_config)
-        prepared = _read_examples(run, section, tokenizer, world, say)
+        tokenizer = load.load_policy_tokenizer(keys.model)
+        prepared = _read_examples(keys, run, tokenizer, world, say)
     say("loading the model ...")
     with _errors_name_section(section):
-        model = _load_model(section, model_config, run, world)
+        model = _load_model(section, keys.model, run, world)
     training = folder / "training"
     write = _metrics_writer(training) if world.is_main else print_nothing
     trainer, watch = trainers.build_trainer(
@@ -84,20 +84,19 @@ def run_supervised_training(folder: Path, section: str) -> JsonObject:
 
 
 def _read_examples(
+    keys: SupervisedTraining,
     run: RunConfig,
-    section: str,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     say: Callable[[str], None],
 ) -> list[TrainingRows]:
     """The examples to train on, and those to evaluate on, as ids."""
-    settings: TrainingConfig = getattr(run, section)
-    source = training_data(run, section)
-    limits = (settings.max_length, load.read_max_positions(training_model(run, section)))
+    section, source = keys.section, keys.data
+    limits = (keys.settings.max_length, load.read_max_positions(keys.model))
     limit = min((n for n in limits if n is not None), default=sys.maxsize)
     reader = rows.RowReader(section, source, tokenizer, run, limit, world)
     with shared_folder(world) as shared:
-        opened = world.rank0_first(lambda: _load_examples(source, settings, section, shared))
+        opened = world.rank0_first(lambda: _load_examples(source, keys.settings, section, shared))
         files = [shared and shared / f"{name}.ids.arrow" for name in ("train", "eval")]
         prepared = [reader.read_rows(*one) for one in zip(opened, files, strict=False)]
     for name, part in zip(("trained on", "measured on"), prepared, strict=False):

@@ -55,7 +55,7 @@ def engine(*words: str, seed: int = 0) -> dict[str, Any]:
 
 def environment(*words: str) -> dict[str, str]:
     run = run_of(*words)
-    return arguments.engine_environment(run, keys_of(run))
+    return arguments.engine_environment(run.model, run.generation)
 
 
 def refused(*words: str, local: bool = False) -> list[str]:

@@ -32,7 +32,7 @@ words = ["+recipe=smoke", "generation=vllm_colocate", "model.path=make:tiny"]
 run = config.check_config(compose_config(words))
 keys = run.generation.colocate
 import os
-os.environ.update(arguments.engine_environment(run, keys))
+os.environ.update(arguments.engine_environment(run.model, run.generation))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 from rloo_cli.generation.vllm import child_main as child
@@ -89,7 +89,7 @@ def colocated(folder: Path, **arguments_: Any) -> child_engine.ColocatedEngine:
     words = ["+recipe=smoke", "generation=vllm_colocate", "generation.colocate.max_restarts=1"]
     run = config.check_config(compose_config(words))
     keys = cast(Any, run.generation).colocate
-    environment = arguments.engine_environment(run, keys)
+    environment = arguments.engine_environment(run.model, run.generation)
     return child_engine.ColocatedEngine(
         keys, arguments_, environment, folder / "engine.log", "gloo"
     )

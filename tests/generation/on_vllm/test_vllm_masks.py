@@ -141,7 +141,7 @@ def test_an_engine_is_started_with_what_masks_need_and_without_it_else(
         keys: Any = run.generation.server  # type: ignore[attr-defined]
         given = arguments.build_engine_arguments(run, keys, 1)
         assert given.get("return_sampling_mask", False) is wanted
-        environment = arguments.engine_environment(run, keys)
+        environment = arguments.engine_environment(run.model, run.generation)
         assert (environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1") is wanted
 
 
@@ -161,9 +161,11 @@ def test_a_machine_whose_vllm_cannot_send_masks_is_refused_with_exit_2(
     monkeypatch.setattr(model_runner, "has_triton", lambda on_gpu: triton)
     monkeypatch.setattr(arguments, "installed_vllm_version", lambda: version)
     own = vllm_cases.changed(vllm_cases.config(base_url=None), return_sampling_mask=True, top_k=9)
-    found = [problem.why for problem in arguments.mask_problems(own)]
+    found = [problem.why for problem in arguments.mask_problems(own.generation)]
     assert not found if not words else words in found[0]
-    assert not [*arguments.mask_problems(masked("http://elsewhere:1"))]  # asked when it answers
+    assert not [
+        *arguments.mask_problems(masked("http://elsewhere:1").generation)
+    ]  # asked when it answers
     if words:
         for check in (preflight.check_machine, preflight.check_server_machine):
             with pytest.raises(ConfigError) as caught:

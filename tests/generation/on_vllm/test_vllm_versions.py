@@ -124,7 +124,9 @@ def test_every_argument_of_an_engine_is_known_to_it(
     )
     assert {"data_parallel_size", *arguments.SAME_NAME_KEYS} <= known
     assert recorded("vllm.config.weight_transfer:WeightTransferConfig") == ["backend"]
-    ours = {n for n in arguments.engine_environment(run, keys) if n.startswith("VLLM_")}
+    ours = {
+        n for n in arguments.engine_environment(run.model, run.generation) if n.startswith("VLLM_")
+    }
     ours |= {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_BATCH_INVARIANT", arguments.PICKLE_VARIABLE}
     assert ours - {"VLLM_API_KEY"} <= set(RECORD["variables"])
 
