@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config.agent import ParsedConfig
 from rloo_cli.config.schema import Positive, Text, key
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.ports import bind_tcp_socket, port_holder
+from rloo_cli.utils.errors import ConfigError, refuse
+from rloo_cli.utils.ports import bind_or_refuse
 
 if TYPE_CHECKING:
     from rloo_cli.agents.common.build import EpisodeSetup
@@ -60,15 +60,18 @@ def load_tools(config: Config) -> None:
         if config.lifetime == "run":
             what, why = "agent.lifetime = run needs agent.command", "it is what plays all episodes"
             fix = "agent.command='python agent.py', or agent.lifetime=episode"
-            raise ConfigError(Problem(what, "agent.lifetime", why, fix))
+            refuse("agent.lifetime", what, fix, why)
         _check_token(config.token_env)
     else:
         if config.token_env is not None:
             what = "agent.token_env is set, and agents are started by agent.command"
             why = "only agents that come by themselves show a token"
-            raise ConfigError(Problem(what, "agent.token_env", why, "agent.token_env=null"))
-        _check_command(_split_command(config.command))
-    _check_address(config)
+            refuse("agent.token_env", what, "agent.token_env=null", why)
+        program = _split_command(config.command)[0]
+        if shutil.which(program) is None:
+            what, why = f"agent.command: there is no program {program}", "it plays the episodes"
+            refuse("agent.command", what, "a path, or a name that PATH finds", why)
+    bind_or_refuse("agent", config.host, config.port, error=ConfigError).close()
 
 
 def _split_command(command: str) -> list[str]:
@@ -77,41 +80,24 @@ def _split_command(command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError as error:
         what, fix = f"agent.command cannot be read: {command}", "close the quotes in agent.command"
-        raise ConfigError(Problem(what, "agent.command", str(error), fix)) from None
+        refuse("agent.command", what, fix, error)
     if not words:
         why, fix = "it is what plays the episodes", "agent.command='python agent.py'"
-        raise ConfigError(Problem("agent.command is empty", "agent.command", why, fix))
+        refuse("agent.command", "agent.command is empty", fix, why)
     return words
-
-
-def _check_command(words: list[str]) -> None:
-    """Raises ConfigError where there is no such program."""
-    if shutil.which(words[0]) is None:
-        what, why = f"agent.command: there is no program {words[0]}", "it plays the episodes"
-        raise ConfigError(Problem(what, "agent.command", why, "a path, or a name that PATH finds"))
 
 
 def _check_token(variable: str | None) -> None:
     why = "without agent.command agents come by themselves, and show a token"
     if variable is None:
         what, fix = "agent.command and agent.token_env are null", "agent.command='python agent.py'"
-        raise ConfigError(Problem(what, "agent.command", why, fix))
+        refuse("agent.command", what, fix, why)
     if len(os.environ.get(variable, "")) < LEAST_TOKEN:
         what = (
             f"the environment's {variable} has fewer than {LEAST_TOKEN} characters, or is not set"
         )
         fix = f"export {variable}=$(openssl rand -hex 16)"
-        raise ConfigError(Problem(what, "agent.token_env", why, fix))
-
-
-def _check_address(config: Config) -> None:
-    """Raises ConfigError where the proxy cannot listen."""
-    try:
-        bind_tcp_socket(config.host, config.port).close()
-    except OSError as error:
-        holder = f": {port_holder(config.port)} has it" if config.port else ""
-        what = f"the proxy cannot listen on {config.host}:{config.port}"
-        raise ConfigError(Problem(what, "agent.port", f"{error}{holder}", "agent.port=0")) from None
+        refuse("agent.token_env", what, fix, why)
 
 
 def build_generator(config: Config, setup: "EpisodeSetup") -> "Generator":

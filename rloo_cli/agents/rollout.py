@@ -12,7 +12,7 @@ from rloo_cli.config.agent import EpisodeConfig
 from rloo_cli.config.schema import PathText, key
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 if TYPE_CHECKING:
     from rloo_cli.agents.common.build import EpisodeSetup
@@ -43,7 +43,7 @@ def load_tools(config: Config) -> None:
     for field in sorted(taken & {*config.fields}):
         what, fix = f"agent.fields names {field!r}, which means something else", f"my_{field}"
         why = "it is a part of every episode, or an argument that every reward may ask for"
-        raise ConfigError(Problem(what, "agent.fields", why, fix))
+        refuse("agent.fields", what, fix, why)
     load_user_code(config.rollout, "agent.rollout")
 
 

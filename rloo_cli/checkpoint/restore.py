@@ -26,7 +26,7 @@ from rloo_cli.generation.common.batch_source import SourceState
 from rloo_cli.reporting.update_metrics import without_sums
 from rloo_cli.run import Run, RunState
 from rloo_cli.utils import paths, rng
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, refuse
 from rloo_cli.utils.files import JsonObject, read_json, update_json, write_text
 
 PROMPT_CODE = ("data.map", "data.filter", "data.mixture.", "model.chat_template", "agent.")
@@ -63,8 +63,7 @@ def restore_run(run: Run, checkpoint: Path) -> None:
         run.log.restore(values["log"])
         run.clock.started_at -= values["elapsed"]
     except (KeyError, ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
-        what, why = f"{checkpoint} cannot be restored", f"{type(error).__name__}: {error}"
-        raise ConfigError(Problem(what, "resume", why, "an older checkpoint")) from error
+        refuse("resume", f"{checkpoint} cannot be restored", "an older checkpoint", error)
     run.saved_position = run.position
 
 
@@ -224,7 +223,7 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, specs: Mapping[st
             why += f"\n{', '.join(codes)}: rows that depend on the time, the environment or chance"
             why += " are other rows each time"
             fix = f"{' and '.join(codes)} with the same rows each time, or {fix}"
-        raise DataError(Problem(what, f"data.path, {resume_plan.checkpoint}", why, fix))
+        refuse(f"data.path, {resume_plan.checkpoint}", what, fix, why, error=DataError)
 
 
 def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
@@ -263,4 +262,4 @@ def check_same_teacher(resume_plan: ResumePlan, model: str) -> None:
         what = f"the teacher was {before} at the checkpoint, and is {model} now"
         where = f"algorithm.teacher.base_url, {resume_plan.checkpoint}"
         fix = "a server of the teacher as it was, or resume_allow_changes=true (it is recorded)"
-        raise ConfigError(Problem(what, where, "it would teach something else", fix))
+        refuse(where, what, fix, "it would teach something else")

@@ -17,7 +17,7 @@ from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, local_
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 # Keys that may change in the middle of a run: they change what is computed by rounding at most.
@@ -89,7 +89,7 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
         checkpoint = Path(metadata["came_from"])
         if (wrong := manifest.checkpoint_problem(checkpoint)) is not None:
             fix = "put that checkpoint back, whole, or begin anew: resume=never name=OTHER"
-            raise ConfigError(Problem(f"{checkpoint} cannot be used", "resume", wrong, fix))
+            refuse("resume", f"{checkpoint} cannot be used", fix, wrong)
     if checkpoint is None:
         notes = _notes_without_checkpoint(folder, metadata, notes)
     else:
@@ -129,22 +129,22 @@ def _notes_without_checkpoint(
     lost = skipped or [f"{saved}, the last one that was saved, does not exist any more"]
     what = f"{folder} cannot go on: none of its checkpoints is whole"
     fix = f"put a whole one back; or begin anew: mv {folder} {folder}.old, then the same command"
-    raise ConfigError(Problem(what, "resume", "\n".join(lost), fix))
+    refuse("resume", what, fix, "\n".join(lost))
 
 
 def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> ResumePlan:
     values = check.dump_config(run)
     if not source.exists():
         why = f"looked at {source.absolute()}"
-        raise ConfigError(Problem(f"resume={source} does not exist", "resume", why, "resume=auto"))
+        refuse("resume", f"resume={source} does not exist", "resume=auto", why)
     problem = manifest.checkpoint_problem(source)
     if problem is not None and not (source / manifest.MANIFEST_FILE).is_file():
         inside = manifest.list_checkpoints(source)
         fix = f"resume={inside[0]}" if inside else "resume=auto, or resume=RUN/checkpoint-STEP"
-        raise ConfigError(Problem(f"resume={source} is not a checkpoint", "resume", problem, fix))
+        refuse("resume", f"resume={source} is not a checkpoint", fix, problem)
     if problem is not None:
         what = f"resume={source} cannot be used"
-        raise ConfigError(Problem(what, "resume", problem, "resume=auto"))
+        refuse("resume", what, "resume=auto", problem)
     before = manifest.read_trainer_state(source)["config"]
     check.check_other_version(source.parent / "config.yaml", before)
     _check_model_size(source, run.model.path)
@@ -193,7 +193,7 @@ def _refuse_changes(changes: ConfigChanges, lr_scheduler: str) -> None:
         why = "it would not be the same run" + (schedule if {*wrong} & {*RUN_LENGTH_KEYS} else "")
         why = "\n".join([f"{why}:", *lines[:10], *_and_more(lines)])
         fix = "take the change back, or resume_allow_changes=true (it is recorded)"
-        raise ConfigError(Problem("the config is not that of the checkpoint", wrong[0], why, fix))
+        refuse(wrong[0], "the config is not that of the checkpoint", fix, why)
 
 
 def _and_more(lines: list[str]) -> list[str]:
@@ -214,7 +214,7 @@ def _check_model_size(checkpoint: Path, model_path: str) -> None:
         why = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {model_path}" for k in other)
         saved = (read_run_config(checkpoint.parent) or {}).get("model") or {}
         fix = f"model.path={saved.get('path', 'a model of that size')}, or resume=null"
-        raise ConfigError(Problem(what, "model.path", why, fix))
+        refuse("model.path", what, fix, why)
 
 
 def read_run_config(folder: Path) -> JsonObject | None:

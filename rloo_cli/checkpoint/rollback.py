@@ -15,7 +15,7 @@ from rloo_cli.checkpoint import manifest
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config.schema import CheckpointConfig
 from rloo_cli.data import rollout_files
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import MachineError, refuse
 from rloo_cli.utils.files import JsonObject, fsync_path, write_text
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl")  # appended to, and cut back to a checkpoint's length
@@ -150,4 +150,4 @@ def check_disk_space(
         warn(f"warning: {what}, {why}")
         return
     fix = "root=..., or checkpoint.on_low_disk=warn"
-    raise MachineError(Problem(what, "checkpoint.keep_last", why, fix))
+    refuse("checkpoint.keep_last", what, fix, why, error=MachineError)

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.errors import Problem, StorageError, refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
 RUN_FILE = "run.json"
@@ -38,13 +38,12 @@ def check_folder_free(folder: Path) -> None:
     try:
         if (why := path_problem(folder)) is not None:
             what, other = f"{folder} cannot be a run's folder", "name=OTHER, or root=OTHER"
-            raise ConfigError(Problem(what, "root, name", why, other))
+            refuse("root, name", what, other, why)
         why = foreign_folder_reason(folder) if folder.exists() else None
     except PermissionError as error:
-        problem = Problem(f"{folder} cannot be read", "root, name", str(error), fix)
-        raise ConfigError(problem) from None
+        refuse("root, name", f"{folder} cannot be read", fix, error)
     if why is not None:
-        raise ConfigError(Problem(f"{folder} exists", "name", why, fix))
+        refuse("name", f"{folder} exists", fix, why)
 
 
 def path_problem(path: Path) -> str | None:

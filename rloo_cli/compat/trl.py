@@ -38,7 +38,7 @@ from rloo_cli.compat.trl_settings import (
 )
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch.topology import accelerate_engine
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import JsonObject
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "TrainOutput"]
@@ -136,10 +136,8 @@ class RLOOTrainer:
         trl_objects.refuse_arguments(ignore_keys=ignore_keys)
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if data is None:
-            why = "nothing was held out when the trainer was made"
-            raise TRLValueError(
-                Problem("evaluate() has no data", "eval_dataset", why, "evaluate(eval_dataset=D)")
-            )
+            what = "evaluate() has no data: nothing was held out when the trainer was made"
+            raise TRLValueError(f"{what}; give evaluate(eval_dataset=D)")
         sets = self.inputs.eval_sets(data, self.settings)
         self.accelerator.wait_for_everyone()
         settings = self._evaluation_settings(sets)
@@ -228,8 +226,8 @@ class RLOOTrainer:
             [sys.executable, "-m", "rloo_cli", *words], env=env, stdout=subprocess.PIPE, text=True
         )
         if told.returncode:
-            fix = "correct what rloo push says above, then call push_to_hub() again"
-            raise ConfigError(Problem(f"{repo} was not pushed", "push_to_hub", "see above", fix))
+            what = f"{repo} was not pushed: correct what rloo push says above"
+            raise ConfigError(f"{what}, then call push_to_hub() again")
         return told.stdout.strip()
 
     def end(self) -> None:
@@ -280,8 +278,7 @@ class RLOOTrainer:
     def _final(self) -> Path:
         final = self.folder / "final"
         if not final.is_dir():
-            why = "training writes it at its end"
-            raise ConfigError(Problem(f"{final} is not there", "the trainer", why, "call train()"))
+            raise ConfigError(f"{final} is not there: call train(), which writes it at its end")
         return final
 
 

@@ -15,7 +15,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from rloo_cli.compat.trl_results import trl_entry
 from rloo_cli.compat.trl_settings import TRLValueError
 from rloo_cli.reporting.events import Events
-from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
 TOLD = (
@@ -24,7 +23,7 @@ TOLD = (
 )  # fmt: skip
 LIVE_PARTS = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 IDLE_CONTROLS = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
-FIX = "a subclass of rloo_cli.plugin.Events, which is told of steps, evaluations, saves and the end"
+FIX = "use a subclass of rloo_cli.plugin.Events, called at steps, evaluations, saves and the end"
 
 
 def sort_callbacks(
@@ -37,9 +36,8 @@ def sort_callbacks(
     made = [item() if isinstance(item, type) else item for item in callbacks or ()]
     for item in made:
         if not isinstance(item, Events | TrainerCallback):
-            what = f"{item!r:.60} is not taken as a callback"
-            why = "it is neither one of transformers nor one of rloo"
-            raise TRLValueError(Problem(what, "callbacks", why, FIX))
+            what = f"callbacks: {item!r:.60} is neither a callback of transformers nor one of rloo"
+            raise TRLValueError(f"{what}; {FIX}")
         if isinstance(item, TrainerCallback):
             _check_callback(item)
     theirs = [item for item in made if isinstance(item, TrainerCallback)]
@@ -53,15 +51,14 @@ def _check_callback(callback: TrainerCallback) -> None:
         if own is getattr(TrainerCallback, hook):
             continue
         if hook not in TOLD:
-            what = f"{name}.{hook} would never be called"
-            why = f"a run tells {', '.join(TOLD)}"
-            raise TRLValueError(Problem(what, "callbacks", why, FIX))
+            what = f"callbacks: {name}.{hook} would never be called; a run calls {', '.join(TOLD)}"
+            raise TRLValueError(f"{what}; {FIX}")
         parameters = inspect.signature(own).parameters.values()
         needed = [p.name for p in parameters if p.name in LIVE_PARTS and p.default is p.empty]
         if needed:
-            what = f"{name}.{hook} asks for {needed[0]}"
+            what = f"callbacks: {name}.{hook} asks for {needed[0]}"
             why = "a run hands over numbers and paths, and never what it trains with"
-            raise TRLValueError(Problem(what, "callbacks", why, FIX))
+            raise TRLValueError(f"{what}; {why}; {FIX}")
 
 
 class CallbackEvents(Events):

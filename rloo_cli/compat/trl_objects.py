@@ -29,7 +29,7 @@ from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.rules_lora import PEFT_ORIGIN
 from rloo_cli.data.exact_values import dataset_of_rows
 from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, refuse
 from rloo_cli.utils.files import JsonObject, write_text
 
 LORA_SETTINGS = {  # peft's LoraConfig -> the flag of ModelConfig that means the same
@@ -52,7 +52,7 @@ def refuse_arguments(**given: Any) -> None:
             row = find_old_name(name)
             fix = (row.fix or row.note) if row is not None else "leave it out"
             why = f"it would have to be ignored: found {value!r:.60}"
-            raise TRLValueError(Problem(f"{name} is not taken here", name, why, fix))
+            refuse(name, f"{name} is not taken here", fix, why, error=TRLValueError)
 
 
 def default_config(model: Any, kind: str) -> TRLConfig:
@@ -72,9 +72,8 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
             kwargs = _changed_arguments(peft_config)
             settings |= {"peft_type": PEFT_CONFIGS[kind], "peft_kwargs": kwargs}
         elif kind != "LoraConfig":
-            why = f"adapters are LoraConfig, {', '.join(PEFT_CONFIGS)}"
-            what, fix = f"peft_config is a {kind}", "peft_config=LoraConfig()"
-            raise TRLValueError(Problem(what, "peft_config", why, fix))
+            kinds = f"LoraConfig, {', '.join(PEFT_CONFIGS)}"
+            raise TRLValueError(f"peft_config is a {kind}, which is not one of {kinds}")
         names = LAYER_ARGUMENTS if kind in PEFT_CONFIGS else LORA_SETTINGS
         for theirs, flag in {name: LORA_SETTINGS[name] for name in names}.items():
             if (value := getattr(peft_config, theirs, None)) is not None:
@@ -140,9 +139,8 @@ class InputFolder:
         found: JsonObject = {"model_name_or_path": model}
         if not isinstance(model, str):
             if hasattr(model, "peft_config"):
-                why = "it has an adapter in it, and a run makes its own from a config"
-                fix = "pass the base model, and the adapter's config as peft_config"
-                raise TRLValueError(Problem("model is a PeftModel", "model", why, fix))
+                what = "model is a PeftModel, and a run makes its adapter from a config"
+                raise TRLValueError(f"{what}; pass the base model, and peft_config=CONFIG")
             found["model_name_or_path"] = self._saved("model", model)
         source = tokenizer
         if source is None and not isinstance(model, str):
@@ -265,9 +263,8 @@ class InputFolder:
         """module:name of a function or class; of one in the script, a copy's file:name."""
         name, module = code.__qualname__, code.__module__
         if "<" in name or "." in name:
-            what = f"{name} is inside of a function"
-            why, fix = "other processes import it by its name", "define it outside of functions"
-            raise TRLValueError(Problem(what, "tools", why, fix))
+            what = f"tools: {name} is inside of a function, and other processes import it by name"
+            raise TRLValueError(f"{what}; define it outside of functions")
         if module != "__main__":
             return f"{module}:{name}"
         path = self.folder / "code.py"
@@ -302,9 +299,7 @@ def _is_literal(node: ast.expr) -> bool:
 def _check_count(name: str, count: int, rewards: int) -> None:
     if count != rewards:
         what = f"the number of {name} ({count}) must match the number of reward_funcs ({rewards})"
-        why = "each of them belongs to the reward at its place"
-        fix = f"{name}=[...] with one for each reward, or leave it out"
-        raise TRLValueError(Problem(what, name, why, fix))
+        raise TRLValueError(f"{what}, one for each; or leave {name} out")
 
 
 def listed(items: Any) -> list[Any]:
@@ -324,9 +319,8 @@ def _name_of(model: Any) -> str:
     """The path or hub's name that a model was loaded from."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     if not name:
-        what, fix = "the model says of itself no name", "pass its tokenizer as processing_class"
-        why = "its config has no _name_or_path, or an empty one"
-        raise TRLValueError(Problem(what, "model", why, fix))
+        what = "the model's config has no _name_or_path, by which its tokenizer would be found"
+        raise TRLValueError(f"{what}; pass the tokenizer as processing_class")
     return name
 
 
@@ -342,9 +336,8 @@ def _rows_needed(data: Any, settings: Mapping[str, Any]) -> int | None:
         return None
     steps = int(settings.get("max_steps", -1))
     if steps < 1:
-        what = "the data set is iterated over, and max_steps is not set"
-        why = "its rows are saved before the run, as many as the steps use"
-        raise TRLValueError(Problem(what, "train_dataset", why, "max_steps=N in the config"))
+        what = "train_dataset is iterated over, and its rows are saved before the run"
+        raise TRLValueError(f"{what}; set max_steps=N in the config, which says how many")
     completions = int(settings.get("per_device_train_batch_size", 8))
     completions *= int(settings.get("gradient_accumulation_steps", 1))
     return steps * completions

@@ -131,9 +131,8 @@ def written_settings(config: Any) -> JsonObject:
             found = {k: v for k, v in found.items() if k not in own or not _is_default(own[k], v)}
         return found
     if not dataclasses.is_dataclass(config):
-        what = f"args is a {type(config).__name__}"
-        why = "a config, a dict or a dataclass was expected"
-        raise TRLValueError(Problem(what, "args", why, "RLOOConfig(...) or GRPOConfig(...)"))
+        what = f"args is a {type(config).__name__}, not a config, a dict or a dataclass"
+        raise TRLValueError(f"{what}; give RLOOConfig(...) or GRPOConfig(...)")
     return _settings_of_trl(config)
 
 

@@ -4,7 +4,26 @@
 else the field `truth` of the objects in the column `labels`.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
+from typing import NoReturn
+
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.utils.errors import DataError, refuse
+
+
+def refuse_unknown_column(
+    key: str, name: str, columns: Collection[str], in_braces: bool = False
+) -> NoReturn:
+    """Raise DataError: `key` names a column that the data does not have. `in_braces`: it is the
+    text of a template."""
+    shown, fix = repr(name), f"leave {name} out of {key}"
+    if in_braces:
+        shown, fix = f"{{{name}}}", "{{ and }} where braces are meant"
+    if close := nearest_names(name, columns):
+        near = close[0]
+        fix = f"{{{near}}} in its place" if in_braces else f"{near} in place of {name} in {key}"
+    what = f"{key} names {shown}, which is not a column"
+    refuse(key, what, fix, f"columns: {', '.join(columns)}", error=DataError)
 
 
 def field_value(row: Mapping[str, object], name: str) -> object:

@@ -7,6 +7,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,7 +17,7 @@ from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
 from rloo_cli.config.pasted import guess_name, paste_setting
 from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils import redact
+from rloo_cli.utils import paths, redact
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -386,3 +387,22 @@ def locate_problem(problem: Problem, sources: ConfigSources) -> Problem:
         fix = paste_setting(key, good)
     more = problem.more or f"rloo config explain {key}"
     return Problem(problem.what, sources.location_of(key) or key, problem.why, fix, more)
+
+
+def locate_in_run(problems: Iterable[Problem], folder: Path) -> list[Problem]:
+    """`locate_problem` for a run that has begun, whose folder names its overrides and its recipe:
+    for keys that one of them sets."""
+    try:
+        overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return list(problems)
+    recipe = next((w.partition("=")[2] for w in overrides if w.startswith("+recipe=")), "")
+    files = [(paths.recipe_files().get(recipe) or Path(recipe), "")] if recipe else []
+    sources = ConfigSources(overrides, files)
+    names = [override.lstrip("+~").partition("=")[0] for override in overrides]
+
+    def is_written(key: str) -> bool:
+        chosen = any(key == name or key.startswith(f"{name}.") for name in names)
+        return chosen or any(key in locations for locations in sources.locations)
+
+    return [locate_problem(p, sources) if is_written(p.where) else p for p in problems]

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rloo_cli.config import hf_cache, registry, synthetic
-from rloo_cli.config.column_names import column_of_field, field_or_none
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.column_names import column_of_field, field_or_none, refuse_unknown_column
 from rloo_cli.config.pasted import guess_prompt_column, rename_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import filters, mapping, value_types
@@ -32,7 +31,7 @@ from rloo_cli.data.exact_values import (
 )
 from rloo_cli.data.fingerprint import iter_tables
 from rloo_cli.data.json_files import JSON_ENDINGS, json_rows
-from rloo_cli.utils.errors import DataError, MachineError, Problem
+from rloo_cli.utils.errors import DataError, MachineError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def _check_prompts(
             what, where = f"the data has a column {column!r}", "data.prompt_column"
             why = "data.prompt_column = null: an environment's reset says all of the first turn"
             fix = f"data.prompt_column={column}, or {rename_column(column, 'task')}"
-            raise DataError(Problem(what, where, why, fix))
+            refuse(where, what, fix, why, error=DataError)
         data = data.add_column(column, [EMPTY_PROMPT] * len(data))
     if needs_prompts and column not in data.column_names:
         raise missing_prompts_error(data, config, split)
@@ -215,22 +214,17 @@ def _rename_example_columns(
 
 
 def _check_names(column_names: list[str], new_names: dict[str, str]) -> None:
-    columns = f"columns: {', '.join(column_names)}"
     unknown = [old for old in new_names if old not in column_names]
     if unknown:
-        what = f"data.columns renames {unknown[0]!r}, which is not a column"
-        close = nearest_names(unknown[0], column_names)
-        fix = f"leave {unknown[0]} out of data.columns"
-        if close:
-            fix = f"{close[0]} in place of {unknown[0]} in data.columns"
-        raise DataError(Problem(what, "data.columns", columns, fix))
+        refuse_unknown_column("data.columns", unknown[0], column_names)
     names = [new_names.get(name, name) for name in column_names]
     double = [name for name in names if names.count(name) > 1]
     if double:
         what = f"data.columns makes two columns named {double[0]!r}"
         old = next(old for old, new in new_names.items() if new == double[0])
         fix = f"{rename_column(old, f'my_{double[0]}')}, or any name that no other column has"
-        raise DataError(Problem(what, "data.columns", columns, fix))
+        why = f"columns: {', '.join(column_names)}"
+        refuse("data.columns", what, fix, why, error=DataError)
 
 
 def prompt_like_columns(data: "Dataset") -> list[str]:
@@ -255,13 +249,13 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterat
         if config.streaming:
             why = "of a data set saved to disk only what is used is read anyway"
             off = "data.streaming=false"
-            raise DataError(Problem("data.streaming is set", "data.streaming", why, off))
+            refuse("data.streaming", "data.streaming is set", off, why, error=DataError)
         return _open_saved(datasets.load_from_disk(str(path)), split)
     if path.is_file():
         if path.suffix not in READERS:
             why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
             fix = "data.path=FILE.jsonl, with a JSON object in each line"
-            raise DataError(Problem(f"{path} is not a data file", "data.path", why, fix))
+            refuse("data.path", f"{path} is not a data file", fix, why, error=DataError)
         if path.suffix in ROW_READERS:
             return _open_row_files({"train": [str(path)]}, split, config.streaming)
         files = {"train": str(path)}
@@ -343,10 +337,10 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
             fix = "data.split=NAME, with one that it has"
             if Path(config.path).expanduser().is_file():
                 fix = "data.split=train, or a part of it such as data.split='train[-100:]'"
-            raise DataError(Problem(what, "data.split", str(error), fix)) from None
+            refuse("data.split", what, fix, error, error=DataError)
         what = f"{config.path} cannot be read"
         fix = "correct data.path, or for a hub data set data.name and data.revision"
-        raise DataError(Problem(what, "data.path", _short(error), fix)) from None
+        refuse("data.path", what, fix, _short(error), error=DataError)
     except (OSError, exceptions.DatasetGenerationError) as error:
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
 
@@ -362,7 +356,7 @@ def _open_made(source: synthetic.RowSource, config: DataConfig, split: str) -> "
         what = f"no split {split!r} in {config.path}"
         why = f"it has the splits {' and '.join(source.splits)}"
         fix = ", or ".join(f"data.split={name}" for name in source.splits)
-        raise DataError(Problem(what, "data.split", why, fix)) from None
+        refuse("data.split", what, fix, why, error=DataError)
 
 
 def _open_saved(saved: "Dataset | DatasetDict", split: str) -> "Dataset":

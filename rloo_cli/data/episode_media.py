@@ -12,7 +12,7 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.images import ImageReader, decode_png
 from rloo_cli.data.media import ImagePart, Media
 from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 
 def extended_media(
@@ -52,7 +52,7 @@ def row_media(group: Group, rollout: Rollout, vision: VisionProcessor | None) ->
         if vision is None:
             what, why = "an episode was shown images", "this run does not take any from tools"
             fix = "agent, model and algorithm as in the run that recorded it (docs/images.md)"
-            raise ConfigError(Problem(what, "agent", why, fix))
+            refuse("agent", what, fix, why)
         media, ids = group.media, list(group.prompt_ids)
         for turn in turns:
             ids += turn.prompt_ids

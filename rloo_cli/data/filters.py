@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rloo_cli.config.column_names import column_of_field, field_or_none
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.column_names import column_of_field, field_or_none, refuse_unknown_column
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
 from rloo_cli.data.batch import copy_value
 from rloo_cli.data.exact_values import dataset_of_rows, iter_rows
 from rloo_cli.data.order import IndexArray
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -95,10 +94,7 @@ def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
         return _load_predicate(row_filter)
     unknown = [c for c in row_filter if column_of_field(columns, c) is None]
     if unknown:
-        close = nearest_names(unknown[0], columns)
-        what = f"data.filter names {unknown[0]!r}, which is not a column"
-        fix = f"{(close or ['a column of these'])[0]} in place of {unknown[0]} in data.filter"
-        raise DataError(Problem(what, "data.filter", f"columns: {', '.join(columns)}", fix))
+        refuse_unknown_column("data.filter", unknown[0], columns)
     return lambda _, example: matches_columns(example, row_filter)
 
 
@@ -124,11 +120,11 @@ def _load_predicate(spec: str) -> Predicate:
             what = f"data.filter failed at row {number}"
             why = f"{format_user_frames(error)}{exception_text(error)}"
             fix = f"correct {spec}: it is called with every row"
-            raise DataError(Problem(what, f"data.filter={spec}", why, fix)) from None
+            refuse(f"data.filter={spec}", what, fix, why, error=DataError)
         if passed is not True and passed is not False:
             what = f"data.filter said {passed!r:.80} of row {number}"
             why, fix = "True or False was expected", f"let {spec} return bool(...)"
-            raise DataError(Problem(what, f"data.filter={spec}", why, fix))
+            refuse(f"data.filter={spec}", what, fix, why, error=DataError)
         return bool(passed)
 
     return passes

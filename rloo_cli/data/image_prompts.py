@@ -20,9 +20,9 @@ from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.batch import Prompt
 from rloo_cli.data.exact_values import JsonText, iter_rows
 from rloo_cli.data.fingerprint import iter_tables
-from rloo_cli.data.images import BadImage, ImageReader, require_pillow
+from rloo_cli.data.images import BadImage, ImageReader
 from rloo_cli.data.order import IndexArray
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, Problem, refuse, require_package
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class PromptImages:
 
         Raises DataError for a bad image, unless its row is left out.
         """
-        require_pillow()
+        why = "it decodes the images of the data"
+        require_package("data.path", "Pillow", "images", why, module="PIL")
         sizes: list[tuple[int, int]] = []
         bad: list[tuple[int, BadImage]] = []
         count = len(self.counts)
@@ -158,11 +159,11 @@ def find_images(
         what, where = "prompts of plain text have images", f"data.path={config.path}"
         why = "only a chat template says where a model looks for an image"
         fix = f"data.chat=true; or, without them, {rename_column(str(column), 'picture')}"
-        raise DataError(Problem(what, where, why, fix))
+        refuse(where, what, fix, why, error=DataError)
     if load_vision is None:
         what, why = "the prompts have images", "they are for training and evaluation alone"
         fix = f"{rename_column(column or 'image', 'picture')} takes the column for another"
-        raise DataError(Problem(what, "data.path", why, fix))
+        refuse("data.path", what, fix, why, error=DataError)
     return PromptImages(data, config, load_vision())
 
 
@@ -179,7 +180,7 @@ def image_column(data: "Dataset", config: DataConfig) -> str | None:
     if len(names) > 1:
         what, why = "the data has two columns of images", "one of them is to be shown"
         fix = f"{rename_column('images', 'pictures')} takes the second for any other column"
-        raise DataError(Problem(what, "data.columns", why, fix))
+        refuse("data.columns", what, fix, why, error=DataError)
     return names[0] if names else None
 
 
@@ -262,7 +263,7 @@ def take_images(
         what = f"a prompt has {len(empty)} places for images, and {len(given)} images"
         why = "each part {type: image} without an image of its own takes one of the column's"
         fix = f"give the row {len(empty)} images, or {len(given)} such parts"
-        raise DataError(Problem(what, where, why, fix))
+        refuse(where, what, fix, why, error=DataError)
     waiting = iter(given)
     images = [next(waiting) if _source_of(part) is None else _source_of(part) for part in parts]
     for message in structured:
@@ -294,7 +295,7 @@ def _put_first(messages: list[JsonObject], count: int, where: str) -> None:
             return
     what, why = "a prompt has images and no user's message", "they come before the text of one"
     fix = "add a message of role user, or a part {type: image} for each image"
-    raise DataError(Problem(what, where, why, fix))
+    refuse(where, what, fix, why, error=DataError)
 
 
 def _source_of(part: JsonObject) -> object | None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.data.web_files import FetchLimits, FetchRefused, fetch_web_file
-from rloo_cli.utils.errors import MachineError, Problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -133,15 +132,6 @@ def encode_thumbnail(image: "Image") -> str:
 def read_thumbnail(url: str) -> "Image":
     """The image of `encode_thumbnail`. Raises BadImage, ImportError without Pillow."""
     return _decode(_data_url_bytes(url))
-
-
-def require_pillow() -> None:
-    """Raises MachineError when Pillow is not installed."""
-    import importlib.util  # lazy: with `importlib` alone its `util` may not be there
-
-    if importlib.util.find_spec("PIL") is None:
-        why, fix = "it decodes the images of the data", "pip install 'rloo-cli[images]'"
-        raise MachineError(Problem("Pillow is not installed", "data.path", why, fix))
 
 
 def _file_bytes(path: Path) -> bytes:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 JSON_ENDINGS = (".jsonl", ".json")
@@ -103,14 +103,14 @@ def _parse_json(path: Path, number: int, data: bytes) -> object:
         why = f"it is not UTF-8: {byte}, in {shown}"
         fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
         where = f"data.path, {path}:{line}"
-        raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
+        refuse(where, f"{what}: it is not UTF-8", fix, why, error=DataError)
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         shown = repr(text.split("\n")[error.lineno - 1].strip()[:80])
         why = f"{error.msg} at column {error.colno}: {shown}"
         fix = f"write line {line} as one whole JSON object"
         where = f"data.path, {path}:{line}"
-        raise DataError(Problem(f"{what}: line {line} is not JSON", where, why, fix)) from None
+        refuse(where, f"{what}: line {line} is not JSON", fix, why, error=DataError)
     except UnicodeEncodeError as error:
         why = f"it has {error.object[error.start]!a}, half of a pair: no text can hold it"
         fix = "write the whole pair there, or the character itself"

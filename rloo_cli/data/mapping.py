@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
 from rloo_cli.data.exact_values import dataset_of_rows, read_rows, write_rows
 from rloo_cli.data.filters import ExampleDict
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,10 +38,9 @@ def map_dataset(data: "Dataset", spec: str, file: Path | None = None) -> "Datase
             write_rows(map_examples(data, spec), file)
         return read_rows(file)
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         what = "data.map returned rows that make no table"
         fix = "return the same columns with values of the same type for every row"
-        raise DataError(Problem(what, f"data.map={spec}", why, fix)) from None
+        refuse(f"data.map={spec}", what, fix, error, error=DataError)
 
 
 def _map_example(
@@ -55,11 +54,11 @@ def _map_example(
         what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
         fix = f"columns of the row: {', '.join(example)}"
-        raise DataError(Problem(what, where, why, fix)) from None
+        refuse(where, what, fix, why, error=DataError)
     if not isinstance(returned, dict) or not all(isinstance(name, str) for name in returned):
         kind = type(returned).__name__
         what = f"data.map returned {kind} for row {number}, not a dict of columns"
         forgot = " (is a return missing?)" if returned is None else ""
         why = f"it returned {returned!r:.80}{forgot}"
-        raise DataError(Problem(what, where, why, "return the row: a dict of columns"))
+        refuse(where, what, "return the row: a dict of columns", why, error=DataError)
     return dict(returned)  # a function may return one dict for all rows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rloo_cli.data.images import BadImage, ImageReader, encode_png, encode_thumbnail
 from rloo_cli.data.vision_processor import VisionProcessor, merge_image_tensors
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,7 +53,7 @@ class Media:
         except BadImage as error:
             what = "an image cannot be read any more"
             fix = "put the image back as it was, then run it again (a training: resume=auto)"
-            raise DataError(Problem(what, "data.path", str(error), fix)) from None
+            refuse("data.path", what, fix, error, error=DataError)
 
     @cached_property
     def png_files(self) -> list[str]:

@@ -17,7 +17,7 @@ from rloo_cli.data.lazy import ReadWhenAsked, join_sequences, values_at
 from rloo_cli.data.order import Source
 from rloo_cli.data.prompts import FIRST_PROMPTS, Prompts
 from rloo_cli.data.render import NOT_FOR_REWARDS
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 SOURCE_COLUMN = "source"  # holds the name of the source that an example is from
@@ -38,7 +38,7 @@ def mixture_columns(
             what = f"{key} has a column named {SOURCE_COLUMN!r}"
             why = "in a mixture that column says which of its sources a row is from"
             fix = rename_column(SOURCE_COLUMN, f"its_{SOURCE_COLUMN}", f"{key}.columns")
-            raise DataError(Problem(what, f"{key}.columns", why, fix))
+            refuse(f"{key}.columns", what, fix, why, error=DataError)
         union |= dict.fromkeys(own)
     return [*union, SOURCE_COLUMN]
 
@@ -54,7 +54,7 @@ def join_prompts(
     if len(kinds) > 1:
         what = f"data.mixture.{kinds[True]} has conversations, {kinds[False]} plain text"
         fix = "rewards are given one kind: convert one of them, or take it out"
-        raise DataError(Problem(what, "data.mixture", "one kind per run", fix))
+        refuse("data.mixture", what, fix, "one kind per run", error=DataError)
     mix = tuple(Source(n, len(p), weights[n], p.fingerprint) for n, p in prompts_by_source.items())
     named, all_of = prompts_by_source, list(prompts_by_source.values())
     # Examples are numbered through the sources, with those that data.overlong left out.

@@ -27,7 +27,6 @@ from rloo_cli.data.episode_media import row_media
 from rloo_cli.data.media import MediaInputs, axis_positions, media_of_rows, parts_of, vision_of
 from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.data.vision_processor import VisionProcessor
-from rloo_cli.utils.errors import GenerationError, Problem
 
 # Attributes with one number per token, of groups and of micro-batches.
 TOKEN_COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")
@@ -397,28 +396,23 @@ def _cumulative_lengths(lengths: list[int]) -> Tensor:
 def _kept_ids(rollouts: list[Rollout]) -> KeptIds | None:
     """The sampling masks of completions; None where they have none.
 
-    Raises GenerationError where a token is not in its mask, or only some completions have one.
+    `SamplingMask.check_tokens` has checked them as they came; a run keeps all or none.
     """
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
-    joined, key = SamplingMask(), "generation.return_sampling_mask"
+    joined = SamplingMask()
     for rollout in rollouts:
         mask = rollout.sampling_mask
         if mask is None and rollout.failed is not None:  # no loss: what stands for it was not drawn
             mask = SamplingMask.from_lists([i] for i in rollout.sampled_ids)
-        if mask is None:
-            what = "a completion has no sampling mask, and others of its batch have one"
-            why = f"the completion of seed {rollout.seed}, {rollout.length} tokens"
-            raise GenerationError(Problem(what, key, why, f"{key}=false"))
+        assert mask is not None, "a completion has no sampling mask, and others have one"
         joined.append_mask(mask)
     counts, ids = (torch.from_numpy(np.array(part)).long() for part in (joined.counts, joined.ids))
     target = torch.tensor([i for rollout in rollouts for i in rollout.sampled_ids])
     token = torch.repeat_interleave(torch.arange(len(counts)), counts)
     target_index = (ids == target[token]).nonzero().squeeze(-1)
-    if not torch.equal(token[target_index], torch.arange(len(target))):
-        what = "a token is not in its own sampling mask"
-        why = f"found {len(target_index)} matches for {len(target)} tokens, expected one for each"
-        raise GenerationError(Problem(what, key, why, f"{key}=false"))
+    each_token = torch.arange(len(target))
+    assert torch.equal(token[target_index], each_token), "a token is not in its own sampling mask"
     return KeptIds(ids, token, target_index)
 
 

@@ -22,7 +22,7 @@ from rloo_cli.data.order import IndexArray
 from rloo_cli.data.prompt_ends import prompt_warnings
 from rloo_cli.data.render import PromptRow, PromptRows, ToolsOf
 from rloo_cli.data.survey import survey_prompts
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _add_images(
     if prompts.truncated:
         what, why = "a prompt with images is too long", "cut, it would show half of an image"
         fix = "data.overlong=filter, a larger data.max_prompt_length, or data.max_pixels"
-        raise DataError(Problem(what, "data.overlong", why, fix))
+        refuse("data.overlong", what, fix, why, error=DataError)
 
     def media_of(row: PromptRow) -> Media | None:
         where = images.column, row.text, list(row.ids), images.reader, images.vision

@@ -7,11 +7,10 @@ the same whenever it is drawn. Nothing here is kept but the rows that were read 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rloo_cli.config import template
-from rloo_cli.config.column_names import column_of_field
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.column_names import column_of_field, refuse_unknown_column
 from rloo_cli.config.pasted import guess_prompt_column
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import image_prompts
@@ -21,7 +20,7 @@ from rloo_cli.data.dataset import is_messages, is_serialized_conversation, promp
 from rloo_cli.data.exact_values import rows_of_table
 from rloo_cli.data.lazy import ReadWhenAsked, Value, arrow_rows, arrow_view
 from rloo_cli.data.order import IndexArray
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -76,13 +75,12 @@ class PromptRows:
         self.conversational = self.are_messages or config.chat
         self._check_value(value, 0)
         if isinstance(value, str) and is_serialized_conversation(value):
-            raise DataError(
-                Problem(
-                    "prompt 0 is a conversation that is written as one string",
-                    f"{self._where}0",
-                    f"the model would be given its brackets and quotes: {value[:80]!r}",
-                    "data.map=file.py:name, with row['prompt'] = json.loads(row['prompt']) in it",
-                )
+            refuse(
+                f"{self._where}0",
+                "prompt 0 is a conversation that is written as one string",
+                "data.map=file.py:name, with row['prompt'] = json.loads(row['prompt']) in it",
+                f"the model would be given its brackets and quotes: {value[:80]!r}",
+                error=DataError,
             )
         _refuse_idle_keys(self.are_messages, config)
         if tokenizer is not None:
@@ -174,14 +172,13 @@ class PromptRows:
             guess = guess_prompt_column("prompt", strings)
             fix = f"data.prompt_column={guess}" if strings and not row else "correct that row"
             column = f"the column is of type {self.data.features[self.config.prompts_in]}"[:200]
-            raise DataError(
-                Problem(
-                    f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
-                    f"{self._where}{row}",
-                    f"found {type(value).__name__}: {str(value)[:80]!r}; {column}",
-                    fix,
-                    f"columns of strings or messages: {', '.join(strings) or 'none'}",
-                )
+            refuse(
+                f"{self._where}{row}",
+                f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
+                fix,
+                f"found {type(value).__name__}: {str(value)[:80]!r}; {column}",
+                more=f"columns of strings or messages: {', '.join(strings) or 'none'}",
+                error=DataError,
             )
         if isinstance(value, list):
             _refuse_other_parts(value, f"{self._where}{row}")
@@ -195,10 +192,9 @@ class PromptRows:
         try:
             return render_text(rendered.prompt, self.tokenizer, self.template_kwargs | tools)
         except Exception as error:  # a template is a program, with a program's errors
-            where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
             what = f"the chat template refuses prompt {row}"
             fix = "correct its messages, or model.chat_template=FILE.jinja that takes them"
-            raise DataError(Problem(what, where, why, fix)) from None
+            refuse(f"data.prompt_column, row {row}", what, fix, error, error=DataError)
 
 
 def render_prompts(
@@ -226,7 +222,7 @@ def _refuse_other_parts(messages: list[JsonObject], where: str) -> None:
             what = f"a message has a part of type {kind!r}"
             why = f"found {str(part)[:80]!r} in a message of role {message['role']!r}"
             fix = "parts of text and images: {type: text, text: ...}, {type: image}; or a string"
-            raise DataError(Problem(what, where, why, fix))
+            refuse(where, what, fix, why, error=DataError)
 
 
 def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
@@ -236,10 +232,14 @@ def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
         idle = ["system"]
     for key in idle:
         kind = "conversations" if conversational else "plain text"
-        why = f"the prompts are {kind}: the key would do nothing"
-        off = f"data.{key}={'false' if key == 'chat' else 'null'}"
         more = "data.chat=true makes a user's message of each" if key == "system" else ""
-        raise DataError(Problem(f"data.{key} is set", f"data.{key}", why, off, more))
+        refuse_idle_key(key, f"the prompts are {kind}: the key would do nothing", more)
+
+
+def refuse_idle_key(name: str, why: str, more: str = "") -> NoReturn:
+    """Raise DataError: `data.NAME` is set, and has no effect on these data."""
+    off = f"data.{name}={'false' if name == 'chat' else 'null'}"
+    refuse(f"data.{name}", f"data.{name} is set", off, why, more=more, error=DataError)
 
 
 def _check_template(
@@ -249,15 +249,14 @@ def _check_template(
     if not conversational and tools_of is not None:
         what, where = "the prompts are plain text, and tools need conversations", "agent"
         why = "the chat template tells the model of its tools, and of what they answer"
-        raise DataError(Problem(what, where, why, "data.chat=true"))
+        refuse(where, what, "data.chat=true", why, error=DataError)
     if conversational and not tokenizer.chat_template:
-        raise DataError(
-            Problem(
-                "the prompts are conversations, and the tokenizer has no chat template",
-                "data.prompt_column",
-                "a base model's tokenizer often has none",
-                "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
-            )
+        refuse(
+            "data.prompt_column",
+            "the prompts are conversations, and the tokenizer has no chat template",
+            "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
+            "a base model's tokenizer often has none",
+            error=DataError,
         )
 
 
@@ -285,15 +284,11 @@ def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -
     try:
         return template.fill_template(config.template, fields)
     except KeyError as error:
-        what = f"data.template names {{{error.args[0]}}}, which is not a column"
-        why = f"columns: {', '.join(fields)}"
-        close = nearest_names(str(error.args[0]), fields)
-        fix = f"{{{close[0]}}} in its place" if close else "{{ and }} where braces are meant"
-        raise DataError(Problem(what, "data.template", why, fix)) from None
+        refuse_unknown_column("data.template", str(error.args[0]), [*fields], True)
     except ValueError as error:
         fix = "{column} for a column, {{ and }} for braces"
         what = "data.template cannot be read"
-        raise DataError(Problem(what, "data.template", str(error), fix)) from None
+        refuse("data.template", what, fix, error, error=DataError)
 
 
 def _with_text(message: JsonObject) -> JsonObject:

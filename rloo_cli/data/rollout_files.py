@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 RECORD_FOLDER = "rollouts"
@@ -75,13 +75,13 @@ def read_rollout_head(path: Path) -> JsonObject:
     except FileNotFoundError:
         fix = f"rloo replay {path.parent.parent} lists the steps that it has"
         why = "there is no such file: its step was not recorded, or was removed later"
-        raise DataError(Problem("a recorded step is missing", str(path), why, fix)) from None
+        refuse(str(path), "a recorded step is missing", fix, why, error=DataError)
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
         raise damaged_record(path, f"{type(error).__name__}: {error}") from None
     if version > RECORD_FORMAT:
         why = f"its format {version} is newer than {RECORD_FORMAT}, the newest this rloo reads"
         fix = "pip install --upgrade rloo-cli"
-        raise DataError(Problem("a record of rollouts cannot be read", str(path), why, fix))
+        refuse(str(path), "a record of rollouts cannot be read", fix, why, error=DataError)
     if check != head_check(head):
         raise damaged_record(path, "its head was changed")
     if size != wanted:

@@ -41,7 +41,6 @@ from rloo_cli.data.rollout_files import (
 )
 from rloo_cli.data.rollout_values import dump_rollout, load_rollout, sampled_lengths
 from rloo_cli.data.sampling_mask import mask_tensors, read_mask_tensors
-from rloo_cli.utils.errors import Problem, StorageError
 from rloo_cli.utils.files import JsonObject, write_whole_file
 
 TEXTS = "texts"  # the tensor that holds the JSON text
@@ -83,7 +82,7 @@ class LostValue(str):
 def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]) -> Path:
     """Write a finished step to the run in `folder`. -> the file
 
-    `facts`: plain values for the head. Raises StorageError where a column cannot be written.
+    `facts`: plain values for the head.
     """
     tensors = {n: t.detach().cpu().contiguous() for n, t in _batch_tensors(batch).items()}
     rollouts = [r for g in batch.groups for r in g.rollouts]
@@ -106,13 +105,8 @@ def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]
         "longest_turn": max((len(turn.sampled_ids) for turn in turns), default=0),
         "digest": _tensor_digest(tensors),
     }
-    try:
-        checked = head | {CHECK_KEY: head_check(head)}
-        data = save(tensors, {HEAD_KEY: json.dumps(checked)})
-    except SafetensorError as error:
-        what = f"the rollouts of step {batch.step + 1} cannot be written"
-        fix = "resume=auto logging.rollouts_every=0 goes on without records"
-        raise StorageError(Problem(what, str(folder), str(error), fix)) from error
+    checked = head | {CHECK_KEY: head_check(head)}
+    data = save(tensors, {HEAD_KEY: json.dumps(checked)})
     path = rollout_files.rollout_path(folder, batch.step + 1)
     write_whole_file(path, data)
     return path

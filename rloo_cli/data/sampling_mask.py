@@ -68,17 +68,15 @@ class SamplingMask:
         key = "generation.return_sampling_mask"
         if len(self) != len(sampled_ids):
             what = f"{len(sampled_ids)} tokens came with sampling masks of {len(self)}"
-            why = "each token was expected to have one mask"
-            raise GenerationError(Problem(what, key, why, f"{key}=false"))
+            raise GenerationError(f"{what}; {key}=false trains without masks")
         end = 0
         for place, (token, count) in enumerate(zip(sampled_ids, self.counts, strict=True)):
             begin, end = end, end + count
             if count > max_ids:
                 raise too_many_ids(place, count, max_ids)
             if token not in self.ids[begin:end]:
-                what = f"token {place} of a completion is not in its own sampling mask"
-                why = f"id {token}, and the mask has {count} others"
-                raise GenerationError(Problem(what, key, why, f"{key}=false"))
+                what = f"token {place} of a completion, id {token}, is not in its own sampling mask"
+                raise GenerationError(f"{what} of {count} ids; {key}=false trains without masks")
 
 
 def too_many_ids(place: int, count: int, max_ids: int) -> GenerationError:

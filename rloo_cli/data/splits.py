@@ -22,7 +22,7 @@ from rloo_cli.data.cache import ONE_PROCESS, Ranks, shared_folder
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.prompts import FIRST_PROMPTS, Prompts, tokenize_prompts
 from rloo_cli.data.render import ToolsOf
-from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,7 +152,7 @@ def _refuse_other_rows(fingerprints: Sequence[str]) -> None:
         why = "the fingerprints of their data differ: each would draw prompts of its own"
         fix = "the same files on all machines, and an RLOO_CACHE that they share"
         more = "data.map and data.filter are called on rank 0, which writes the rows there"
-        raise DataError(Problem(what, "data.path", why, fix, more))
+        refuse("data.path", what, fix, why, more=more, error=DataError)
 
 
 def is_mixture_key(name: str | None) -> bool:

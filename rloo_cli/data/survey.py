@@ -19,7 +19,7 @@ from rloo_cli.data.cache import Ranks, cached_folder, report_progress
 from rloo_cli.data.fingerprint import drop_mapped_pages, fingerprint_of, iter_tables
 from rloo_cli.data.image_prompts import is_text
 from rloo_cli.data.render import PromptRows
-from rloo_cli.utils.errors import DataError, MachineError, Problem
+from rloo_cli.utils.errors import DataError, MachineError, Problem, refuse
 
 ROWS_AT_ONCE, PARTS_BETWEEN_DROPS = 1_000, 20
 ROWS_WORTH_KEEPING = 10_000  # fewer are looked at again at each start
@@ -100,7 +100,7 @@ def _look_at_rows(rows: PromptRows, max_length: int | None, vocab_size: int | No
             if not one.ids:
                 what, where = f"prompt {row} has no tokens", f"data.prompt_column, row {row}"
                 fix = "give the row a prompt, or take it out"
-                raise DataError(Problem(what, where, f"found {one.prompt!r:.80}", fix))
+                refuse(where, what, fix, f"found {one.prompt!r:.80}", error=DataError)
             lengths[row] = len(one.ids)
             if _begins_twice(one.ids, rows):
                 twice.append(row)

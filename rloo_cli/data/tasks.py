@@ -24,7 +24,7 @@ from rloo_cli.config.pasted import guess_name
 from rloo_cli.config.schema import DataConfig, TaskConfig
 from rloo_cli.config.synthetic import TASK_PREFIX
 from rloo_cli.data.cache import cached_folder
-from rloo_cli.utils.errors import DataError, MachineError, Problem
+from rloo_cli.utils.errors import DataError, refuse, require_package
 from rloo_cli.utils.files import JsonObject
 
 TASK_SPLITS = ("train", "test")
@@ -42,10 +42,8 @@ class TaskDataset(Protocol):
 
 def require_reasoning_gym(key: str = "data.path") -> None:
     """Raises MachineError when reasoning-gym is not installed."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        why = "its tasks, and the scorers of their answers, are in that package"
-        fix = "pip install 'rloo-cli[tasks]'"
-        raise MachineError(Problem("reasoning-gym is not installed", key, why, fix))
+    why = "its tasks, and the scorers of their answers, are in that package"
+    require_package(key, "reasoning-gym", "tasks", why)
 
 
 def task_rows(source: DataConfig, split: str) -> list[JsonObject]:
@@ -163,9 +161,8 @@ def _check_task(name: str, difficulty: JsonObject) -> None:
         close = nearest_names(name, DATASETS)
         why = f"it has {len(DATASETS)} tasks; the nearest: {', '.join(close) or 'none'}"
         what = f"reasoning-gym has no task {name!r}"
-        raise DataError(
-            Problem(what, "data.path", why, f"data.path={TASK_PREFIX}{guess_name(name, DATASETS)}")
-        )
+        fix = f"data.path={TASK_PREFIX}{guess_name(name, DATASETS)}"
+        refuse("data.path", what, fix, why, error=DataError)
     names = [f.name for f in fields(DATASETS[name][1]) if f.name not in KEYS_OF_OUR_OWN]
     unknown = [key for key in difficulty if key not in names]
     if unknown:
@@ -173,11 +170,11 @@ def _check_task(name: str, difficulty: JsonObject) -> None:
         what = f"the task {name} has no difficulty {unknown[0]!r}"
         fix = f"{(close or ['one of these'])[0]} in place of {unknown[0]}"
         why = f"it has: {', '.join(names)}"
-        raise DataError(Problem(what, "data.task.difficulty", why, fix))
+        refuse("data.task.difficulty", what, fix, why, error=DataError)
     try:
         _task_dataset(name, 0, 1, json.dumps(difficulty, sort_keys=True))[0]
     except Exception as error:  # its validate() asserts; a value that it lets through fails later
         what = f"the task {name} refuses this difficulty"
         why = f"{json.dumps(difficulty)}: {type(error).__name__}: {error}"
         fix = "correct the value that it names, or leave data.task.difficulty out"
-        raise DataError(Problem(what, "data.task.difficulty", why, fix)) from None
+        refuse("data.task.difficulty", what, fix, why, error=DataError)

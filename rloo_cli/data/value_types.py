@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rloo_cli.config.column_names import field_or_none, is_field_of_rows
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.column_names import field_or_none, is_field_of_rows, refuse_unknown_column
 from rloo_cli.config.pasted import paste_setting
 from rloo_cli.data.exact_values import dataset_of_rows, iter_rows, with_column
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -73,11 +72,7 @@ def convert_columns(data: "Dataset", types: Mapping[str, str]) -> tuple["Dataset
     changed: Counter[str] = Counter()
     for column, kind in types.items():
         if column not in data.column_names:
-            close = nearest_names(column, data.column_names)
-            what = f"data.types names {column!r}, which is not a column"
-            fix = f"{(close or ['a column of these'])[0]} in place of {column} in data.types"
-            why = f"columns: {', '.join(data.column_names)}"
-            raise DataError(Problem(what, "data.types", why, fix))
+            refuse_unknown_column("data.types", column, data.column_names)
         rows = enumerate(iter_rows(data.select_columns([column])))
         converted = dataset_of_rows(convert_row(row, n, {column: kind}, changed) for n, row in rows)
         if changed[column]:
@@ -100,7 +95,7 @@ def _converted(value: object, number: int, column: str, kind: str) -> object:
     except (ValueError, OverflowError) as error:
         what = f"row {number} of column {column!r} is not of type {kind}: {value!r:.80}"
         fix = f"correct the row, or {paste_setting('data.types', {column: 'str'})}"
-        raise DataError(Problem(what, f"data.types.{column}", str(error), fix)) from None
+        refuse(f"data.types.{column}", what, fix, error, error=DataError)
 
 
 def nested_columns(data: "Dataset", names: Sequence[str]) -> "Dataset":

@@ -19,7 +19,7 @@ from torch import Tensor
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.config.vision_models import VisionFamily, text_model_problem, vision_family
-from rloo_cli.utils.errors import ConfigError, DataError, MachineError, Problem
+from rloo_cli.utils.errors import DataError, MachineError, refuse
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,7 +68,7 @@ class VisionProcessor:
             what = f"the chat template writes {count} images, and the prompt has {len(sizes)}"
             why = f"{self.processor.image_token!r} stands for an image in {text[:200]!r}"
             fix = "model.chat_template=FILE.jinja of one that shows parts of type image"
-            raise DataError(Problem(what, "model.chat_template", why, fix))
+            refuse("model.chat_template", what, fix, why, error=DataError)
         if not sizes:
             return self.plain_ids(text)
         texts = [self._text_of(size) for size in sizes]
@@ -124,11 +124,11 @@ class VisionProcessor:
             what = f"{type(self.processor).__name__} makes {', '.join(odd)} of images"
             why = f"rloo knows {', '.join(self.family.tensor_names)} of this kind of model"
             fix = "another model.path; and please report it, with the model's name"
-            raise DataError(Problem(what, "model.path", why, fix))
+            refuse("model.path", what, fix, why, error=DataError)
         if made["input_ids"][0].tolist() != list(prompt_ids):
             why = f"{len(prompt_ids)} then, {made['input_ids'].shape[1]} tokens now"
             what = "a prompt's images are not those that it was tokenised with"
-            raise DataError(Problem(what, "data.path", why, "leave the files as they are in a run"))
+            refuse("data.path", what, "leave the files as they are in a run", why, error=DataError)
         return {name: made[name] for name in self.family.tensor_names}
 
 
@@ -159,12 +159,11 @@ def load_vision_processor(
     except ImportError as error:
         what = f"{name} cannot be loaded"
         fix = "pip install 'rloo-cli[images]', or the package that it names"
-        raise MachineError(Problem(what, "model.path", str(error), fix)) from None
+        refuse("model.path", what, fix, error, error=MachineError)
     except Exception as error:  # what a damaged file makes a library raise
-        why = str(error).strip().partition("\n")[0][:300]
         what = f"the processor of {config.path} cannot be loaded"
         fix = "model.path=FOLDER or NAME with whole files of its processor"
-        raise ConfigError(Problem(what, "model.path", why, fix)) from None
+        refuse("model.path", what, fix, error)
     token_id = transformers.AutoConfig.from_pretrained(path, **options).image_token_id
     return VisionProcessor(processor, tokenizer, family, int(token_id))
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ def check_prompt_ids(
         why = f"the prompts use {shown}; the largest id is {max(used)}, and {vocab_size} are known"
         fix = "model.tokenizer=the one of this model, or a model whose embedding was enlarged"
         what = f"{len(used)} tokens of the prompts are unknown to the model"
-        raise ConfigError(Problem(what, "model.tokenizer", why, fix))
+        refuse("model.tokenizer", what, fix, why)
     count = len(tokenizer)
     if count > vocab_size:
         return [f"warning: the tokenizer has {count} tokens, the model {vocab_size}; no prompt uses"
@@ -49,7 +49,7 @@ def check_reference_tokenizer(
     why = f"{len(odd)} tokens have another id in the reference's tokenizer: {shown}"
     fix = "model.ref_path=a model of the policy's family, or null"
     what = "policy and reference differ in vocabulary"
-    raise ConfigError(Problem(what, "model.ref_path", why, fix))
+    refuse("model.ref_path", what, fix, why)
 
 
 def check_vocabulary_sizes(policy_size: int, reference_size: int) -> None:
@@ -57,7 +57,7 @@ def check_vocabulary_sizes(policy_size: int, reference_size: int) -> None:
     if policy_size != reference_size:
         why = f"the policy knows {policy_size} tokens, the reference {reference_size}"
         what = "policy and reference differ in vocabulary"
-        raise ConfigError(Problem(what, "model.ref_path", why, "model.ref_path=null"))
+        refuse("model.ref_path", what, "model.ref_path=null", why)
 
 
 def same_token_ids(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase") -> bool:
@@ -81,4 +81,4 @@ def check_stop_tokens(ids: Iterable[int], vocab_size: int, config: GenerationCon
         "generation.stop_token_ids=[ID], or generation.stop=[TEXT], or"
         " generation.ignore_eos=true for completions of full length"
     )
-    raise ConfigError(Problem("no token ends a completion", "generation.stop_token_ids", why, fix))
+    refuse("generation.stop_token_ids", "no token ends a completion", fix, why)

@@ -37,7 +37,7 @@ from rloo_cli.policy import lora
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.value import ValueModel
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -178,4 +178,4 @@ def check_trained_dtypes(model: nn.Module, keys: LoraConfig | None, engine: str)
     why = f"what is trained would be {names}, and shards of one layer are reduced in one dtype"
     good = "[]" if keys.modules_to_save else "none"
     fix = f"{key}={good}, or model.dtype=float32, or distributed=zero2"
-    raise ConfigError(Problem(what, key, why, fix))
+    refuse(key, what, fix, why)

@@ -7,7 +7,7 @@ otherwise, silently. The optimizer only ever sees float32.
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import SchedulerType, get_scheduler
 from rloo_cli.config import registry
 from rloo_cli.config.schema import DistributedConfig, TrainConfig
 from rloo_cli.policy.load import HALF_DTYPES
-from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.errors import StorageError, refuse
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 
@@ -209,7 +209,7 @@ class Optimizer:
             why = f"{error}: it is neither a tensor nor a plain value, and no pickle is written"
             what = "the optimizer's state cannot be saved"
             fix = "train.optimizer=adamw, or one that keeps tensors and plain values alone"
-            raise StorageError(Problem(what, "train.optimizer", why, fix)) from None
+            refuse("train.optimizer", what, fix, why, error=StorageError)
         return saved.tensors, metadata | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
@@ -266,7 +266,7 @@ def check_state_matches(
         what = "the checkpoint's optimizer is of other parameters"
         why = f"{len(others)} of its parameters are not trained here"
         fix = "model.path, model.lora and model.freeze as in that run, or resume=never name=OTHER"
-        raise ConfigError(Problem(what, others[0], why, fix))
+        refuse(others[0], what, fix, why)
 
 
 def restore_param_groups(optimizer: TrainingOptimizer, metadata: JsonObject) -> None:
@@ -284,7 +284,7 @@ def restore_param_groups(optimizer: TrainingOptimizer, metadata: JsonObject) -> 
             "the learning rate is not what it was",
             "resume=RUN/checkpoint-STEP, an older one",
         )
-        raise ConfigError(Problem(what, "train.learning_rate", why, fix))
+        refuse("train.learning_rate", what, fix, why)
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
@@ -336,19 +336,17 @@ def build_optimizer(
     arguments |= config.optimizer_kwargs
     adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     own = config.optimizer != "adamw"
-    build = _load_user_code(config.optimizer, "optimizer") if own else adamw
+    build = registry.load_code(config.optimizer) if own else adamw
     try:
         optimizer: torch.optim.Optimizer = build(parameters, **arguments)
         return optimizer
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"train.optimizer = {config.optimizer!r} does not take these arguments",
-                "train.optimizer_kwargs",
-                f"{error}; it is called as {config.optimizer}(parameters, **{arguments})",
-                "train.optimizer_kwargs={}, or a function that takes all of these",
-            )
-        ) from None
+        refuse(
+            "train.optimizer_kwargs",
+            f"train.optimizer = {config.optimizer!r} does not take these arguments",
+            "train.optimizer_kwargs={}, or a function that takes all of these",
+            f"{error}; it is called as {config.optimizer}(parameters, **{arguments})",
+        )
 
 
 def can_use_fused(parameters: Sequence[Tensor]) -> bool:
@@ -381,14 +379,12 @@ def build_lr_schedule(
     try:
         return _make_lr_schedule(optimizer, config, num_updates)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"train.lr_scheduler = {config.lr_scheduler!r} cannot be made",
-                "train.lr_scheduler",
-                f"{error}; train.lr_scheduler_kwargs = {config.lr_scheduler_kwargs}",
-                f"one of {', '.join(s.value for s in SchedulerType)}, or file.py:name",
-            )
-        ) from None
+        refuse(
+            "train.lr_scheduler",
+            f"train.lr_scheduler = {config.lr_scheduler!r} cannot be made",
+            f"one of {', '.join(s.value for s in SchedulerType)}, or file.py:name",
+            f"{error}; train.lr_scheduler_kwargs = {config.lr_scheduler_kwargs}",
+        )
 
 
 def _make_lr_schedule(
@@ -398,7 +394,7 @@ def _make_lr_schedule(
     lengths = {"num_warmup_steps": warmup, "num_training_steps": num_updates}
     schedule: LRScheduler
     if ":" in config.lr_scheduler:
-        build = _load_user_code(config.lr_scheduler, "lr_scheduler")
+        build = registry.load_code(config.lr_scheduler)
         wanted = inspect.signature(build).parameters
         lengths = {k: v for k, v in lengths.items() if k in wanted}
         schedule = build(optimizer, **lengths, **config.lr_scheduler_kwargs)
@@ -408,12 +404,3 @@ def _make_lr_schedule(
             config.lr_scheduler, optimizer, **lengths, scheduler_specific_kwargs=kwargs
         )
     return schedule
-
-
-def _load_user_code(spec: str, key: str) -> Callable[..., Any]:
-    if ":" not in spec:
-        what = f"train.{key} = {spec!r} is not known"
-        fix = f"train.{key}=adamw"
-        raise ConfigError(Problem(what, f"train.{key}", "adamw, or file.py:name", fix))
-    code: Callable[..., Any] = registry.load_code(spec)
-    return code

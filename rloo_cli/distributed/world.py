@@ -41,6 +41,7 @@ from rloo_cli.utils.errors import (
     Problem,
     RunError,
     Stopped,
+    refuse,
 )
 from rloo_cli.utils.files import JsonObject
 
@@ -195,8 +196,7 @@ class World:
         asked, slowest, ends = told.tolist()
         self.stop_poll.record_poll(slowest, frequent)
         if asked:
-            why, fix = "a signal asked one of the others to end", signals.STOPPED_FIX
-            stopped = Stopped(Problem("stopped, as a rank was asked to", "a signal", why, fix))
+            stopped = Stopped(f"stopped, as a signal asked another rank to: {signals.STOPPED_FIX}")
             try:
                 signals.raise_if_stopped()
             except Stopped as found:
@@ -300,14 +300,13 @@ def check_devices() -> None:
     """
     why = "" if torch.cuda.is_available() else device_count.hidden_gpu_evidence()
     if why:
-        raise MachineError(
-            Problem(
-                "this machine has GPUs, and torch sees none of them",
-                "distributed",
-                f"{why}; torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
-                "a torch with CUDA; in Slurm srun --gpus-per-node=N (slurm.gpus_per_node=N);"
-                " to train on the CPU: CUDA_VISIBLE_DEVICES= rloo ...",
-            )
+        refuse(
+            "distributed",
+            "this machine has GPUs, and torch sees none of them",
+            "a torch with CUDA; in Slurm srun --gpus-per-node=N (slurm.gpus_per_node=N);"
+            " to train on the CPU: CUDA_VISIBLE_DEVICES= rloo ...",
+            f"{why}; torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+            error=MachineError,
         )
 
 

@@ -57,7 +57,6 @@ from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import RunState
 from rloo_cli.utils import fault_injection, paths, process_exit
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, read_json, write_json, write_text
 
 Functions = Mapping[str, Callable[..., object]]
@@ -156,14 +155,8 @@ def _write_judge_results(folder: Path, judge: Judge, judged: JudgedSets, console
 
 
 def _restore_run_state(about: JsonObject) -> RunState:
-    """The state of the run. Raises ConfigError where this version cannot read it."""
     names = {f.name for f in fields(RunState)} - {"memory"}  # which only training needs
-    values = about["state"]
-    if wrong := sorted(name for name in names if not isinstance(values.get(name, 0), int)):
-        what, why = "the run's state is not one of rloo", f"no whole number: {', '.join(wrong)}"
-        fix = f"rloo eval +recipe=NAME model.path={about['source']}"
-        raise ConfigError(Problem(what, about["source"], why, fix))
-    return RunState(**{name: value for name, value in values.items() if name in names})
+    return RunState(**{name: value for name, value in about["state"].items() if name in names})
 
 
 def _build_setup(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from threading import Event
@@ -96,7 +96,7 @@ class Generator(Protocol):
         """Never start a lost engine again."""
 
     def carrying(self) -> "CarryingGenerator":
-        """What goes on with other weights (overlap=carry). Raises GenerationError if it cannot."""
+        """What goes on with other weights (overlap=carry)."""
 
 
 class GeneratorBase:
@@ -116,11 +116,8 @@ class GeneratorBase:
         """There is nothing that recovers."""
 
     def carrying(self) -> "CarryingGenerator":
-        """Raise GenerationError: it begins each completion anew."""
-        what = f"{type(self).__name__} cannot go on with other weights"
-        why = "overlap=carry interrupts completions, and this generator begins each of them anew"
-        fix = "generation.overlap=ahead, or none"
-        raise GenerationError(Problem(what, "generation.overlap", why, fix))
+        """Config rules let overlap=carry through for generators that override this alone."""
+        raise NotImplementedError(f"{type(self).__name__} begins each completion anew")
 
 
 class GeneratorWrapper(GeneratorBase):
@@ -207,16 +204,14 @@ def check_prompt_lengths(
 ) -> None:
     """Raises GenerationError for an empty prompt, or one too long to leave room for completions."""
     for group in groups:
-        length = len(group.prompt_ids)
+        length, which = len(group.prompt_ids), f"the prompt of draw {group.prompt_offset}"
         total = length + max_completion_length
         if length == 0:
-            raise GenerationError(f"the prompt of draw {group.prompt_offset} has no tokens")
+            raise GenerationError(f"{which} has no tokens")
         if context_length is not None and total > context_length:
-            what, where = (
-                "a prompt leaves no room for its completion",
-                f"draw {group.prompt_offset}",
+            raise GenerationError(
+                f"{which} leaves no room for its completion: {length} prompt tokens +"
+                f" {max_completion_length} = {total}, and the model's context length is"
+                f" {context_length}; lower data.max_prompt_length or"
+                " generation.max_completion_length"
             )
-            why = f"{length} prompt tokens + {max_completion_length} = {total}, but the model's"
-            why += f" context length is {context_length}"
-            fix = "lower data.max_prompt_length or generation.max_completion_length"
-            raise GenerationError(Problem(what, where, why, fix))

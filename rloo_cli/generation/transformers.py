@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rloo_cli.config.rules_sampling import STRUCTURED
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, key
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 
 if TYPE_CHECKING:
     import xgrammar
@@ -97,4 +97,4 @@ def parse_form(kind: str, value: Any) -> "xgrammar.Grammar":
         why = str(error).strip().rpartition("\n")[2][:300]
         what = f"{FORM_KEY}.{kind} cannot be read"
         fix = f"correct it; one that can be read: {{{kind}: {FORM_EXAMPLES.get(kind)}}}"
-        raise ConfigError(Problem(what, FORM_KEY, why, fix)) from None
+        refuse(FORM_KEY, what, fix, why)

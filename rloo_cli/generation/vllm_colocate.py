@@ -10,7 +10,7 @@ from typing import Literal
 from rloo_cli.config.schema import key
 from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys, engine_key_problems
 from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 
 IMPLEMENTATION = "rloo_cli.generation.vllm.generator:build_colocate_generator"
 
@@ -48,6 +48,5 @@ def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
     yield from engine_key_problems("generation.colocate", colocate, need)
     yield from sampling_kwargs_problems(config.kwargs)
     if colocate.transfer == "nccl":
-        where = "generation.colocate.transfer"
-        what = f"{where} = nccl cannot join two processes on one GPU"
-        yield Problem(what, where, "NCCL needs a GPU for each of its ranks", f"{where}=auto")
+        what, why = "cannot join two processes on one GPU", "NCCL needs a GPU for each of its ranks"
+        yield value_problem("generation.colocate.transfer", "nccl", what, "auto", why)

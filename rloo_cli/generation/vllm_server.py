@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from rloo_cli.config.schema import Positive, Text, key
 from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys, engine_key_problems
 from rloo_cli.generation.vllm.sampling_params import sampling_kwargs_problems
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 
 IMPLEMENTATION = "rloo_cli.generation.vllm.generator:build_server_generator"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -80,41 +80,28 @@ class Config(EngineConfig):
 def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
     """The settings that this backend refuses. `max_prompt_length`: of data; None = no key says."""
     server, need = config.server, (max_prompt_length or 1) + config.max_completion_length
-    yield from engine_key_problems("generation.server", server, need)
+    section = "generation.server"
+    yield from engine_key_problems(section, server, need)
     yield from sampling_kwargs_problems(config.kwargs)
     if server.transfer == "ipc":
-        yield Problem(
-            "generation.server.transfer = ipc would hand pickles to a server",
-            "generation.server.transfer",
-            "CUDA IPC handles are pickled; only a child that listens nowhere may take them",
-            "generation.server.transfer=auto, or generation=vllm_colocate",
-        )
+        why = "CUDA IPC handles are pickled; only a child that listens nowhere may take them"
+        what, instead = "would hand pickles to a server", "auto, or generation=vllm_colocate"
+        yield value_problem(f"{section}.transfer", "ipc", what, instead, why)
     if server.host not in LOOPBACK_HOSTS and not server.allow_remote:
-        yield Problem(
-            f"generation.server.host = {server.host!r} is reached from other machines",
-            "generation.server.host",
-            "whoever has the token can then change the weights",
-            "generation.server.host=127.0.0.1, or generation.server.allow_remote=true",
-        )
+        what, why = "is reached from other machines", "who has the token can change the weights"
+        instead = "127.0.0.1, or generation.server.allow_remote=true"
+        yield value_problem(f"{section}.host", repr(server.host), what, instead, why)
     elif server.host in WILDCARD_HOSTS:
-        yield Problem(
-            f"generation.server.host = {server.host!r} is every interface of the machine",
-            "generation.server.host",
-            "also those that face the internet",
-            "generation.server.host=ADDRESS of the cluster's interface",
-        )
+        what, why = "is every interface of the machine", "also those that face the internet"
+        instead = "ADDRESS of the cluster's interface"
+        yield value_problem(f"{section}.host", repr(server.host), what, instead, why)
     if server.num_nodes and server.base_url is not None:
-        yield Problem(
-            "generation.server.num_nodes and base_url are both set",
-            "generation.server.num_nodes",
-            "servers with an address are found by it, those of this run by their server.json",
-            "generation.server.num_nodes=0",
-        )
+        why = "servers with an address are found by it, those of this run by their server.json"
+        what = f"and {section}.base_url is set, too"
+        yield value_problem(f"{section}.num_nodes", server.num_nodes, what, 0, why)
     for url in [server.base_url] if isinstance(server.base_url, str) else server.base_url or []:
         if not url.startswith(("http://", "https://")):
-            yield Problem(
-                f"generation.server.base_url = {url!r} is not the address of a server",
-                "generation.server.base_url",
-                "expected http://HOST:PORT",
-                f"generation.server.base_url=http://{url.rpartition('://')[2]}",
+            what, instead = "is not the address of a server", f"http://{url.rpartition('://')[2]}"
+            yield value_problem(
+                f"{section}.base_url", repr(url), what, instead, "expected http://HOST:PORT"
             )

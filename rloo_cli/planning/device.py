@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rloo_cli.distributed import device_count
 from rloo_cli.distributed.device_peaks import DEVICE_PEAKS, DevicePeaks, find_device_kind
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -143,7 +143,7 @@ def find_device(name: str | None, small: bool = False, measured: bool = True) ->
     if size is None or float(size[1]) <= 0:
         fix = f"--gpu 80GiB, --gpu cpu, or one of: {', '.join(GPUS)}"
         why = "it is no GPU that rloo knows, no memory above 0 in GiB or GB, and not cpu"
-        raise ConfigError(Problem(f"--gpu {name}: not understood", "command line", why, fix))
+        refuse("command line", f"--gpu {name}: not understood", fix, why)
     memory = float(size[1]) * (GIB if size[2].lower() == "gib" else 1e9)
     source = f"--gpu; speed assumed to be that of {ASSUMED_GPU.name}"
     return replace(ASSUMED_GPU, name=f"GPU of {name}", memory_bytes=memory, source=source)

@@ -5,7 +5,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import device, plan
 from rloo_cli.planning import text as planning_text
 from rloo_cli.planning.plan import PlanOptions, RunPlan
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import MachineError, Problem, refuse
 
 
 def plan_run(
@@ -21,7 +21,7 @@ def plan_run(
     request = request or PlanOptions()
     if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
         why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
-        raise ConfigError(Problem(f"--gpus {request.gpus}: there is one", "command line", why, fix))
+        refuse("command line", f"--gpus {request.gpus}: there is one", fix, why)
     small = settings.model.path.startswith(synthetic.MAKE_PREFIX)
     return plan.make_run_plan(settings, device.find_device(gpu, small, measured), request)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.planning.model_counts import Linear, ModelSizes, ModelSpec, TowerSpec
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import MachineError, refuse
 from rloo_cli.utils.files import JsonObject
 
 KNOWN_MODELS_FILE = Path(__file__).with_name("known_models.json")
@@ -47,7 +47,7 @@ def load_model_spec(path: str, revision: str | None = None, key: str = "model.pa
     except Exception as error:  # transformers' own code, with values that it was not made for
         why = f"transformers cannot build it: {type(error).__name__}: {str(error)[:200]}"
     fix = f"{key}=ORG/NAME or a folder, of a language model"
-    raise ConfigError(Problem(f"{path} cannot be planned", key, why, fix))
+    refuse(key, f"{path} cannot be planned", fix, why)
 
 
 def parse_model_spec(
@@ -106,7 +106,7 @@ def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]
         values = hf_cache.read_model_config(path, revision)
     except ValueError as error:
         fix = f"correct its config.json, or {key}=FOLDER with a whole one"
-        raise ConfigError(Problem(f"{path} cannot be planned", key, str(error), fix)) from None
+        refuse(key, f"{path} cannot be planned", fix, error)
     if values:
         here = Path(path).expanduser().exists()
         return values, f"config.json in {path}" if here else "config.json in the hub's cache"
@@ -115,7 +115,7 @@ def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]
     cache = hf_cache.hub_cache_folder()
     why = f"no folder of that name, not in the cache {cache}, and not among the built-in ones"
     fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else is read)"
-    raise MachineError(Problem(f"the config.json of {path} was not found", key, why, fix))
+    refuse(key, f"the config.json of {path} was not found", fix, why, error=MachineError)
 
 
 def _weights_folder(path: str, revision: str | None) -> Path | None:

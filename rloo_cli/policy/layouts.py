@@ -24,7 +24,7 @@ from rloo_cli.policy import shared_attention
 from rloo_cli.policy.layout_support import why_not_shared
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import PlainSequence, Policy, in_eval_mode, weight_shape
-from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
+from rloo_cli.utils.errors import NumbersError, refuse
 
 FLOAT32_PROBE_TOLERANCE = 1e-3  # nats per completion, in float32
 # In half precision: this factor times the noise of the model's kernels, plus this many nats.
@@ -88,9 +88,9 @@ def set_best_layout(
             break
         reasons.append(f"not {layout}: {reason}")
         if layout == requested or layout == LAYOUTS[-1]:
-            what = f"train.layout = {requested}: this model cannot be computed so"
+            what = f"train.layout = {requested} is not supported for this model"
             fix = "train.layout=auto" if requested != "auto" else "another model"
-            raise ConfigError(Problem(what, "train.layout", "; ".join(reasons), fix))
+            refuse("train.layout", what, fix, "; ".join(reasons))
     return reasons
 
 
@@ -196,7 +196,7 @@ def check_finite_probe(model: PreTrainedModel, values: Tensor) -> None:
     why = why or "its tensors are finite: they overflow in this dtype"
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     what = f"{name} computes NaN before any training"
-    raise NumbersError(Problem(what, "model.path", why, "other weights, or model.dtype=float32"))
+    refuse("model.path", what, "other weights, or model.dtype=float32", why, error=NumbersError)
 
 
 def check_images_matter(policy: Any, groups: list[Group]) -> None:
@@ -216,7 +216,7 @@ def check_images_matter(policy: Any, groups: list[Group]) -> None:
     if torch.equal(before, after):
         what = f"{type(policy.model).__name__} does not see its images"
         why = "with all pixels negated, log-probabilities stay what they were, bit for bit"
-        raise NumbersError(Problem(what, "model.path", why, "a checkpoint with its vision tower"))
+        refuse("model.path", what, "a checkpoint with its vision tower", why, error=NumbersError)
 
 
 def check_attention_calls(model: PreTrainedModel, micro_batch: MicroBatch) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -26,13 +26,7 @@ from rloo_cli.config import hf_cache, rules_model, rules_paths, synthetic
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.config.vision_models import unknown_vision_reason, vision_family
 from rloo_cli.policy import quantization
-from rloo_cli.utils.errors import (
-    ConfigError,
-    MachineError,
-    Problem,
-    RunError,
-    check_missing_library,
-)
+from rloo_cli.utils.errors import ConfigError, MachineError, RunError, check_missing_library, refuse
 from rloo_cli.utils.files import JsonObject
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -110,7 +104,7 @@ def load_causal_lm(
         what = f"{path} lacks {len(missing)} of the model's tensors"
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
         fix = "fetch or save that model again, whole, or name another one"
-        raise ConfigError(Problem(what, "model.path", why, fix))
+        refuse("model.path", what, fix, why)
     apply_model_settings(loaded, config)
     if config.quantization is not None:
         quantization.disable_avx512_kernel(loaded)
@@ -214,7 +208,7 @@ def load_classifier_with_head(
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
         fix = "name a whole model, whose classifier in transformers has a `score` without bias"
         what, why = f"{path} cannot become a reward model", f"{type(loaded).__name__}: {lacks}"
-        raise ConfigError(Problem(what, "model.path", why, fix))
+        refuse("model.path", what, fix, why)
     if config.disable_dropout:
         zero_dropout(loaded)
     if config.gradient_checkpointing is True:
@@ -258,7 +252,7 @@ def _check_unused(path: str, loaded: PreTrainedModel, unused: list[str]) -> None
         why = f"its config.json leaves out {len(layers)} tensors: {', '.join(layers[:5])}"
         what = f"{path} has more layers in its weights than in its config.json"
         fix = "correct num_hidden_layers in its config.json"
-        raise ConfigError(Problem(what, "model.path", why, fix))
+        refuse("model.path", what, fix, why)
     if unused:
         log.warning("%s: %d tensors are not used: %s", path, len(unused), ", ".join(unused[:5]))
 
@@ -274,7 +268,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
             "model.dtype = bfloat16",
             f"{torch.cuda.get_device_name(device)} has no bfloat16",
         )
-        raise MachineError(Problem(what, "model.dtype", why, "model.dtype=float32"))
+        refuse("model.dtype", what, "model.dtype=float32", why, error=MachineError)
     return dtype
 
 
@@ -327,7 +321,7 @@ def _refuse_bad_config(path: str, config: ModelConfig, auto_class: object) -> No
         why = str(error)
     if why:
         fix = "name another model, or correct its config.json"
-        raise ConfigError(Problem(f"{path} cannot be loaded", "model.path", why, fix))
+        refuse("model.path", f"{path} cannot be loaded", fix, why)
 
 
 def _load_pretrained(
@@ -341,20 +335,29 @@ def _load_pretrained(
     except RunError:  # a signal came meanwhile
         raise
     except Exception as error:  # what a damaged or a hostile file makes a library raise
-        check_missing_library(error, "model.path")
-        why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
-        if "trust_remote_code" in str(error):
-            what = f"{name} brings Python code of its own"
-            fix = "model.trust_remote_code=true, if you trust its authors; nothing was run"
-            raise ConfigError(Problem(what, "model.path", why, fix)) from None
-        if Path(path).exists():
-            what, fix = f"{name} cannot be loaded", "name a folder that save_pretrained has written"
-            raise ConfigError(Problem(what, "model.path", why, fix)) from None
-        if rules_paths.looks_like_path(path):
-            looked = f"looked at {Path(path).absolute()}"
-            what, fix = f"{name} does not exist", "name a folder that exists, or a hub's ORG/NAME"
-            raise ConfigError(Problem(what, "model.path", looked, fix)) from None
-        cache = hf_cache.hub_cache_folder()
-        why = f"not a folder here, not in the cache {cache}, and the hub:\n{why}"
-        fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
-        raise MachineError(Problem(f"{name!r} was not found", "model.path", why, fix)) from None
+        fix = "name a folder that save_pretrained has written"
+        refuse_unloadable(error, name, path, "model.path", fix, ConfigError)
+
+
+def refuse_unloadable(
+    error: Exception, name: str, path: str, key: str, fix: str, refusal: type[RunError]
+) -> NoReturn:
+    """Turn one of the many errors of `from_pretrained` into one that says what to do.
+
+    path: the folder or hub name that was read, `name` as the user wrote it. fix, refusal: of a
+    folder that cannot be loaded. Raises MachineError for one that is not here.
+    """
+    check_missing_library(error, key)
+    why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
+    if "trust_remote_code" in str(error):
+        section = key.rpartition(".")[0]
+        fix = f"{section}.trust_remote_code=true, if you trust its authors; nothing was run"
+        refuse(key, f"{name} brings Python code of its own", fix, why, error=refusal)
+    if Path(path).exists():
+        refuse(key, f"{name} cannot be loaded", fix, why, error=refusal)
+    if rules_paths.looks_like_path(path):
+        what, fix = f"{name} does not exist", "name a folder that exists, or a hub's ORG/NAME"
+        refuse(key, what, fix, f"looked at {Path(path).absolute()}", error=refusal)
+    why = f"not a folder here, not in the cache {hf_cache.hub_cache_folder()}, and the hub:\n{why}"
+    fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
+    refuse(key, f"{name!r} was not found", fix, why, error=MachineError)

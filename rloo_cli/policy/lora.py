@@ -30,7 +30,7 @@ from rloo_cli.config.rules_lora import LAYER_KEYS, PEFT_ORIGIN
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization, vision
 from rloo_cli.policy.load import HALF_DTYPES
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, check_missing_library
+from rloo_cli.utils.errors import MachineError, check_missing_library, refuse
 from rloo_cli.utils.files import JsonObject
 
 TRAINED_ADAPTER, REFERENCE_ADAPTER = "default", "reference"
@@ -99,14 +99,14 @@ def attach_adapter(
             check_missing_library(error, "model.lora")
             what = "the adapter does not fit the model"
             fix = "name layers that the model has; all-linear in model.lora.target_modules has all"
-            raise ConfigError(Problem(what, "model.lora", _first_line(error), fix)) from None
+            refuse("model.lora", what, fix, error)
     model.set_adapter(TRAINED_ADAPTER)  # of two adapters, the first one learns
     after = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and any(a is not b for a, b in zip(before, after, strict=True)):
         why = "its input and output embeddings are one tensor, and the adapter would part them"
         fix = "leave both out of model.lora.target_modules and model.lora.modules_to_save"
-        raise ConfigError(Problem("the model ties its embeddings", "model.lora", why, fix))
+        refuse("model.lora", "the model ties its embeddings", fix, why)
     prefix = _weight_prefix(model)
     for part, weight in model.named_parameters():
         if prefix in part and weight.dtype in HALF_DTYPES:
@@ -146,8 +146,8 @@ def import_peft() -> ModuleType:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        why, fix = str(error), "pip install 'rloo-cli[peft]'"
-        raise MachineError(Problem("model.lora needs peft", "model.lora", why, fix)) from None
+        fix = "pip install 'rloo-cli[peft]'"
+        refuse("model.lora", "model.lora needs peft", fix, error, error=MachineError)
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
@@ -207,9 +207,8 @@ def read_adapter_weights(model: PreTrainedModel, folder: Path, name: str = TRAIN
     try:
         tensors = load_file(folder / PEFT_WEIGHTS_FILE)
     except Exception as error:  # safetensors has errors of its own
-        why = f"{folder / PEFT_WEIGHTS_FILE}: {_first_line(error)}"
-        what, fix = "the adapter cannot be read", f"name a folder with a whole {PEFT_WEIGHTS_FILE}"
-        raise ConfigError(Problem(what, "model.lora.path", why, fix)) from None
+        what = f"the adapter {folder / PEFT_WEIGHTS_FILE} cannot be read"
+        refuse("model.lora.path", what, f"name a folder with a whole {PEFT_WEIGHTS_FILE}", error)
     copy_into_adapter(model, tensors, name, str(folder))
 
 
@@ -230,7 +229,7 @@ def copy_into_adapter(
         why = f"{len(odd)} tensors differ: {'; '.join(lines[:3])}"
         what = f"the adapter in {source} is not the one that model.lora describes"
         fix = f"set in model.lora what its {PEFT_CONFIG_FILE} has: r, target_modules, ..."
-        raise ConfigError(Problem(what, "model.lora", why, fix))
+        refuse("model.lora", what, fix, why)
     for part, tensor in adapter.items():
         tensor.copy_(tensors[part])
 
@@ -314,7 +313,7 @@ def check_mergeable(model: PreTrainedModel) -> None:
     if missing:
         why = f"merged into the model it would leave {', '.join(missing[:3])} without values"
         fix = f"model.lora.target_modules=[{','.join(linear_targets(model))}]"
-        raise ConfigError(Problem("this adapter could not be saved", "model.lora", why, fix))
+        refuse("model.lora", "this adapter could not be saved", fix, why)
 
 
 def adapted_parameters(model: PreTrainedModel) -> list[str]:
@@ -431,20 +430,20 @@ def make_adapter_config(keys: LoraConfig) -> Any:
     if keys.peft_type not in kinds:
         why, fix = "it is newer than the peft that is installed", "pip install --upgrade peft"
         what = f"peft has no {keys.peft_type}"
-        raise MachineError(Problem(what, "model.lora.peft_type", why, fix))
+        refuse("model.lora.peft_type", what, fix, why, error=MachineError)
     kind, arguments = kinds[keys.peft_type], _adapter_arguments(keys)
     known = {field.name for field in dataclasses.fields(kind)}
     for name in [name for name in arguments if name not in known]:
         key = f"kwargs.{name}" if name in keys.kwargs else name
         what = f"{kind.__name__} takes no {name}"
         why = f"it takes {', '.join(sorted(known - PEFT_ORIGIN))}"
-        raise ConfigError(Problem(what, f"model.lora.{key}", why, "leave it out"))
+        refuse(f"model.lora.{key}", what, "leave it out", why)
     try:
         return kind(**arguments)
     except (ValueError, TypeError) as error:
         what = f"{kind.__name__} refuses these arguments"
         fix = "correct what it names, in model.lora or in model.lora.kwargs"
-        raise ConfigError(Problem(what, "model.lora.kwargs", _first_line(error), fix)) from None
+        refuse("model.lora.kwargs", what, fix, error)
 
 
 def _check_arguments(keys: LoraConfig) -> None:
@@ -462,7 +461,7 @@ def _check_arguments(keys: LoraConfig) -> None:
         if mine != found:
             what = f"model.lora.kwargs: {name} is {mine}, and the adapter's is {found}"
             fix = paste_setting("model.lora.kwargs", {name: found})
-            raise ConfigError(Problem(what, "model.lora.kwargs", f"it lies in {keys.path}", fix))
+            refuse("model.lora.kwargs", what, fix, f"it lies in {keys.path}")
 
 
 def _adapter_arguments(keys: LoraConfig) -> JsonObject:
@@ -483,7 +482,3 @@ def _weight_prefix(model: PreTrainedModel) -> str:
     """How the names of the adapter's own weights begin."""
     kind = model.peft_config[TRAINED_ADAPTER].peft_type
     return str(import_peft().mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

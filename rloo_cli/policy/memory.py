@@ -30,7 +30,7 @@ from rloo_cli.policy.token_budget import (
 )
 from rloo_cli.policy.value import ValueModel
 from rloo_cli.utils import environment
-from rloo_cli.utils.errors import OutOfMemory, Problem
+from rloo_cli.utils.errors import OutOfMemory, refuse
 
 MAX_MASKED_TOKENS = 4096  # with a mask of tokens by tokens, which has 16 million entries then
 NO_GRAD_TOKEN_FACTOR = 4  # times as many tokens where nothing is kept for a backward pass
@@ -243,7 +243,7 @@ def _check_engine_fits(generation: Any, held_bytes: float, total_bytes: float) -
         why += f" {total_bytes / 1e9:.1f}, the engine wants {share:.0%}"
         fix = "model.lora, distributed=zero2 with more GPUs, or generation=vllm_server"
         fix = f"{where}={max(fits, 0.0):.2f}" if fits > 0.05 else fix
-        raise OutOfMemory(Problem(what, where, why, fix))
+        refuse(where, what, fix, why, error=OutOfMemory)
 
 
 def _device_memory_bytes(device: torch.device) -> float:

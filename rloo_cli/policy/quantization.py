@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rloo_cli.config.schema import QuantizationConfig
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import MachineError, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -27,9 +27,8 @@ def quantized_load_options(
         importlib.import_module("bitsandbytes")
         settings = importlib.import_module("transformers").BitsAndBytesConfig
     except Exception as error:  # its libraries fail to load in many ways
-        why, fix = str(error), "pip install 'rloo-cli[quantization]'"
-        what = "model.quantization needs bitsandbytes"
-        raise MachineError(Problem(what, "model.quantization", why, fix)) from None
+        what, fix = "model.quantization needs bitsandbytes", "pip install 'rloo-cli[quantization]'"
+        refuse("model.quantization", what, fix, error, error=MachineError)
     options: JsonObject = {"load_in_8bit": True}
     if keys.bits == 4:
         options = {

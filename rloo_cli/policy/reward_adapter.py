@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rloo_cli.config import synthetic
 from rloo_cli.policy import lora
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import MachineError, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -35,7 +35,7 @@ def load_merged_classifier(folder: Path, key: str, options: JsonObject) -> PreTr
     if peft.PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
         why = f"its peft_type is {about.get('peft_type')}, which has no weights to merge"
         fix = f"{key}.path=FOLDER of a LoRA, or of the whole model"
-        raise MachineError(Problem(f"{folder} cannot be merged", f"{key}.path", why, fix))
+        refuse(f"{key}.path", f"{folder} cannot be merged", fix, why, error=MachineError)
     base_path = str(about.get("base_model_name_or_path") or "")
     options = options | {"num_labels": 1, "output_loading_info": True, "revision": None}
     call = AutoModelForSequenceClassification.from_pretrained
@@ -58,4 +58,4 @@ def _check_score_head(folder: Path, key: str, missing: list[str]) -> None:
         what = f"the adapter {folder} is not a reward model"
         why = f"neither it nor its base has {', '.join(absent[:5])}; they would be random numbers"
         fix = f"{key}.path=FOLDER of an adapter with modules_to_save: [score]"
-        raise MachineError(Problem(what, f"{key}.path", why, fix))
+        refuse(f"{key}.path", what, fix, why, error=MachineError)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,10 +12,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config import synthetic
 from rloo_cli.policy import load, reward_adapter
 from rloo_cli.policy.reward_scores import RewardModelScorer
-from rloo_cli.utils.errors import MachineError, Problem, RunError, check_missing_library
+from rloo_cli.utils.errors import MachineError, RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ def load_reward_tokenizer(key: str, config: RewardModelKeys) -> PreTrainedTokeni
         if found.eos_token_id is None:
             what = f"the tokenizer of {path} has neither a pad token nor an EOS token"
             fix = f"{key}.tokenizer=FOLDER of one that has"
-            raise MachineError(Problem(what, where, "sequences are padded", fix))
+            refuse(where, what, fix, "sequences are padded", error=MachineError)
         found.pad_token = found.eos_token
     return found
 
@@ -104,7 +103,7 @@ def _check_reward_weights(
     else:
         return
     fix = f"{key}.path=ORG/NAME of a sequence classifier with one label"
-    raise MachineError(Problem(what, f"{key}.path", why, fix))
+    refuse(f"{key}.path", what, fix, why, error=MachineError)
 
 
 def _reward_device(key: str, name: str, default: torch.device) -> torch.device:
@@ -114,7 +113,7 @@ def _reward_device(key: str, name: str, default: torch.device) -> torch.device:
     count = torch.cuda.device_count() if found.type == "cuda" else 1
     if found.type == "cuda" and (found.index or 0) >= count:
         what, why = f"{key}.device = {name} is not there", f"this machine has {count} GPUs"
-        raise MachineError(Problem(what, f"{key}.device", why, f"{key}.device=auto"))
+        refuse(f"{key}.device", what, f"{key}.device=auto", why, error=MachineError)
     return found
 
 
@@ -143,14 +142,5 @@ def _load_pretrained_reward(
     except RunError:  # a signal came meanwhile
         raise
     except Exception as error:  # what a damaged or a hostile file makes a library raise
-        check_missing_library(error, f"{key}.path")
-        why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
-        fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
-        what = f"reward model {name!r} was not found"
-        if "trust_remote_code" in str(error):
-            what = f"{name} brings Python code of its own"
-            fix = f"{key}.trust_remote_code=true, if you trust its authors; nothing was run"
-        elif Path(path).exists():
-            what = f"reward model {name} cannot be loaded"
-            fix = f"{key}.path=FOLDER of a sequence classifier in safetensors files"
-        raise MachineError(Problem(what, where, why, fix)) from None
+        fix = f"{key}.path=FOLDER of a sequence classifier in safetensors files"
+        load.refuse_unloadable(error, name, path, where, fix, MachineError)

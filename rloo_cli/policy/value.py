@@ -32,7 +32,7 @@ from rloo_cli.data.packing import GroupSlice, MicroBatch, whole_group_slices
 from rloo_cli.policy import layouts, load, shared_attention
 from rloo_cli.policy.model import forward_inputs, in_eval_mode, position_ids_support, weight_shape
 from rloo_cli.policy.row_selection import select_rows
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.fault_injection import poison_tensor
 
 
@@ -229,8 +229,8 @@ def _read_saved_weights(model: PreTrainedModel, file: Path) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
     except (KeyError, RuntimeError, OSError, SafetensorError) as error:
-        what, why = f"{file.parent.parent} cannot be restored", f"{type(error).__name__}: {error}"
-        raise ConfigError(Problem(what, "resume", why, "an older checkpoint")) from error
+        what = f"{file.parent.parent} cannot be restored"
+        refuse("resume", what, "an older checkpoint", error)
 
 
 def build_value_model(
@@ -249,5 +249,5 @@ def build_value_model(
         what = "policy and value model differ in vocabulary"
         why = f"the policy knows {vocab_size} tokens, the value model {value_model.vocab_size}"
         fix = "model.value.path=PATH of a model with the policy's vocabulary"
-        raise ConfigError(Problem(what, value_init.key, why, fix))
+        refuse(value_init.key, what, fix, why)
     return value_model

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rloo_cli.config.vision_models import VISION_FAMILIES, VisionFamily
 from rloo_cli.data.media import MediaInputs
-from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
+from rloo_cli.utils.errors import NumbersError, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -64,7 +64,7 @@ def image_vectors(model: PreTrainedModel, media: MediaInputs) -> Tensor:
         what = f"the vision tower makes {len(vectors)} vectors for {media.num_features} tokens"
         why = "the processor and the model's config.json do not belong together"
         fix = "name a model whose processor and config.json were saved together, or fetch it again"
-        raise NumbersError(Problem(what, "model.path", why, fix))
+        refuse("model.path", what, fix, why, error=NumbersError)
     return vectors
 
 
@@ -90,7 +90,7 @@ def freeze_parts(model: PreTrainedModel, parts: Sequence[str]) -> int:
         if not found:
             what = f"model.freeze names {part}, and the model has no such part"
             why = f"{type(model).__name__} has {', '.join(n for n, _ in model.named_children())}"
-            raise ConfigError(Problem(what, "model.freeze", why, "model.freeze=[]"))
+            refuse("model.freeze", what, "model.freeze=[]", why)
         for weight in found:
             weight.requires_grad_(False)
             frozen += weight.numel()

@@ -9,8 +9,8 @@ import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rloo_cli.config.user_code import load_user_code
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.user_code import exception_text, load_user_code
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 KEY = "logging.events"
@@ -87,11 +87,10 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
         if not (isinstance(kind, type) and issubclass(kind, Events)):
             fix = "class Mine(Events), as docs/looking.md shows"
             why = f"found {kind!r:.80}, expected a class that is based on Events"
-            raise ConfigError(Problem(f"{spec} is no class of Events", KEY, why, fix))
+            refuse(KEY, f"{spec} is not a class of Events", fix, why)
         try:
             found.append(kind())
         except BaseException as error:  # it is the user's code
-            why = f"{type(error).__name__}: {error}"
             fix = f"correct {spec}: it is called without arguments"
-            raise ConfigError(Problem(f"{spec} cannot be made", KEY, why, fix)) from None
+            refuse(KEY, f"{spec} cannot be made", fix, exception_text(error))
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 MetricsMapping = Mapping[str, Any]  # a dict, or a line that is packed
@@ -97,7 +97,7 @@ def read_metrics_lines(path: Path) -> list[MetricsMapping]:
     if not path.is_file():
         why = "it is not a file" if path.exists() else "there is no such file"
         fix = "name a run's metrics.jsonl"
-        raise ConfigError(Problem("no metrics to draw", str(path), why, fix))
+        refuse(str(path), "no metrics to draw", fix, why)
     packer = LinePacker()
     lines = [packer.pack(metrics) for metrics in _json_lines(path)]
     return sorted(lines, key=lambda metrics: metrics["step"])
@@ -122,7 +122,7 @@ def _json_lines(path: Path) -> Iterator[JsonObject]:
                 if not file.read(1):
                     return
                 what, where = "a line of metrics is not JSON", f"{path}:{number}"
-                raise ConfigError(Problem(what, where, str(error), "correct that line")) from None
+                refuse(where, what, "correct that line", error)
             if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
                 yield metrics
 

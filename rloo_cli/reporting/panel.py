@@ -35,7 +35,7 @@ from rloo_cli.reporting.eval_lines import (
 from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils import paths
 from rloo_cli.utils.console import show_control_characters
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.errors import RunError, refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
 RECENT_STEPS = 20  # the time left and the split are of so many: steady, and still of now
@@ -323,7 +323,7 @@ def write_panel_svg(run: Path, out: Path, step: int | None = None) -> None:
     """Write the panel of the run folder `run`, as it was at `step`, to the SVG `out`."""
     if not (run / "metrics.jsonl").is_file():
         fix = "name a run that `rloo runs` lists"
-        raise ConfigError(Problem("no run here", str(run), "it has no metrics.jsonl", fix))
+        refuse(str(run), "no run here", fix, "it has no metrics.jsonl")
     last = math.inf if step is None else step
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]  # cut by a kill
     metrics_lines = [m for m in map(json.loads, lines) if m.get("step", 0) <= last]

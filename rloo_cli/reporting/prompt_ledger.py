@@ -40,7 +40,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject, check_folder_present
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PromptLedger:
                 f" {step}, place {prompt_offset}"
             )
             fix = f"move it away: mv {self.path} {self.path}.old"
-            raise DataError(Problem(what, str(self.path), why, fix))
+            refuse(str(self.path), what, fix, why, error=DataError)
         compared = {*header, *old} - {"step", "place", "check"}
         if any(old.get(k) != header.get(k) for k in compared):
             self._append_entry(header)
@@ -211,7 +211,7 @@ def read_ledger_entries(path: Path) -> Iterator[JsonObject]:
             if not line.endswith(b"\n"):
                 why = f"{len(line)} bytes and no end of line"
                 fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
-                raise DataError(Problem("the last line of the ledger is cut off", where, why, fix))
+                refuse(where, "the last line of the ledger is cut off", fix, why, error=DataError)
             try:
                 entry = json.loads(line)
                 if not all(type(entry[k]) is int for k in ("step", "place")):
@@ -222,5 +222,5 @@ def read_ledger_entries(path: Path) -> Iterator[JsonObject]:
                 why = f"an object with step, place and check was expected, found {text!r}"
                 fix = "put it back as the run wrote it; if nobody changed it, please report it"
                 what = "a line of the ledger is not an entry"
-                raise DataError(Problem(what, where, why, fix)) from None
+                refuse(where, what, fix, why, error=DataError)
             yield entry

@@ -11,7 +11,7 @@ from typing import Literal
 from rloo_cli.config.schema import RewardConfig, key
 from rloo_cli.rewards.common import instructions
 from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -61,12 +61,12 @@ def _instructions(
         what = f"{config.column} and {config.arguments_column} are not lists of one length"
         why = f"found {named!r}, {arguments!r}"
         fix = "correct those rows, or leave them out: data.map, or data.filter"
-        raise DataError(Problem(what, f"reward.{config.type}", why, fix))
+        refuse(f"reward.{config.type}", what, fix, why, error=DataError)
     unknown = [name for name in named if name not in instructions.CHECKS]
     if unknown:
         what = f"the instruction {unknown[0]!r} cannot be checked"
         why = f"one of: {', '.join(instructions.CHECKS)}"
         fix = f"leave those rows out: data.filter, or data.map; column {config.column}"
-        raise DataError(Problem(what, f"reward.{config.type}", why, fix))
+        refuse(f"reward.{config.type}", what, fix, why, error=DataError)
     # Arrow gives every dict the keys of all; an argument that is null is none.
     return named, [{k: v for k, v in (a or {}).items() if v is not None} for a in arguments]

@@ -17,7 +17,7 @@ from rloo_cli.config.schema import PathText, Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common.model_inputs import PromptCompletion, RewardInputEncoder
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.rewards.engine.ready import RewardScorer, RewardSetup
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import MachineError, Problem, refuse, require_package
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:  # these import torch
@@ -73,11 +73,9 @@ def preflight(config: Config) -> None:
         own = name in type(config).model_fields
         fix = f"reward.NAME.{name}={config.model_kwargs[given[0]]}" if own else "leave it out"
         what = f"model_kwargs may not hold {given[0]}"
-        raise ConfigError(Problem(what, "model_kwargs", why, fix))
-    adapter = hf_cache.adapter_base_path(config.path)
-    if adapter is not None and find_spec("peft") is None:
-        what, fix = f"{config.path} is an adapter, which needs peft", "pip install 'rloo-cli[peft]'"
-        raise MachineError(Problem(what, "this machine", "peft is not installed", fix))
+        refuse("model_kwargs", what, fix, why)
+    if hf_cache.adapter_base_path(config.path) is not None:
+        require_package("this machine", "peft", "peft", f"{config.path} is an adapter")
     try:
         values = hf_cache.read_model_config(config.path, config.revision)
         why = (
@@ -91,7 +89,7 @@ def preflight(config: Config) -> None:
         fix = "path=ORG/NAME of a sequence classifier with one label"
         if "trust_remote_code" in why:
             fix = "trust_remote_code=true, if you trust its authors; nothing was run"
-        raise MachineError(Problem(f"{config.path} is not a reward model", "path", why, fix))
+        refuse("path", f"{config.path} is not a reward model", fix, why, error=MachineError)
 
 
 def _why_not_reward_model(values: JsonObject, config: Config) -> str:
@@ -184,11 +182,11 @@ class RewardModel:
                 what = f"{self.config.path} has no chat template, and the prompts are conversations"
                 key = f"{self.config_key}.tokenizer"
                 fix = f"{key}=FOLDER of a tokenizer that has one"
-                raise MachineError(Problem(what, key, "it reads text", fix))
+                refuse(key, what, fix, "it reads text", error=MachineError)
             if why is not None and self.config.input == "ids":
                 key = f"{self.config_key}.input"
                 what = f"{key} = ids, and the tokenizers do not agree"
-                raise ConfigError(Problem(what, key, why, f"{key}=auto"))
+                refuse(key, what, f"{key}=auto", why)
 
     def _check_length(self, max_tokens: int | None) -> None:
         most = self._max_positions()
@@ -197,7 +195,7 @@ class RewardModel:
             what = f"{path} has {most} positions, and rows of {max_tokens} tokens may come"
             fix = f"{key}={most}, which cuts the beginning of longer rows"
             why = "a token beyond its last position cannot be read"
-            raise ConfigError(Problem(what, key, why, fix))
+            refuse(key, what, fix, why)
 
     def _max_positions(self) -> int | None:
         """The most tokens of an input; None = no limit, or `max_length` cuts inputs to fit."""
@@ -226,14 +224,13 @@ class RewardModel:
         try:
             scores = self.model.score(ids, [0, 0])
         except Exception as error:  # a model's own code may raise anything
-            why = f"{type(error).__name__}: {str(error).strip()[:300]}"
             what = f"{self.config.path} cannot score an answer to the first prompt"
             key = f"{self.config_key}.path"
             fix = f"{key}=ORG/NAME of a sequence classifier with one label"
-            raise MachineError(Problem(what, key, why, fix)) from None
+            refuse(key, what, fix, error, error=MachineError)
         if not all(map(math.isfinite, scores)):
             what, fix = f"{self.config.path} scores {scores}", f"{self.config_key}.dtype=float32"
-            raise MachineError(Problem(what, f"{self.config_key}.dtype", "no finite number", fix))
+            refuse(f"{self.config_key}.dtype", what, fix, "no finite number", error=MachineError)
         tokenizer = self.reader.tokenizer
         setup.log_note(
             f"{self.config_key} is fed {len(ids[0])} ids, {describe_ids(tokenizer, ids[0])}: "

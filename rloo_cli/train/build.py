@@ -74,7 +74,7 @@ from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import Run
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import ConfigError, DataError, refuse
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.timers import StepTimer, choose_phase_clock
@@ -232,13 +232,12 @@ class RunBuilder:
         """The number of rollout batches. Raises DataError if one step needs more prompts."""
         wanted, num_prompts = self.config.train.prompts_per_step, len(self.prompts)
         if num_prompts < wanted:
-            raise DataError(
-                Problem(
-                    f"{num_prompts} prompts are fewer than one step needs",
-                    "train.prompts_per_step",
-                    f"it asks for {wanted} different prompts per step",
-                    f"train.prompts_per_step={num_prompts}",
-                )
+            refuse(
+                "train.prompts_per_step",
+                f"{num_prompts} prompts are fewer than one step needs",
+                f"train.prompts_per_step={num_prompts}",
+                f"it asks for {wanted} different prompts per step",
+                error=DataError,
             )
         steps = self.config.num_steps(num_prompts)
         assert steps is not None, "config.rules asks for one of the three keys"
@@ -540,7 +539,7 @@ def _check_adapter(generation: GenerationConfig, policy: Policy, log: RunLog) ->
         why = f"adapted parameters that are not linear layers: {kinds}; vLLM does not take those"
         fix = f"model.lora.target_modules=[{linear}], or generation=transformers"
         what = f"this adapter cannot be sampled by {generation.backend}"
-        raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
+        refuse("model.lora.target_modules", what, fix, why)
     log.note(
         f"the adapter is in {kinds} ({len(parts)} parameters) besides the linear layers;"
         f" without them: model.lora.target_modules=[{linear}]"
@@ -558,7 +557,7 @@ def _check_adapted_tower(backend: str, model: PreTrainedModel) -> None:
     why = f"it is in the vision tower, too ({beside[0]}); vLLM adapts the language model alone"
     fix = f"model.lora.target_modules=[{','.join(own)}], or " if own else ""
     fix += "generation=transformers"
-    raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
+    refuse("model.lora.target_modules", what, fix, why)
 
 
 def _check_kv_cache(model: PreTrainedModel) -> None:
@@ -573,7 +572,7 @@ def _check_kv_cache(model: PreTrainedModel) -> None:
         why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
     if why:
         what = f"{type(model).__name__} cannot be sampled by generation=transformers"
-        raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
+        refuse("generation", what, "generation=vllm_server", why)
 
 
 def _compile_layers(policy: Policy, reference_model: Reference | None, log: RunLog) -> None:

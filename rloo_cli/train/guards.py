@@ -15,7 +15,7 @@ from rloo_cli.generation.common.weights_check import (
 from rloo_cli.reporting.health.advisor import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
-from rloo_cli.utils.errors import GuardError, NumbersError, Problem
+from rloo_cli.utils.errors import GuardError, NumbersError, refuse
 from rloo_cli.utils.files import update_json
 
 MAX_SKIPPED_UPDATES = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
@@ -44,7 +44,7 @@ def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -
     what = f"non-finite numbers in step {batch.step + 1}: nothing was updated"
     why = f"loss {loss}, gradient norm {grad_norm}; the batch is in {folder}"
     fix = "a lower train.learning_rate, or model.dtype=float32"
-    raise NumbersError(Problem(what, wrong[0], why, fix))
+    refuse(f"the {wrong[0]}", what, fix, why, error=NumbersError)
 
 
 def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> bool:
@@ -96,7 +96,7 @@ def skip_empty_update(run: Run, batch: Batch) -> None:
     what = f"{MAX_EMPTY_STEPS} steps in a row had nothing to learn from"
     why = f"{unscored:.0%} of the completions have no score, {masked:.0%} are masked as truncated"
     fix = "raise generation.max_completion_length, or look at the rewards and at EOS"
-    raise NumbersError(Problem(what, f"step {batch.step + 1}", why, fix))
+    refuse(f"step {batch.step + 1}", what, fix, why, error=NumbersError)
 
 
 def check_health_guards(run: Run) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from rloo_cli.checkpoint import export, resume, run_folder, save
 from rloo_cli.checkpoint.resume import ResumePlan
-from rloo_cli.config import check
+from rloo_cli.config import check, messages
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.optimizer import warmup_note
 from rloo_cli.distributed.world import (
@@ -305,6 +305,7 @@ def main() -> None:
 def _report_refusal(folder: Path, error: RunError, rank: int) -> None:
     """Write it to the run's folder, and print it unless another rank does or it is no error."""
     _write_error_detail(folder, error)
+    error.problems = messages.locate_in_run(error.problems, folder)
     is_first = not is_remote_error(error) and not _repeats_rank0_error(error, rank)
     if is_first and not isinstance(error, Stopped):
         print_error(error)

@@ -5,7 +5,7 @@ import resource
 import sys
 from collections.abc import Mapping
 
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, refuse
 
 Environment = Mapping[str, str]
 MIN_OPEN_FILES = 256  # that a run's processes need: libraries, pipes, sockets, shards
@@ -30,7 +30,7 @@ def environment_number(name: str, default: int, env: Environment | None = None) 
             f"{name} = {text!r} is not a number",
             "torchrun, Slurm and rloo set it to a whole number",
         )
-        raise ConfigError(Problem(what, "the environment", why, f"unset {name}"))
+        refuse("the environment", what, f"unset {name}", why)
     return int(text)
 
 
@@ -64,7 +64,7 @@ def check_process_limits() -> None:
     if sys.flags.inspect or os.environ.get("PYTHONINSPECT"):
         what = "PYTHONINSPECT is set, or python -i: each process would wait for input at its end"
         why = "runs start processes and wait for their ends"
-        raise MachineError(Problem(what, "the environment", why, "unset PYTHONINSPECT"))
+        refuse("the environment", what, "unset PYTHONINSPECT", why, error=MachineError)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
         return
@@ -73,7 +73,7 @@ def check_process_limits() -> None:
         return
     what = f"this process may have {hard} files open at a time"
     why = f"a run needs {MIN_OPEN_FILES}"
-    raise MachineError(Problem(what, "ulimit -n", why, f"ulimit -n {MIN_OPEN_FILES}"))
+    refuse("ulimit -n", what, f"ulimit -n {MIN_OPEN_FILES}", why, error=MachineError)
 
 
 def offloaded_trials_bytes() -> float:

@@ -5,10 +5,11 @@ reaches `main` is a bug in rloo and exits with 1.
 """
 
 import errno
+import importlib.util
 import os
 import sys
 from dataclasses import asdict, astuple, dataclass
-from importlib.util import find_spec
+from typing import NoReturn
 
 from rloo_cli.utils import redact
 from rloo_cli.utils.console import show_control_characters
@@ -68,6 +69,42 @@ class MachineError(RunError):
     """The machine lacks something: a package, a device, disk space, network, a cached download."""
 
     code = 3
+
+
+def refuse(
+    key: str,
+    what: str,
+    fix: str,
+    why: str | BaseException = "",
+    *,
+    at: str = "",
+    more: str = "",
+    error: type[RunError] = ConfigError,
+) -> NoReturn:
+    """Refuse what a user wrote: raise `error` with its four parts, without the error before it.
+
+    key: the dotted key, file or variable. Where the config is checked, `messages.locate_problem`
+    puts the file and line of a key, or the command line, in its place. at: a row, line or
+    checkpoint, where the key alone does not say it. what, why, fix, more: as in `Problem`; an
+    exception as `why` stands for its text.
+    """
+    where = f"{key}, {at}" if at else key
+    reason = why if isinstance(why, str) else _first_lines(why)
+    raise error(Problem(what, where, reason, fix, more)) from None
+
+
+def value_problem(key: str, value: object, what: str, instead: object, why: str) -> Problem:
+    """The problem of a key's value, for a rule: `KEY = VALUE` and what is wrong with it, and
+    `KEY=INSTEAD`, where `instead` may go on with other ways out."""
+    return Problem(f"{key} = {value} {what}", key, why, f"{key}={instead}")
+
+
+def _first_lines(error: BaseException) -> str:
+    """What an exception says, with its type where that says more than `ValueError` or `OSError`."""
+    text = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
+    if text and isinstance(error, ValueError | OSError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def check_missing_library(error: Exception, key: str) -> None:
@@ -158,16 +195,22 @@ class Stopped(RunError):
     code, at_once = 75, False
 
 
-def require_packages(extra: str, what: str, *modules: str) -> None:
-    """Raises MachineError, with the line that installs them, if one of these packages is missing.
+def require_package(key: str, package: str, extra: str, why: str, module: str = "") -> None:
+    """Raises MachineError, with the line that installs it, if a package is missing.
 
-    what: what needs them, such as `rloo report`. extra: of this package, that brings them.
+    extra: of rloo-cli, that brings it. why: what needs it. module: its name in Python, where that
+    is another.
     """
+    if importlib.util.find_spec(module or package.replace("-", "_")) is None:
+        fix = f"pip install 'rloo-cli[{extra}]'"
+        refuse(key, f"{package} is not installed", fix, why, error=MachineError)
+
+
+def require_packages(extra: str, what: str, *modules: str) -> None:
+    """`require_package` for several modules. what: what needs them, such as `rloo report`."""
     for module in modules:
-        if find_spec(module) is None:
-            why = f"the package {module.replace('_', '-')} is not installed"
-            fix = f"pip install 'rloo-cli[{extra}]'"
-            raise MachineError(Problem(f"{what} needs more packages", "this machine", why, fix))
+        package = module.replace("_", "-")
+        require_package("this machine", package, extra, f"{what} needs it", module)
 
 
 def print_error(error: RunError) -> int:

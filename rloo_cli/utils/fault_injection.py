@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ def arm_faults() -> None:
         return
     if os.environ.get("RLOO_ALLOW_FAULTS") != "1":
         why = "it breaks runs on purpose, and RLOO_ALLOW_FAULTS=1 is not set"
-        raise ConfigError(Problem("RLOO_FAULTS is set", "environment", why, "unset RLOO_FAULTS"))
+        refuse("environment", "RLOO_FAULTS is set", "unset RLOO_FAULTS", why)
     _armed.extend(_parse_fault(part) for part in text.split(";") if part.strip())
 
 
@@ -58,7 +58,7 @@ def _parse_fault(text: str) -> _Fault:
     if action not in ACTIONS or not (at or "1").isdigit() or not (rank or "0").isdigit():
         why = f"name@n=action[:value][#rank], with one of {', '.join(ACTIONS)}"
         what = f"RLOO_FAULTS: {text.strip()!r} is not a fault"
-        raise ConfigError(Problem(what, "environment", why, "RLOO_FAULTS=step@2=kill9"))
+        refuse("environment", what, "RLOO_FAULTS=step@2=kill9", why)
     return _Fault(name.strip(), int(at or 1), action, value, int(rank or 0))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rloo_cli.utils.errors import DamagedFile, Problem
+from rloo_cli.utils.errors import DamagedFile, refuse
 
 JsonObject = dict[str, Any]  # plain values by name, as JSON and YAML hold them
 
@@ -62,7 +62,7 @@ def read_json(path: Path) -> JsonObject:
             raise ValueError(f"it holds a {type(values).__name__}, and an object was expected")
     except (ValueError, RecursionError) as error:
         what, fix = f"{path.name} cannot be read", "put it back as it was written"
-        raise DamagedFile(Problem(what, str(path), str(error), fix)) from None
+        refuse(str(path), what, fix, error, error=DamagedFile)
     return values
 
 

@@ -1,10 +1,13 @@
 """Finds who listens on which port of this machine, and binds sockets of our own."""
 
 import contextlib
+import errno
 import socket
 from dataclasses import dataclass
 
 import psutil
+
+from rloo_cli.utils.errors import MachineError, RunError, refuse
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,24 @@ def bind_tcp_socket(host: str, port: int, backlog: int | None = None) -> socket.
         bound.close()
         raise
     return bound
+
+
+def bind_or_refuse(
+    section: str,
+    host: str,
+    port: int,
+    backlog: int | None = None,
+    error: type[RunError] = MachineError,
+) -> socket.socket:
+    """`bind_tcp_socket` for the keys SECTION.host and SECTION.port. Raises `error`, which names the
+    process that has the port."""
+    try:
+        return bind_tcp_socket(host, port, backlog)
+    except OSError as failed:
+        key, what = f"{section}.port", f"{section}.port = {port} is taken"
+        why, fix = f"by {port_holder(port)}", f"{key}=0 for a free one"
+        if failed.errno != errno.EADDRINUSE:
+            key, why = f"{section}.host", str(failed)
+            what = f"{key} = {host!r}, port {port}: the server cannot listen there"
+            fix = f"{key}=127.0.0.1, or an address of this machine"
+        refuse(key, what, fix, why, error=error)

@@ -10,7 +10,7 @@ import time
 from types import FrameType
 
 from rloo_cli.utils import heartbeat
-from rloo_cli.utils.errors import Problem, Stopped
+from rloo_cli.utils.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
@@ -68,8 +68,7 @@ def raise_if_stopped() -> None:
     """Raises Stopped (exit 75) when a signal has asked the run to end."""
     if _received_signals:
         name = signal.Signals(_received_signals[0][0]).name
-        why = "a signal asked this process to end"
-        raise Stopped(Problem(f"stopped by {name}", "a signal", why, STOPPED_FIX))
+        raise Stopped(f"stopped by {name}: {STOPPED_FIX}")
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

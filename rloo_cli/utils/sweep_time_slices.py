@@ -15,16 +15,13 @@ from dataclasses import dataclass
 
 from rloo_cli.utils import files
 from rloo_cli.utils.environment import SWEEP_SOCKET_VARIABLE
-from rloo_cli.utils.errors import ConfigError, Problem, Stopped
+from rloo_cli.utils.errors import Stopped, refuse
 from rloo_cli.utils.files import JsonObject
 
 SOCKET_VARIABLE = SWEEP_SOCKET_VARIABLE  # <socket>:<number>
 STOP_CHECK_S = 0.2  # how often a trial that waits checks whether it was asked to end
 STOPPED_TRIAL_FIX = "to go on with it alone: rloo train with its overrides, and resume=auto"
-SWEEP_GONE = Problem(
-    "stopped: the sweep of this run is gone", "the sweep",
-    "the process of rloo sweep ended before its trials", "rloo sweep resume SWEEP",
-)  # fmt: skip
+SWEEP_GONE = "stopped: the process of rloo sweep ended before its trials; rloo sweep resume SWEEP"
 
 SweepMessage = JsonObject
 
@@ -72,10 +69,8 @@ class SweepTrial:
             end.connect(path)
             self.trial_number = int(number)
         except (OSError, ValueError) as error:
-            why = f"it names the socket of a sweep that runs, and its number there: {error}"
-            what = f"{SOCKET_VARIABLE} = {socket_address!r} does not lead to a sweep"
-            problem = Problem(what, "environment", why, f"unset {SOCKET_VARIABLE}")
-            raise ConfigError(problem) from None
+            what = f"{SOCKET_VARIABLE} = {socket_address!r} does not lead to a sweep that runs"
+            refuse("environment", what, f"unset {SOCKET_VARIABLE}", error)
         self.json_socket = JsonLineSocket(end)
 
     def wait_for_time_slice(self, step: int, hooks: TimeSliceHooks) -> float:
@@ -102,9 +97,9 @@ class SweepTrial:
                 case "save":
                     self._send(saved=hooks.save())
                 case _:
-                    what = f"stopped by {order.get('why', 'the sweep')}"
-                    why = "the sweep that runs this trial asked it to end"
-                    raise Stopped(Problem(what, "the sweep", why, STOPPED_TRIAL_FIX))
+                    raise Stopped(
+                        f"stopped by {order.get('why', 'the sweep')}: {STOPPED_TRIAL_FIX}"
+                    )
 
     def _next_message(self, check_stop: Callable[[], object]) -> SweepMessage:
         while not self.messages:

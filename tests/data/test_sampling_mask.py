@@ -61,7 +61,8 @@ def test_a_mask_that_does_not_fit_its_tokens_is_refused(
     kept.check_tokens([2, 4], 3)
     with pytest.raises(GenerationError) as caught:
         kept.check_tokens(tokens, 3)
-    assert_refused(caught, 6, key, fix="generation.return_sampling_mask=false")
+    assert_refused(caught, 6, key)
+    assert_refused(caught, 6, "generation.return_sampling_mask")
     sentence(caught)
 
 

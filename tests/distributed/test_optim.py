@@ -232,11 +232,6 @@ def test_a_schedule_that_cannot_be_made_is_a_mistake_of_the_config(changes, mine
     assert "cosine" in str(caught.value)
 
 
-def test_an_unknown_optimizer_is_a_mistake_of_the_config():
-    with pytest.raises(ConfigError, match=r"train\.optimizer = 'adamm'"):
-        optimizer(optimizer="adamm")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forgotten_gradients_are_never_applied(dtype):
     model, found = optimizer(dtype=dtype, learning_rate=0.1, **CONSTANT)

@@ -144,7 +144,7 @@ def test_rollouts_carry_seed_and_weight_version(model):
     assert [(r.seed, r.weight_version) for g in sample(source, PROMPTS, SEEDS) for r in g] == [
         (s, 17) for seeds in SEEDS for s in seeds
     ]
-    with pytest.raises(GenerationError, match="3 groups, "):
+    with pytest.raises(AssertionError, match="3 groups, "):
         sample(source, PROMPTS, [[1]])
 
 

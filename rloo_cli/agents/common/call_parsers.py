@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from rloo_cli.config.agent import VLLM_PREFIX
 from rloo_cli.config.old_names import list_nearest_first, nearest_names
 from rloo_cli.data.chat_templates import apply_chat_template
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -193,7 +193,7 @@ def vllm_parser(name: str, tokenizer: Any, schemas: Sequence[JsonObject]) -> Cal
         what = f"agent.parser = vllm:{name}: vLLM has no such parser"
         why = f"it has: {list_nearest_first(near, names, LISTED)}"
         fix = f"agent.parser=vllm:{near[0]}" if near else "vllm serve --help: --tool-call-parser"
-        raise ConfigError(Problem(what, "agent.parser", why, fix))
+        refuse("agent.parser", what, fix, why)
     asked = [{"role": "user", "content": ""}]
     tools: JsonObject = {"tools": list(schemas), "tool_choice": "auto"} if schemas else {}
     try:
@@ -203,8 +203,7 @@ def vllm_parser(name: str, tokenizer: Any, schemas: Sequence[JsonObject]) -> Cal
         factory(cached, request.tools).extract_tool_calls("", request)
     except Exception as error:  # it lacks a token, or reads streams alone
         what = f"agent.parser = vllm:{name} cannot be used with this tokenizer"
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(Problem(what, "agent.parser", why, "agent.parser=auto")) from None
+        refuse("agent.parser", what, "agent.parser=auto", error)
     logging.getLogger(factory.__module__).disabled = True  # the model is told of what it logs
 
     def parse_with_vllm(text: str) -> ParsedCalls:
@@ -257,11 +256,11 @@ def choose_parser(
             fix = "agent.parser=hermes, or another that the model was taught"
             looked = f"looked in it for {', '.join(mark for mark, _ in MARKS)}, and found none"
             why = looked if template else "the tokenizer has no chat template"
-            raise ConfigError(Problem(what, "agent.parser=auto", why, fix))
+            refuse("agent.parser=auto", what, fix, why)
     if name != "response":
         return name, PARSERS[name]
     if not has_own:
         what = "agent.parser = response, and the tokenizer has no template for answers"
         why = "found neither a response_template nor a response_schema in it"
-        raise ConfigError(Problem(what, "agent.parser", why, "agent.parser=auto"))
+        refuse("agent.parser", what, "agent.parser=auto", why)
     return name, response_parser(tokenizer)

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from rloo_cli.data.batch import Group
 from rloo_cli.generation import GeneratorWrapper, ignore_arrival
-from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.files import JsonObject
 
 
@@ -45,8 +44,7 @@ class EpisodeSampler(GeneratorWrapper):
 
         Raises GenerationError, also for a turn whose prompt is not the ids that were sampled.
         """
-        if len(groups) != len(seeds):
-            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
+        assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         options: JsonObject = {"greedy": greedy, "temperature": temperature}
         step = self.begin_step(groups, seeds, options, arrived)
         with self.inner.stay_awake():

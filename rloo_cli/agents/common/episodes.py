@@ -36,7 +36,6 @@ from rloo_cli.data.episode_media import extended_media
 from rloo_cli.data.render import render_prompt, render_text
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
-from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
@@ -253,11 +252,7 @@ class _EpisodeStep:
         config = self.rules.config
         found = self._parse(sampled)
         turn = episode.add_turn(sampled, prompt_ids, found.calls)
-        if episode.retokenised:
-            what = "a turn was sampled from other ids than those of the turns before it"
-            why, fix = "this is a bug in rloo", "report it, with agent and model.chat_template"
-            where = f"draw {episode.group.prompt_offset}"
-            raise GenerationError(Problem(what, where, why, fix))
+        assert not episode.retokenised, "a turn was sampled from other ids than stand before it"
         wrong = bool(found.unreadable) or any(
             episode.environment.check_call(c["name"], c["arguments"]) for c in found.calls
         )

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from rloo_cli.agents.common.tool_worker import ToolWorker
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 from rloo_cli.utils.worker_pool import Worker, WorkerGone, WorkerPool
@@ -80,8 +80,7 @@ class ToolThread:
             raise ToolGone(f"no answer within {timeout_s:g} s (agent.max_tool_s)") from None
         if noted:
             what = f"a tool called {noted[0]}, which works in a main thread only"
-            why = "agent.workers=0 runs tools in threads of the run's process"
-            raise GenerationError(Problem(what, "agent.workers", why, "agent.workers=1"))
+            raise GenerationError(f"{what}; agent.workers=1 runs tools in processes")
         return answer
 
     def kill(self) -> None:
@@ -120,5 +119,5 @@ class ToolProcesses:
 
 
 def _not_started(error: OSError) -> GenerationError:
-    what = "no process for a tool could be started"
-    return GenerationError(Problem(what, "agent.workers", str(error), "agent.workers=0: threads"))
+    fix = "agent.workers=0 runs them in threads"
+    return GenerationError(f"no process for a tool could be started: {error}; {fix}")

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from rloo_cli.config.user_code import load_user_code
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
@@ -87,7 +87,7 @@ class ToolSet:
             names = ", ".join(self.environments)
             what = f"a row's column {ENVIRONMENT_COLUMN!r} is {name!r}, which is no environment"
             why = f"there are several, and the column says which a row is for; one of: {names}"
-            raise DataError(Problem(what, "agent.environments", why, f"a column of {names}"))
+            refuse("agent.environments", what, f"a column of {names}", why, error=DataError)
         return self.environments[str(name)]
 
     def schemas_of(self, example: Mapping[str, object]) -> list[JsonObject]:
@@ -119,7 +119,7 @@ def load_functions(specs: Mapping[str, str]) -> ToolSet:
         name = schema["function"]["name"]
         if name in by_name:
             what, why = f"two tools are called {name!r}", f"{by_name[name]} and {spec}"
-            raise ConfigError(Problem(what, where, why, "another name for one of them"))
+            refuse(where, what, "another name for one of them", why)
         schemas.append(schema)
         by_name[name] = spec
     return ToolSet({"": Environment(schemas, by_name)})
@@ -141,11 +141,11 @@ def _describe_environment(factory: Callable[..., object], spec: str, where: str)
     methods = _public_methods(factory)
     if "reset" not in methods:
         what, why = f"{spec} has no method reset", "it is called with a row before each episode"
-        raise ConfigError(Problem(what, where, why, "def reset(self, **row): ..."))
+        refuse(where, what, "def reset(self, **row): ...", why)
     tools = {n: m for n, m in methods.items() if n not in NOT_TOOLS and not n.startswith("_")}
     if not tools:
         what, why = f"{spec} has no tool", "its public methods are what a model can call"
-        raise ConfigError(Problem(what, where, why, "a method with types and a docstring"))
+        refuse(where, what, "a method with types and a docstring", why)
     schemas = [tool_schema(method, f"{spec}.{n}", where) for n, method in tools.items()]
     return Environment(
         schemas,
@@ -176,7 +176,6 @@ def tool_schema(code: Callable[..., Any], spec: str, where: str) -> JsonObject:
         schema: JsonObject = get_json_schema(code)
     except Exception as error:  # its own exceptions, and those of odd annotations
         what = f"{spec} cannot be described to a model"
-        why = f"{type(error).__name__}: {error}"
         fix = "a type for each argument, and a Google docstring with a line for each under Args"
-        raise ConfigError(Problem(what, where, why, fix)) from None
+        refuse(where, what, fix, error)
     return schema

@@ -7,10 +7,10 @@ The shorter must be a prefix of the longer up to that end, else the template is 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rloo_cli.data.chat_templates import apply_chat_template
-from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TurnRenderer:
         are not an object). The turn is never rendered again, so simpler calls can stand in.
         """
         plain = [c if isinstance(c["arguments"], dict) else c | {"arguments": {}} for c in calls]
-        why: Exception | None = None
+        why = Exception()
         for written in (calls, plain, plain[:1]):
             try:
                 before = _before(written)
@@ -141,9 +141,7 @@ class TurnRenderer:
             except Exception as error:  # a template is a program, with a program's errors
                 why = error
         what = "the chat template refuses a turn with calls"
-        text = f"{type(why).__name__}: {why}"
-        fix = "model.chat_template=FILE, one with tools"
-        raise GenerationError(Problem(what, self._template_name(), text, fix))
+        self._refuse_template(what, why, GenerationError)
 
     def _turn_end(self, shorter: list[int], longer: list[int]) -> int:
         """Where the assistant's turn ends in the longer text, the token that ends it included."""
@@ -162,7 +160,7 @@ class TurnRenderer:
         why = f"without the answer: {decode(shorter[at : at + 12])!r}, with it:"
         why += f" {decode(longer[at : at + 12])!r}"
         what = "the chat template writes a conversation in another way once more follows"
-        raise GenerationError(Problem(what, self._template_name(), why, "model.chat_template=FILE"))
+        self._refuse_template(what, why, GenerationError)
 
     def _ids(
         self, messages: Sequence[JsonObject], schemas: Sequence[JsonObject], generate: bool
@@ -177,9 +175,12 @@ class TurnRenderer:
             add_generation_prompt=generate, **self.template_kwargs,
         )  # fmt: skip
 
-    def _template_name(self) -> str:
+    def _refuse_template(
+        self, what: str, why: str | Exception, error: type[RunError] = ConfigError
+    ) -> NoReturn:
         name = getattr(self.tokenizer, "name_or_path", "")
-        return f"the chat template of {name}" if name else "the tokenizer's chat template"
+        where = f"the chat template of {name}" if name else "the tokenizer's chat template"
+        refuse(where, what, "model.chat_template=FILE, one with tools", why, error=error)
 
     def check_template(self, schemas: Sequence[JsonObject]) -> None:
         """Refuse a template that does not show what tools answer. Raises ConfigError."""
@@ -195,14 +196,10 @@ class TurnRenderer:
                 raise ConfigError(*error.problems) from None
             except Exception as error:  # a template is a program, with a program's errors
                 what = "the chat template refuses what a tool answers"
-                why = f"{type(error).__name__}: {error}"
-                fix = "model.chat_template=FILE, one with tools"
-                raise ConfigError(Problem(what, self._template_name(), why, fix)) from None
+                self._refuse_template(what, error)
             if PROBE not in shown:  # its ids may be unknown ones, of a small vocabulary
                 what = "the chat template leaves out what a tool answers"
-                why = "a message of role tool does not appear in its text"
-                fix = "model.chat_template=FILE, one with tools"
-                raise ConfigError(Problem(what, self._template_name(), why, fix))
+                self._refuse_template(what, "a message of role tool does not appear in its text")
 
 
 def _before(calls: Sequence[JsonObject]) -> list[JsonObject]:

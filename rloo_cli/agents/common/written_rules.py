@@ -6,12 +6,12 @@ same ids between two turns as the difference does; else they are refused before 
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rloo_cli.agents.common.turn_rendering import PROBE, TurnRenderer, tool_message
 from rloo_cli.config.agent import RENDERERS, RENDERERS_PREFIX
 from rloo_cli.config.old_names import list_nearest_first, nearest_names
-from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RuleRenderer(TurnRenderer):
         if whole[: len(before)] != before:
             why = f"after {self.tokenizer.decode(said)!r}"
             what = "the rules of renderers change ids that were sampled"
-            raise GenerationError(Problem(what, KEY, why, f"{KEY}=difference"))
+            refuse(KEY, what, f"{KEY}=difference", why, error=GenerationError)
         return whole[len(before) :]
 
     def check_rules(self) -> None:
@@ -82,13 +82,12 @@ class RuleRenderer(TurnRenderer):
         except GenerationError as error:
             raise ConfigError(*error.problems) from None
         except Exception as error:  # rules for another model's tokenizer
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(_unfit_problem(why)) from None
+            _refuse_rules(error)
         if theirs is None or theirs != ours:
             decode = self.tokenizer.decode
             shown = "nothing" if theirs is None else repr(decode(theirs))
             why = f"they put {shown} before the next turn, the chat template {decode(ours)!r}"
-            raise ConfigError(_unfit_problem(why))
+            _refuse_rules(why)
 
 
 def build_renderer(
@@ -124,13 +123,13 @@ def _load_rules(name: str | None, model_path: str, tokenizer: "PreTrainedTokeniz
         listed = list_nearest_first(near, known, LISTED)
         what = f"renderers has no rules {f'named {name}' if name else f'for {model_path}'}"
         fix = f"{KEY}={RENDERERS_PREFIX}{near[0] if near else 'NAME'}, or {KEY}=difference"
-        raise ConfigError(Problem(what, KEY, f"it has: {listed}", fix))
+        refuse(KEY, what, fix, f"it has: {listed}")
     try:
         return create_renderer(tokenizer, config)
     except Exception as error:  # a tokenizer without the tokens that its rules use
-        raise ConfigError(_unfit_problem(f"{type(error).__name__}: {error}")) from None
+        _refuse_rules(error)
 
 
-def _unfit_problem(why: str) -> Problem:
+def _refuse_rules(why: str | Exception) -> NoReturn:
     what = "the rules of renderers do not fit this model's tokenizer and chat template"
-    return Problem(what, KEY, why, f"{KEY}=difference")
+    refuse(KEY, what, f"{KEY}=difference", why)

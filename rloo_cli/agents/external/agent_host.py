@@ -16,7 +16,7 @@ from rloo_cli.agents.external.agent_process import (
 )
 from rloo_cli.agents.external.request_queue import RequestQueue
 from rloo_cli.agents.external.server import ProxyServer
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, refuse
 
 MOST_IDLE_STARTS = 2  # starts in a row after which no episode was taken; then it is an error
 
@@ -78,7 +78,7 @@ class AgentHost:
         self.process.kill()
         if self.idle_starts >= MOST_IDLE_STARTS:
             what = f"agent.command plays no episodes: {' '.join(self.command)}"
-            raise GenerationError(Problem(what, "agent.command", why, fix))
+            refuse("agent.command", what, fix, why, error=GenerationError)
         self._start()
         return why
 

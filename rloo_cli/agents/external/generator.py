@@ -35,7 +35,7 @@ from rloo_cli.data.batch import Group
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
 from rloo_cli.utils.child_process import kill_marked_processes
-from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, refuse
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
@@ -109,12 +109,9 @@ def _check_user_turns(renderer: TurnRenderer) -> None:
     except GenerationError as error:
         raise ConfigError(*error.problems) from None
     except Exception as error:  # a template is a program, with a program's errors
-        what, why = (
-            "the chat template refuses a second question",
-            f"{type(error).__name__}: {error}",
-        )
+        what = "the chat template refuses a second question"
         fix = "model.chat_template=FILE.jinja of one where a user may answer the assistant"
-        raise ConfigError(Problem(what, "model.chat_template", why, fix)) from None
+        refuse("model.chat_template", what, fix, error)
 
 
 METRICS = {"Episodes": [  # read by utils.metrics
@@ -337,7 +334,7 @@ class _ProxyStep:
         if self.queue.wrong_keys:
             why += f"; {self.queue.wrong_keys} requests had another token or key than this run's"
         fix = "start them, agent.command to have them started, or a higher agent.max_seconds"
-        raise GenerationError(Problem(what, "agent.max_seconds", why, fix))
+        refuse("agent.max_seconds", what, fix, why, error=GenerationError)
 
     def _finish(self, played: _Played) -> None:
         """An episode is over; with the last of its group, the group is whole."""

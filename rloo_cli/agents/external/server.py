@@ -22,10 +22,10 @@ from rloo_cli.agents.external.message_forms import (
     read_responses_request,
 )
 from rloo_cli.agents.external.request_queue import RequestQueue, row_of_group, same_secret
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.http import EventLoopThread
-from rloo_cli.utils.ports import bind_tcp_socket
+from rloo_cli.utils.ports import bind_or_refuse
 
 MOST_BODY_BYTES = 16 << 20
 BACKLOG = 512
@@ -41,11 +41,7 @@ class ProxyServer:
 
     def __init__(self, queue: RequestQueue, host: str, port: int, token: str, max_seconds: float):
         self.queue, self.token, self.max_seconds = queue, token, max_seconds
-        try:
-            listening = bind_tcp_socket(host, port, BACKLOG)
-        except OSError as error:
-            what = f"the proxy cannot listen on {host}:{port}"
-            raise ConfigError(Problem(what, "agent.port", str(error), "agent.port=0")) from None
+        listening = bind_or_refuse("agent", host, port, BACKLOG, ConfigError)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{listening.getsockname()[1]}"
         self.thread = EventLoopThread("proxy")

@@ -18,12 +18,11 @@ from rloo_cli.agents.rollout_function.returned_rows import ReturnedRow, check_re
 from rloo_cli.agents.rollout_function.turn_sampler import FunctionRow, FunctionRules, TurnSampler
 from rloo_cli.config.agent import EpisodeConfig
 from rloo_cli.config.user_code import exception_text, format_user_frames
-from rloo_cli.data.batch import Group, Prompt, Rollout
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.generation import Generator
 from rloo_cli.policy.load import read_vocab_size
-from rloo_cli.utils.errors import GenerationError, Problem, RunError
+from rloo_cli.utils.errors import GenerationError, RunError, refuse
 from rloo_cli.utils.files import JsonObject
-from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 
 if TYPE_CHECKING:
     from rloo_cli.policy.model import Policy
@@ -116,15 +115,6 @@ class _FunctionStep:
     def _call(self) -> object:
         """What the function returned. Raises GenerationError for what it raises."""
         prompts = [deepcopy(row.group.prompt) for row in self.rows]
-        with note_main_thread_calls() as noted:
-            returned = self._call_function(prompts)
-        if noted:
-            what = f"{self.generator.spec} called {noted[0]}, which works in a main thread only"
-            why = "generation.overlap runs the function in a thread beside the training"
-            raise GenerationError(Problem(what, "agent.rollout", why, "generation.overlap=none"))
-        return returned
-
-    def _call_function(self, prompts: list[Prompt]) -> object:
         try:
             return self.generator.function(prompts, self.sampler)
         except (RunError, KeyboardInterrupt):
@@ -133,22 +123,21 @@ class _FunctionStep:
             what = f"{self.generator.spec} raised an error"
             why = f"{format_user_frames(error)}{exception_text(error)}"
             fix = "correct the function, then go on with resume=auto"
-            raise GenerationError(Problem(what, "agent.rollout", why, fix)) from None
+            refuse("agent.rollout", what, fix, why, error=GenerationError)
 
     def _check_limits(self, number: int, row: ReturnedRow) -> None:
         rules, whole = self.rules, len(row.completion_ids)
         most = rules.most_tokens_after(len(row.prompt_ids))
-        what, fix = "", "sampler.has_room says whether another turn fits"
+        which, what = f"row {number} of {self.generator.spec}", ""
         if sum(row.mask) > rules.max_sampled_tokens:
             what = f"{sum(row.mask)} tokens of the policy's, more than {rules.max_sampled_tokens}"
-            fix = "agent.max_turns, of generation.max_completion_length tokens each"
+            what += " (agent.max_turns of generation.max_completion_length tokens)"
         elif most is not None and whole > most:
             what = f"{whole} tokens after its prompt, more than {most}, which agent."
             what += "max_episode_tokens and the model's context leave it"
         if what:
-            what = f"row {number} of {self.generator.spec} has {what}"
-            why = "the run's memory is planned for no more than that"
-            raise GenerationError(Problem(what, "agent.rollout", why, fix))
+            fix = "sampler.has_room says whether another turn fits"
+            raise GenerationError(f"agent.rollout: {which} has {what}; {fix}")
 
     def _episode(self, number: int, returned: ReturnedRow) -> Episode:
         """A row as an episode. Raises GenerationError for one with too many turns."""
@@ -172,7 +161,7 @@ class _FunctionStep:
             what += f" than agent.max_turns = {self.rules.max_turns}"
             why = "sampler.max_turns says how many turns an episode may have"
             fix = f"agent.max_turns={len(episode.turns)}, or let the function end it earlier"
-            raise GenerationError(Problem(what, "agent.rollout", why, fix))
+            refuse("agent.rollout", what, fix, why, error=GenerationError)
         return episode
 
     def _turn_length(self, number: int, returned: ReturnedRow, begin: int) -> int:
@@ -197,7 +186,7 @@ class _FunctionStep:
             what += " ids than those that stand before it"
             why = f"{len(before)} tokens stand before it, of prompt and episode"
             fix = "return the very ids that sampler.sample got, never a text tokenised again"
-            raise GenerationError(Problem(what, "agent.rollout", why, fix))
+            refuse("agent.rollout", what, fix, why, error=GenerationError)
         return end - begin
 
     def _sampled_turn(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.agents.rollout_function.turn_sampler import wrong_ids
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, refuse
 from rloo_cli.utils.files import JsonObject
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -47,7 +47,7 @@ def check_returned(
         why += " not all tokens are the policy's: a list for every prompt (docs/agents.md)"
         what = f"{spec} returned something else: {problem}"
         fix = 'return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...]}'
-        raise GenerationError(Problem(what, "agent.rollout", why, fix)) from None
+        refuse("agent.rollout", what, fix, why, error=GenerationError)
 
 
 def _read_rows(

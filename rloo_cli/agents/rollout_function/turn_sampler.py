@@ -16,7 +16,7 @@ from rloo_cli.data.batch import Group, Prompt, Rollout, copy_value
 from rloo_cli.data.render import render_prompt
 from rloo_cli.generation import Generator
 from rloo_cli.utils import signals
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
@@ -24,7 +24,7 @@ from rloo_cli.utils.rng import turn_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WHERE = "sampler.sample, called by agent.rollout"
+WHERE = "sampler.sample"
 PROMPTS_FIRST = "begin each list with the ids of its row in sampler.prompt_ids"
 
 
@@ -187,29 +187,23 @@ class TurnSampler:
         return [found[place] for place in range(len(asked))]
 
     def _check_rows(self, numbers: list[int], num_asked: int) -> None:
-        what = why = fix = ""
+        what = ""
         if len(numbers) != num_asked:
-            what = f"{num_asked} lists of ids for {len(numbers)} rows"
-            why = "rows=[...] says whose turn each is; without it there is one for every prompt"
-            fix = "give rows as many entries as there are lists of ids"
+            what = f"{num_asked} lists of ids for {len(numbers)} rows; without rows=[...] there is"
+            what += " one list for every prompt"
         elif wrong := [n for n in numbers if not 0 <= n < len(self._rows)]:
-            what, why = f"there is no row {wrong[0]}", f"rows are 0 to {len(self._rows) - 1}"
-            fix = "give rows numbers of that range"
+            what = f"there is no row {wrong[0]}, rows are 0 to {len(self._rows) - 1}"
         elif len({*numbers}) < len(numbers):
             twice = next(n for n in numbers if numbers.count(n) > 1)
-            what, why = f"row {twice} is asked for twice at once", "a row's turns are in order"
-            fix = "ask for its next turn once this one is sampled"
+            what = f"row {twice} is asked for twice at once; ask for its next turn after this one"
         if what:
-            raise GenerationError(Problem(what, WHERE, why, fix))
+            raise GenerationError(f"{WHERE}: {what}")
 
     def _checked_ids(self, ids: Any) -> list[int]:
         values = ids.tolist() if hasattr(ids, "tolist") else ids
-        if problem := wrong_ids(values, self._rules.vocab_size):
-            why = "a turn is sampled after a list of ids"
-            raise GenerationError(Problem(problem, WHERE, why, PROMPTS_FIRST))
-        if not values:
-            what, why = "there are no ids to go on from", "a list of ids is empty"
-            raise GenerationError(Problem(what, WHERE, why, PROMPTS_FIRST))
+        problem = wrong_ids(values, self._rules.vocab_size)
+        if problem or not values:
+            raise GenerationError(f"{WHERE}: {problem or 'a list has no ids'}; {PROMPTS_FIRST}")
         return list(values)
 
 

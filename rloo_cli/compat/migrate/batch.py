@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rloo_cli.compat.migrate.recipe import Recipe, our_defaults
 from rloo_cli.compat.migrate.tables import SWIFT_BATCH_COMPLETIONS, Dialect
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 
 OLD_NAMES = ("rloo_k", "num_ppo_epochs", "num_mini_batches")  # K, passes, mini-batches
 NEW_NAMES = ("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size")
@@ -41,7 +41,7 @@ def take_number(recipe: Recipe, name: str, default: Number) -> float | Number:
     if isinstance(value, bool) or not isinstance(value, int | float):
         what = f"{name}: a number is expected, not {value!r}"
         why, fix = recipe.original_text(name), f"give {name} its number in the old settings"
-        raise ConfigError(Problem(what, "the old run", why, fix))
+        refuse("the old run", what, fix, why)
     return value
 
 
@@ -53,7 +53,7 @@ def take_whole_number(recipe: Recipe, name: str, default: WholeNumber) -> int | 
     if value != int(value) or value < 1:
         what, why = f"{name}: {value} is not a whole number >= 1", recipe.original_text(name)
         fix = f"give {name} a whole number in the old settings, such as {max(1, round(value))}"
-        raise ConfigError(Problem(what, "the old run", why, fix))
+        refuse("the old run", what, fix, why)
     return int(value)
 
 

@@ -15,7 +15,7 @@ from rloo_cli.compat.migrate.old_run import OldRun
 from rloo_cli.compat.migrate.recipe import Recipe
 from rloo_cli.compat.migrate.tables import DIALECTS, Dialect
 from rloo_cli.generation.transformers import SAMPLING_KWARGS
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 FROM_HINT = (
@@ -112,7 +112,7 @@ def _algorithm_kind(old_run: OldRun) -> str:
         if len(hint) == 1:
             return hint.pop()
     why = "nothing in it says: no command or class, no name, no setting that only one of them has"
-    raise ConfigError(Problem("is the old run RLOO or GRPO?", "the old run", why, FROM_HINT))
+    refuse("the old run", "is the old run RLOO or GRPO?", FROM_HINT, why)
 
 
 def _kinds_in_name(text: str) -> set[str]:
@@ -152,7 +152,7 @@ def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect) -> Dial
             what = f"advantage_estimator {estimator} is not known"
             why = f"one of {', '.join(tables.SWIFT_ESTIMATORS)}"
             fix = "--advantage_estimator grpo, or another of these"
-            raise ConfigError(Problem(what, "the old run", why, fix))
+            refuse("the old run", what, fix, why)
         recipe.algorithm, more = tables.SWIFT_ESTIMATORS[estimator]
         dialect = replace(dialect, defaults=dialect.defaults | more)
     elif dialect.kind == "grpo":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 MAX_FILE_BYTES = 256_000  # of a script or a config: it is read by several readers in turn
@@ -32,5 +32,5 @@ def read_old_file(path: Path, errors: str = "replace") -> str:
     if path.stat().st_size > MAX_FILE_BYTES:
         what, why = f"{path} is too large for an old run", f"over {MAX_FILE_BYTES // 1000} kB"
         fix = "give a file that holds its command or its settings alone"
-        raise ConfigError(Problem(what, str(path), why, fix))
+        refuse(str(path), what, fix, why)
     return path.read_text(encoding="utf-8", errors=errors)

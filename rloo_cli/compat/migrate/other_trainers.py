@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 
 PAGE = "docs/migrate.md"
 PASTE = "rloo migrate -- COMMAND"
@@ -84,7 +84,7 @@ def refuse_other_file(path: Path, text: str) -> NoReturn:
         if re.search(r"\b(RLOO|GRPO)(Config|Trainer)\b", text):
             raise python_script_error(str(path), "its settings are Python code, which is not read")
         what, why = f"{path} is a Python script", "it has no RLOOTrainer or GRPOTrainer of TRL"
-        raise ConfigError(Problem(what, str(path), why, f"{PASTE} that runs it, with its flags"))
+        refuse(str(path), what, f"{PASTE} that runs it, with its flags", why)
     if path.suffix == ".ipynb":
         what = f"{path} is a notebook"
         fix = f"{PASTE} for a command in it; where it calls TRL's trainer, {CHANGED_IMPORT}"
@@ -93,7 +93,7 @@ def refuse_other_file(path: Path, text: str) -> NoReturn:
         _refuse_by_names(chain.from_iterable(lines), str(path))
         what, fix = f"{path} is a shell script", f"paste its training command: {PASTE}"
     why = "one command, or one YAML or JSON file of settings, is converted"
-    raise ConfigError(Problem(what, str(path), why, fix, more=PAGE))
+    refuse(str(path), what, fix, why, more=PAGE)
 
 
 def python_script_error(script: str, why: str) -> ConfigError:

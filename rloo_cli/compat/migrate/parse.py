@@ -19,7 +19,7 @@ from rloo_cli.compat.migrate.other_trainers import (
 )
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.config.provenance import YAML_ERRORS, load_plain_yaml
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 COMMAND_ENDS = {"&", "|", ">", ">>", "2>&1", "2>"}  # words that end the arguments of a command
@@ -44,12 +44,12 @@ def split_command(args: list[str]) -> list[str]:
     if len(args[0]) > MAX_COMMAND_CHARS:
         what, why = "the command is too long", f"over {MAX_COMMAND_CHARS} characters"
         fix = "write its settings into a file: rloo migrate FILE.yaml"
-        raise ConfigError(Problem(what, "the command", why, fix))
+        refuse("the command", what, fix, why)
     text = re.sub(r"\\\r?\n", " ", args[0]).rstrip().rstrip("\\")
     commands = [shlex.split(line) for line in COMMAND_LINE.findall(text) if line[0] != "#"]
     if set(COMMAND_LINE.sub("", text)) & set("'\""):
         what, fix = "a quote in the command is not closed", "close it, or paste the whole command"
-        raise ConfigError(Problem(what, "the command", text.strip()[-80:], fix))
+        refuse("the command", what, fix, text.strip()[-80:])
     commands = [words for words in commands if words]
     if len(commands) != 1:
         raise _not_one_command_error(len(commands))
@@ -88,7 +88,7 @@ def read_settings(path: Path) -> OldRun:
         names = ", ".join(list(old_run.flags)[:5]) or "there are none"
         why = f"none of its names is known: {names}"
         what = f"{path} holds no settings of a training"
-        raise ConfigError(Problem(what, str(path), why, USAGE))
+        refuse(str(path), what, USAGE, why)
     return old_run
 
 
@@ -109,7 +109,7 @@ def read_command(words: list[str]) -> OldRun:
         raise python_script_error(script, "its settings are in it, and not in the command")
     if not old_run.flags:
         what, why = "no flags in this command", " ".join(words)[:200]
-        raise ConfigError(Problem(what, "the command", why, USAGE))
+        refuse("the command", what, USAGE, why)
     if old_run.script and old_run.script not in (*tables.VISION_SCRIPTS, tables.AGENT_SCRIPT):
         old_run.notes.append(
             f"{script} is not read: what it sets by itself (data, rewards, its own defaults) is not"
@@ -215,10 +215,10 @@ def read_settings_file(path: Path) -> JsonObject:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         what, fix = f"{path} is not YAML", f"correct {path}{line}"
-        raise ConfigError(Problem(what, f"{path}{line}", str(error), fix)) from None
+        refuse(f"{path}{line}", what, fix, error)
     if not isinstance(values, dict):
         what, fix = f"{path} holds no settings", "give a file with a name: value on each line"
-        raise ConfigError(Problem(what, str(path), "expected name: value", fix))
+        refuse(str(path), what, fix, "expected name: value")
     return {str(k): parse_argument(v) if isinstance(v, str) else v for k, v in values.items()}
 
 

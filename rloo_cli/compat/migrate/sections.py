@@ -14,7 +14,7 @@ from rloo_cli.compat.migrate.old_run import read_old_file
 from rloo_cli.compat.migrate.recipe import Recipe, schema_refusal
 from rloo_cli.compat.migrate.tables import Dialect
 from rloo_cli.config.key_types import TrackerName
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 NULL_NOTE = "here null is what the context leaves, at most 4096"
@@ -248,7 +248,7 @@ def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
         count = f"{len(weights)} weights, {len(rewards)} rewards: {[name for name, *_ in rewards]}"
         what = "reward_weights does not fit the rewards"
         fix = "give reward_weights a number for each reward, or leave it out"
-        raise ConfigError(Problem(what, "the old run", count, fix))
+        refuse("the old run", what, fix, count)
     tokenizers = recipe.take("reward_tokenizers") or []  # of a trainer called from Python
     for (_, entry, _), tokenizer in zip(rewards, tokenizers, strict=False):
         entry |= {"tokenizer": tokenizer} if tokenizer else {}

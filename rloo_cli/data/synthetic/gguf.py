@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rloo_cli.data.cache import cached_folder, report_progress
 from rloo_cli.utils.child_process import package_environment, python_command
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import MachineError, refuse
 
 GGUF_MAGIC = b"GGUF"
 INSTALL_HINT = "pip install 'rloo-cli[gguf]'"
@@ -30,7 +30,7 @@ def converted_gguf_folder(path: str) -> Path:
         if content.read(4) != GGUF_MAGIC:
             why = f"it does not begin with {GGUF_MAGIC.decode()}"
             fix = "name a whole GGUF file, or the folder of a model"
-            raise MachineError(Problem(f"{file} is not a GGUF file", "model.path", why, fix))
+            refuse("model.path", f"{file} is not a GGUF file", fix, why, error=MachineError)
     status = file.stat()
     recipe = f"gguf-{file}-{status.st_size}-{status.st_mtime_ns}"
     report_progress(f"{file.name} is converted")
@@ -52,7 +52,7 @@ def convert_gguf(file: Path, folder: Path, packages: Sequence[Path] = ()) -> Non
         last_line = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
         what = f"{file} cannot be converted into a model folder"
         fix = INSTALL_HINT if "gguf" in last_line and "install" in last_line else ""
-        raise MachineError(Problem(what, "model.path", last_line[:400], fix))
+        refuse("model.path", what, fix, last_line[:400], error=MachineError)
 
 
 def _convert(file: Path, folder: Path) -> None:

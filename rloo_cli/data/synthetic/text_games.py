@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.data.cache import cached_folder
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import require_package
 from rloo_cli.utils.files import JsonObject
 
 textworld: Any = None
@@ -43,9 +43,7 @@ STATUS_LINE = re.compile(r"\s*(> )?-= [^=]+ =-\d+/\d+$")
 
 def require_textworld(key: str) -> None:
     """Raises MachineError when textworld is not installed."""
-    if importlib.util.find_spec("textworld") is None:
-        why, fix = "its games are made and played by it", "pip install 'rloo-cli[textworld]'"
-        raise MachineError(Problem("textworld is not installed", key, why, fix))
+    require_package(key, "textworld", "textworld", "its games are made and played by it")
 
 
 def text_game_examples(split: str) -> list[JsonObject]:

@@ -11,9 +11,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rloo_cli.config import template
-from rloo_cli.config.column_names import is_field_of_rows
+from rloo_cli.config.column_names import is_field_of_rows, refuse_unknown_column
 from rloo_cli.config.judge import AGAINST_REFERENCE, OpenaiJudge, RewardJudge
-from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import EvalConfig
 from rloo_cli.data.batch import Rollout
 from rloo_cli.data.prompts import Prompts
@@ -29,7 +28,7 @@ from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.columns import check_reward_columns, field_names
 from rloo_cli.utils import signals
-from rloo_cli.utils.errors import ConfigError, DataError, Problem, RewardError
+from rloo_cli.utils.errors import Problem, RewardError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def build_judge(
         why = f"eval.judge.against = {keys.against!r}: a second model, beside the one in training"
         fix = "eval.judge.against=reference here, and rloo eval RUN eval.judge.against=... after it"
         what = "a training compares with reference texts only"
-        raise ConfigError(Problem(what, "eval.judge.against", why, fix))
+        refuse("eval.judge.against", what, fix, why)
     reward, wanted = None, []
     if isinstance(keys, OpenaiJudge):
         http_client.check_api_key("eval.judge.api_key_env", keys.api_key_env)
@@ -121,11 +120,7 @@ def build_judge(
         if reward is not None:
             check_reward_columns([reward], [*columns, *field_names([reward], prompts.examples)])
         if missing := [n for n in wanted if not is_field_of_rows(prompts.examples, n)]:
-            why = f"columns of {name or 'the held-out data'}: {', '.join(columns)}"
-            what = f"the judge's template names {{{missing[0]}}}, which is not a column"
-            close = nearest_names(missing[0], columns)
-            fix = f"{{{close[0]}}} in its place" if close else f"leave {{{missing[0]}}} out"
-            raise DataError(Problem(what, "eval.judge.template", why, fix))
+            refuse_unknown_column("eval.judge.template", missing[0], columns, in_braces=True)
     if isinstance(keys, OpenaiJudge):
         try:
             llm.probe_llm_judge(keys, wanted)

@@ -12,7 +12,7 @@ from rloo_cli.config.pasted import guess_name, rename_column
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.rewards.common.text import texts
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -125,11 +125,11 @@ def check_reference_column(name: str, prompts: Prompts, column: str, where: str)
         if column == "completion":
             key = f"eval.sets.{name}.columns" if name else "data.columns"
             fix = f"{rename_column(column, 'reference', key)} {where}=reference"
-        raise DataError(Problem(what, location, why, fix))
+        refuse(location, what, fix, why, error=DataError)
     for number, example in enumerate(prompts.examples):
         try:
             reference_text(example, column)
         except ValueError as error:
             what = f"{column} holds no reference texts"
             why = f"row {number}: {error}; a text or a conversation that ends with one is expected"
-            raise DataError(Problem(what, location, why, fix)) from None
+            refuse(location, what, fix, why, error=DataError)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rloo_cli.data.batch import Batch
 from rloo_cli.policy.model import Policy
 from rloo_cli.rewards.engine.arguments import TrainerState
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import RandomStates
 from rloo_cli.utils.timers import StepTimer
@@ -34,7 +34,7 @@ def refuse_lost_groups(state: SourceState) -> None:
         what = f"{len(found)} groups are under way in the checkpoint, and would be lost"
         why = f"generation.overlap=carry had begun them (draws {draws}, ...)"
         fix = "generation.overlap=carry, as it was"
-        raise ConfigError(Problem(what, "generation.overlap", why, fix))
+        refuse("generation.overlap", what, fix, why)
 
 
 class BatchSource(ABC):

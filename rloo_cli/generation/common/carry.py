@@ -29,7 +29,7 @@ from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.policy.model import Policy
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils import signals
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.rng import RandomStates
 
 POLL_S = 0.05  # between two looks at the signals
@@ -139,7 +139,7 @@ class CarrySampler(AsyncSampler):
             why = f"{len(self.groups)} were begun with another train.prompts_per_step, and"
             why += f" {self.per_step} a step would pass generation.max_lag"
             fix = "train.prompts_per_step as it was"
-            raise ConfigError(Problem(what, "train.prompts_per_step", why, fix))
+            refuse("train.prompts_per_step", what, fix, why)
 
     def _begin(self, step: int, claimed: int, prompt_offset: int) -> None:
         """Let the thread sample with the weights of `step`."""

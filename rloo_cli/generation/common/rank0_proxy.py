@@ -15,7 +15,7 @@ from torch import Tensor
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import GroupSlice, MicroBatch
 from rloo_cli.distributed.world import World
-from rloo_cli.generation import CarryingGenerator, Generator, GeneratorBase, ignore_arrival
+from rloo_cli.generation import Generator, GeneratorBase, ignore_arrival
 
 if TYPE_CHECKING:
     from rloo_cli.policy.model import LogProbs, Policy
@@ -82,9 +82,6 @@ class Rank0Proxy(GeneratorBase):
 
     def without_recovery(self) -> AbstractContextManager[None]:
         return nullcontext() if self.inner is None else self.inner.without_recovery()
-
-    def carrying(self) -> CarryingGenerator:
-        return super().carrying() if self.inner is None else self.inner.carrying()
 
     def _run_on_rank0(
         self, work: Callable[[Generator], None], on_group: Callable[..., None] | None = None

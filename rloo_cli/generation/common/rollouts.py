@@ -25,7 +25,7 @@ from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.scoring import Scores, ScoringStep
 from rloo_cli.utils import signals
-from rloo_cli.utils.errors import NumbersError, Problem
+from rloo_cli.utils.errors import NumbersError, refuse
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.metrics import merge_steps
@@ -258,7 +258,7 @@ class Rollouts(BatchSource):
             what = f"no group of {num_sampled} drawn has two different scores"
             where = f"step {batch.step + 1}, algorithm.zero_std_groups=resample"
             fix = "easier or harder prompts, or algorithm.zero_std_groups=keep"
-            raise NumbersError(Problem(what, where, _flat_groups_text(batch), fix))
+            refuse(where, what, fix, _flat_groups_text(batch), error=NumbersError)
         batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
         masks = [r.sampling_mask for g in batch.groups for r in g.rollouts]
         batch.facts |= self.generator.metrics | mask_metrics(masks)

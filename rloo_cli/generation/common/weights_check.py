@@ -11,7 +11,7 @@ from rloo_cli.config.rules_sampling import inexact_settings
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.batch import Rollout
 from rloo_cli.data.pass_results import ForwardPass
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, refuse
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ def check_same_weights(
         cause = "this model's decoding with a cache differs from its forward pass"
         fix = f"there is no server: {cause}; generation=vllm_server, or another model"
     what = f"step {step + 1}: the sampler had other weights than the trainer"
-    raise GenerationError(Problem(what, "nothing was updated", why, fix))
+    refuse("nothing was updated", what, fix, why, error=GenerationError)

@@ -44,7 +44,7 @@ from rloo_cli.policy.model import Policy, in_eval_mode
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.policy.vision import image_token_ids
 from rloo_cli.utils import signals
-from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
+from rloo_cli.utils.errors import NumbersError
 from rloo_cli.utils.fault_injection import trigger_fault
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ class TransformersGenerator(GeneratorBase):
         GenerationError when a prompt leaves no room for its completion, NumbersError when logits
         are not finite.
         """
-        if len(groups) != len(seeds):
-            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
+        assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         family = [
             [DecodeSequence(i, group.prompt_ids, seed, media=group.media) for seed in group_seeds]
@@ -250,10 +249,11 @@ class TransformersGenerator(GeneratorBase):
             if sequence.finish_reason is not None:
                 continue  # it is finished, and still in the batch
             if not math.isfinite(value):
-                where = f"generation, prompt {sequence.group_index} of the batch, token {len(ids)}"
-                fix = "check the weights: a learning rate too high, or float16 overflow"
-                why = f"found {value} as the log-probability of the sampled token"
-                raise NumbersError(Problem("the model's logits are not finite", where, why, fix))
+                where = f"token {len(ids)} of prompt {sequence.group_index} of the batch"
+                raise NumbersError(
+                    f"the model's logits are not finite: log-probability {value} for {where};"
+                    " the learning rate may be too high, or float16 overflows"
+                )
             ids.append(token)
             sequence.logp.append(value)
             sequence.finish_reason = self.stop_rule.finish_reason(sequence.all_ids)

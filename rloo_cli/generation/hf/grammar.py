@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rloo_cli.generation.hf.decode_batch import DecodeSequence
 from rloo_cli.generation.transformers import FORM_KEY, parse_form
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -42,11 +42,8 @@ class Grammar:
                 )
             ids = sequence.all_ids
             for token in ids[sequence.num_matched :]:
-                if not sequence.matcher.accept_token(token):
-                    what = f"a completion left its form at token {sequence.num_matched}"
-                    why = f"the grammar does not take id {token} there"
-                    fix = "a simpler form, or generation=vllm_colocate"
-                    raise GenerationError(Problem(what, FORM_KEY, why, fix))
+                taken = sequence.matcher.accept_token(token)
+                assert taken, f"the form does not take id {token}, which its bitmask let through"
                 sequence.num_matched += 1
             ended = sequence.matcher.is_terminated()
             if not ended:
@@ -54,7 +51,7 @@ class Grammar:
             if ended or not bool(allowed[row].any()):
                 why = f"after {sequence.num_matched} tokens nothing may follow, not even an end"
                 fix = "a form that may end, with generation.ignore_eos=false"
-                raise GenerationError(Problem("a form cannot be ended", FORM_KEY, why, fix))
+                refuse(FORM_KEY, "a form cannot be ended", fix, why, error=GenerationError)
         xgrammar.apply_token_bitmask_inplace(logits, allowed.to(logits.device))
 
 

@@ -26,7 +26,7 @@ from rloo_cli.generation.vllm.versions import (
     installed_vllm_version as installed_vllm_version,
 )
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
 PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
@@ -248,13 +248,12 @@ def _untested_problems(
         fix = f"{section}.transfer=gloo, or {key}=1, or generation=vllm_server"
         yield Problem(f"{key} = {size} cannot be sent weights by ipc", key, why_not, fix)
     if keeps_masks(generation):
-        what = f"{MASK_KEY} = true was never tried with vLLM on a GPU"
-        yield Problem(what, MASK_KEY, f"{why}; masks need its model runner V2",
-                      f"{MASK_KEY}=false{untested}")  # fmt: skip
+        what, why_masks = "was never tried with vLLM on a GPU", "masks need its model runner V2"
+        yield value_problem(MASK_KEY, "true", what, f"false{untested}", f"{why}; {why_masks}")
     if size > 1 and (name := rules_model.expert_count_key(model)):
-        what = f"{key} = {size} was never tried with a mixture of experts"
-        fix = f"{key}=1 (generation.server.data_parallel_size=N for more GPUs){untested}"
-        yield Problem(what, key, f"{why} ({name} in the model's config.json)", fix)
+        instead = f"1 (generation.server.data_parallel_size=N for more GPUs){untested}"
+        why = f"{why} ({name} in the model's config.json)"
+        yield value_problem(key, size, "was never tried with a mixture of experts", instead, why)
 
 
 def _version_problems(generation: GenerationConfig) -> Iterator[Problem]:
@@ -287,24 +286,25 @@ def mask_problems(generation: GenerationConfig, engine_is_local: bool = False) -
     if keys.is_external and not engine_is_local:
         return  # the engine is another machine's business
     version = installed_vllm_version()
-    what, fix = f"{MASK_KEY} = true needs vLLM's model runner V2", f"{MASK_KEY}=false"
+    what, instead = "needs vLLM's model runner V2", "false"
+    why = f"vLLM {version} sends no sampling masks: 0.32 does"
     if versions.is_old_vllm(version):
-        yield Problem(what, MASK_KEY, f"vLLM {version} sends no sampling masks: 0.32 does", fix)
+        yield value_problem(MASK_KEY, "true", what, instead, why)
     elif not visible_gpus() and not model_runner.has_triton(on_gpu=False):
         why = "it is made of Triton kernels; without a GPU it needs triton-cpu, which is not here"
-        yield Problem(what, MASK_KEY, why, f"{fix}, or generation=transformers")
+        instead += ", or generation=transformers"
+        yield value_problem(MASK_KEY, "true", what, instead, why)
 
 
 def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:
     if visible_gpus():
         return
-    why = "this machine shows no GPU"
-    if keys.freed_between_steps != "none":
-        key = f"{section}.sleep"
-        yield Problem(f"{key} = {keys.freed_between_steps} needs a GPU", key, why, f"{key}=none")
-    if keys.batch_invariant:
-        key = f"{section}.batch_invariant"
-        yield Problem(f"{key} = true needs a GPU", key, why, f"{key}=false")
-    if keys.transfer in ("nccl", "ipc"):
-        key = f"{section}.transfer"
-        yield Problem(f"{key} = {keys.transfer} needs a GPU", key, why, f"{key}=auto")
+    asked = {
+        "sleep": (keys.freed_between_steps, keys.freed_between_steps != "none", "none"),
+        "batch_invariant": ("true", keys.batch_invariant, "false"),
+        "transfer": (keys.transfer, keys.transfer in ("nccl", "ipc"), "auto"),
+    }
+    for name, (value, needs_gpu, other) in asked.items():
+        if needs_gpu:
+            why = "this machine shows no GPU"
+            yield value_problem(f"{section}.{name}", value, "needs a GPU", other, why)

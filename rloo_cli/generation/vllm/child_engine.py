@@ -129,9 +129,7 @@ class ColocatedEngine:
             raise
         self._wake_cache()
         if not self.call("reset_prefix_cache"):
-            what, why = "the engine kept the prefix cache of old weights", "it did not empty it"
-            fix = "resume=auto goes on from the last checkpoint, with a new engine"
-            raise GenerationError(Problem(what, "generation.colocate", why, fix))
+            raise GenerationError("the engine kept the prefix cache of old weights")
         return str(self.call("version"))
 
     def _wake_cache(self) -> None:

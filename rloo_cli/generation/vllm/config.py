@@ -8,13 +8,13 @@ import ast
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, Text, key
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
 # What `extra` may not say, and the key that does: rloo has to know it, or it would break a promise.
@@ -129,11 +129,16 @@ def _unknown_argument_problems(section: str, keys: EngineKeys) -> Iterator[Probl
     for name in keys.extra if known else ():
         plain = name.lstrip("-").replace("-", "_")
         if known and plain not in known:
-            close = nearest_names(plain, known)
-            key = f"{section}.extra.{name}"
-            fix = f"write {close[0]}, or leave {name} out" if close else f"leave {name} out"
             why = "the engine of the installed vLLM takes other arguments (its EngineArgs)"
-            yield Problem(f"{key}: vLLM has no such argument", key, why, fix)
+            yield unknown_argument_problem(section, name, known, why)
+
+
+def unknown_argument_problem(section: str, name: str, known: Iterable[str], why: str) -> Problem:
+    """The problem of SECTION.extra.NAME, which vLLM does not know."""
+    close = nearest_names(name.lstrip("-").replace("-", "_"), known)
+    key = f"{section}.extra.{name}"
+    fix = f"write {close[0]}, or leave {name} out" if close else f"leave {name} out"
+    return Problem(f"{key}: vLLM has no such argument", key, why, fix)
 
 
 def engine_key_problems(section: str, keys: EngineKeys, need: int) -> Iterator[Problem]:
@@ -149,9 +154,6 @@ def engine_key_problems(section: str, keys: EngineKeys, need: int) -> Iterator[P
             yield Problem(what, f"{section}.extra", f"set by {ours}", f"leave out extra.{name}")
     yield from _unknown_argument_problems(section, keys)
     if keys.max_model_len is not None and keys.max_model_len < need:
-        yield Problem(
-            f"{section}.max_model_len = {keys.max_model_len} cannot hold a prompt and a completion",
-            f"{section}.max_model_len",
-            f"data.max_prompt_length + generation.max_completion_length = {need}",
-            f"{section}.max_model_len={need}",
-        )
+        key, what = f"{section}.max_model_len", "cannot hold a prompt and a completion"
+        why = f"data.max_prompt_length + generation.max_completion_length = {need}"
+        yield value_problem(key, keys.max_model_len, what, need, why)

@@ -17,7 +17,7 @@ from rloo_cli.generation.vllm.deadlines import poll_until_ready
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
 from rloo_cli.generation.vllm.http import HttpClient
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, WILDCARD_HOSTS, ServerSection
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, refuse
 
 SERVER_CALL_TIMEOUT_S = 30.0  # a question that needs no work
 SERVER_RESET_TIMEOUT_S = 60.0  # emptying a cache, aborting what is under way
@@ -76,7 +76,7 @@ class ServerFinder:
             if there is not None and there.failed:
                 what = "the rollout server cannot be had"
                 fix = "put that right, then start the server, or the run that starts it, again"
-                raise GenerationError(Problem(what, there.log, there.failed, fix))
+                refuse(there.log, what, fix, there.failed, error=GenerationError)
             if (
                 there is None
                 or (there.pid, there.pid_started) in self.abandoned_processes
@@ -102,7 +102,7 @@ class ServerFinder:
             what, where = "no rollout server answers", f"generation.server.{key}"
             longer = f"{where}={2 * asked:g}"
             fix = f"see that it runs (its log is in logs/server), or {longer}"
-            raise GenerationError(Problem(what, where, str(lost), fix)) from None
+            refuse(where, what, fix, str(lost), error=GenerationError)
 
     def _run_server_timeout_s(self) -> float:
         """The launcher has a deadline for each start, and notes in server.json if it gives up."""
@@ -154,13 +154,12 @@ def transfer_hosts(url: str, keys: ServerSection) -> tuple[str, str]:
     if there in LOOPBACK_HOSTS:
         return "127.0.0.1", "127.0.0.1"
     if not keys.allow_remote:
-        raise GenerationError(
-            Problem(
-                f"weights for {url} would leave this machine",
-                "generation.server.allow_remote",
-                "it would listen for that server on an address that others reach",
-                "generation.server.allow_remote=true",
-            )
+        refuse(
+            "generation.server.allow_remote",
+            f"weights for {url} would leave this machine",
+            "generation.server.allow_remote=true",
+            "it would listen for that server on an address that others reach",
+            error=GenerationError,
         )
     if keys.host not in LOOPBACK_HOSTS:
         return keys.host, there

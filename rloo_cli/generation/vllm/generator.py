@@ -110,8 +110,7 @@ class VllmGenerator(GeneratorBase):
         Raises GenerationError for wrong weights, versions or log-probabilities, if the engine was
         lost too often, or if a prompt leaves no tokens for a completion.
         """
-        if len(groups) != len(seeds):
-            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
+        assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         places = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
         images = [images_to_send(group.media, group.prompt_ids) for group in groups]

@@ -14,7 +14,7 @@ from rloo_cli.config.rules_sampling import MASK_KEY
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.http import HttpClient, not_a_server_problem
 from rloo_cli.generation.vllm.versions import MIN_VLLM_VERSION
-from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 PROTOCOL_VERSION = 1  # of rloo's own routes and facts
@@ -105,7 +105,7 @@ class ExpectedServer:
         if has_masks and not self.sampling_mask:
             what = f"the server at {url} sends sampling masks, and this run keeps none"
             why = "it refuses every request without a top_k, and greedy ones"
-            raise ConfigError(Problem(what, MASK_KEY, why, SAME_CONFIG))
+            refuse(MASK_KEY, what, SAME_CONFIG, why)
         routes = facts.get("routes", ())
         transfer = str(facts.get("transfer", self.transfer))
         devices = [str(gpu) for gpu in facts.get("devices", ())]
@@ -121,7 +121,7 @@ class ExpectedServer:
             why = f"the server at {url} has {', '.join(map(str, theirs))}; the trainer takes"
             why += f" {', '.join(self.trainer_gpus)}"
             fix = "start one of them with CUDA_VISIBLE_DEVICES=OTHERS, or generation=vllm_colocate"
-            raise ConfigError(Problem(what, "generation.server.base_url", why, fix))
+            refuse("generation.server.base_url", what, fix, why)
 
     def _plain_vllm_info(self, http_client: HttpClient, url: str, token: str) -> JsonObject:
         """A vLLM that `rloo vllm-serve` did not start."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
 from rloo_cli.utils import http, signals
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, Problem, refuse
 
 if TYPE_CHECKING:
     import aiohttp
@@ -146,13 +146,12 @@ def parse_answer(
             raise GenerationError(not_a_server_problem(url, why, kind)) from None
     said = answer.error_message()[:MAX_ERROR_CHARS]
     if status in (401, 403):
-        raise GenerationError(
-            Problem(
-                f"{status} from {url}: the server wants another token",
-                kind.section,
-                said,
-                f"set {token_variable} ({kind.section}.api_key_env) to {kind.token}",
-            )
+        refuse(
+            kind.section,
+            f"{status} from {url}: the server wants another token",
+            f"set {token_variable} ({kind.section}.api_key_env) to {kind.token}",
+            said,
+            error=GenerationError,
         )
     if status in (404, 405) or status < 400:
         raise GenerationError(not_a_server_problem(url, f"it answered {status} {said}", kind))
@@ -162,7 +161,7 @@ def parse_answer(
     if status == 429:  # too many requests
         fix = f"a lower {kind.section}.max_in_flight, such as 16"
     what, why = f"{url} refused a request", f"{status} {said}"
-    raise GenerationError(Problem(what, kind.section, why, fix))
+    refuse(kind.section, what, fix, why, error=GenerationError)
 
 
 def no_answer_problem(url: str, why: str, kind: ServerKind) -> Problem:

@@ -47,7 +47,7 @@ from rloo_cli.generation.vllm.transfer_send import (
 from rloo_cli.generation.vllm.weights import WeightSource
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, ServerSection
 from rloo_cli.utils import child_process
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 
@@ -115,10 +115,8 @@ class HttpEngine:
         resets = self._post_all("/reset_prefix_cache", SERVER_RESET_TIMEOUT_S)
         for server, reset in zip(self.servers, resets, strict=True):
             if isinstance(reset, dict) and reset.get("success") is False:
-                what = f"{server.url} kept the prefix cache of old weights"
-                fix = "let nobody else use it, then go on with resume=auto"
-                why = f"it answered {reset}"
-                raise GenerationError(Problem(what, "generation.server", why, fix))
+                what = f"{server.url} kept the prefix cache of old weights: it answered {reset}"
+                raise GenerationError(f"{what}; stop its other users, then resume=auto")
         questions = [("GET", server, "/weight_info", None) for server in self.servers]
         answers = cast(list[JsonObject], self.request_all(questions, SERVER_CALL_TIMEOUT_S))
         self._post_all("/resume", SERVER_RESET_TIMEOUT_S)
@@ -134,9 +132,8 @@ class HttpEngine:
         transfers = {server.transfer for server in self.servers}
         if len(transfers) > 1:
             why = ", ".join(f"{s.url} by {s.transfer}" for s in self.servers)
-            what = "the servers take weights in different ways"
-            fix = "start all of them with one generation.server.transfer"
-            raise GenerationError(Problem(what, "generation.server", why, fix))
+            what = f"the servers take weights in different ways: {why}"
+            raise GenerationError(f"{what}; start all with one generation.server.transfer")
         host, peers = transfer_addresses(self.servers, self.keys)
         connect = partial(
             connect_weight_sender, transfers.pop(), HttpTransferClient(self, peers), source, host,
@@ -254,9 +251,8 @@ class HttpEngine:
             if chosen[0].images is not None:
                 body["images"] = chosen[0].images
         elif chosen[0].images is not None:
-            what, why = f"{server.url} cannot be sent images", "only rloo vllm-serve's route can"
-            where, fix = "generation.server.base_url", handshake.SAME_CONFIG
-            raise GenerationError(Problem(what, where, why, fix))
+            what = f"{server.url} cannot be sent images, only rloo vllm-serve's route can"
+            raise GenerationError(f"{what}: {handshake.SAME_CONFIG}")
         else:
             path = "/inference/v1/generate"
             body["sampling_params"] = chosen[0].params
@@ -403,13 +399,13 @@ def parse_group_completions(
         ]
     except (KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
-        raise GenerationError(_other_form_problem(url, why)) from None
+        raise _format_error(url, why) from None
     return completions if may_be_cut else [_check_finished(c, url) for c in completions]
 
 
-def _other_form_problem(url: str, why: str) -> Problem:
-    fix = f"with the rloo and vLLM of this run: {handshake.SAME_CONFIG}"
-    return Problem(f"{url} answered in another form", "generation.server", why, fix)
+def _format_error(url: str, why: str) -> GenerationError:
+    fix = f"start it with the rloo and vLLM of this run: {handshake.SAME_CONFIG}"
+    return GenerationError(f"{url}: unexpected response format: {why}; {fix}")
 
 
 def _packed_mask(item: JsonObject) -> SamplingMask | None:
@@ -447,7 +443,7 @@ def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -
         completion = EngineCompletion(ids, logp, reason, versions, mask)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
-        raise GenerationError(_other_form_problem(url, why)) from None
+        raise _format_error(url, why) from None
     return completion if may_be_cut else _check_finished(completion, url)
 
 

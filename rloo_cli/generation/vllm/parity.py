@@ -13,7 +13,7 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.generation.vllm.engine import EngineCompletion
 from rloo_cli.policy.model import Policy
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, refuse
 
 PARITY_PROMPTS, PARITY_TOKENS = 8, 16
 PARITY_CAUSES = (
@@ -51,7 +51,7 @@ def check_parity(
             f" {float(ours[worst]):.5f} here, {float(theirs[worst]):.5f} there"
         )
         fix = f"look for, in this order: {PARITY_CAUSES}"
-        raise GenerationError(Problem(what, where, why, fix))
+        refuse(where, what, fix, why, error=GenerationError)
     return found
 
 

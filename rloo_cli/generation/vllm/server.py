@@ -5,7 +5,6 @@ environment, never by the command line, which every user of the machine can read
 answers it writes FOLDER/server.json; when it ends it removes that file.
 """
 
-import errno
 import http.client
 import importlib
 import json
@@ -23,7 +22,6 @@ from types import FrameType
 from typing import Any
 
 from rloo_cli.config import check
-from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.distributed.device_count import (
     VISIBLE_DEVICES_VARIABLE,
@@ -38,9 +36,10 @@ from rloo_cli.generation.vllm import (
     server_file,
     versions,
 )
+from rloo_cli.generation.vllm.config import unknown_argument_problem
 from rloo_cli.generation.vllm_server import ServerSection
 from rloo_cli.utils import child_process, ports
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, GenerationError, RunError, refuse
 from rloo_cli.utils.files import JsonObject, write_text
 
 EXTERNAL_TOKEN_VARIABLE = "RLOO_SERVER_TOKEN"  # a token that the user chose; else one is made
@@ -90,7 +89,7 @@ def _remove_server_files(folder: Path, scratch: str | None) -> None:
 def _run_server(folder: Path, by: str, run: RunConfig) -> None:
     keys: ServerSection = run.generation.own_keys
     token = _server_token()
-    server_socket = bind_server_socket(keys.host, keys.port)
+    server_socket = ports.bind_or_refuse("generation.server", keys.host, keys.port)
     host, port = server_socket.getsockname()[:2]
     os.environ |= arguments.engine_environment(run.model, run.generation) | {
         INSIDE_SERVER_VARIABLE: "1",
@@ -156,9 +155,8 @@ def serve_until_stopped(
     try:
         serve.run_multi_api_server(args)
     except RuntimeError as error:
-        what, why = "a process of the server ended, and the others with it", str(error)
-        fix = "read above this in the server's log why it ended, and start the server again"
-        raise GenerationError(Problem(what, "generation.server", why, fix)) from None
+        what = f"a process of the server ended, and the others with it: {error}"
+        raise GenerationError(f"{what}; the server's log says why, above this") from None
 
 
 def _server_token() -> str:
@@ -168,23 +166,8 @@ def _server_token() -> str:
         why = "a token has 16 or more printable ASCII characters"
         make = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
         fix = f"export {EXTERNAL_TOKEN_VARIABLE}=$({make})"
-        raise ConfigError(Problem(what, "environment", why, fix))
+        refuse("environment", what, fix, why)
     return token or server_file.new_server_token()
-
-
-def bind_server_socket(host: str, port: int) -> socket.socket:
-    """The socket of a server. Raises MachineError, which names the process that has the port."""
-    try:
-        return ports.bind_tcp_socket(host, port)
-    except OSError as error:
-        key = "generation.server.port"
-        what = f"{key} = {port} is taken"
-        why, fix = f"by {ports.port_holder(port)}", f"{key}=0 for a free one"
-        if error.errno != errno.EADDRINUSE:
-            key = "generation.server.host"
-            what, why = f"{key} = {host!r}, port {port}: the server cannot listen there", str(error)
-            fix = f"{key}=127.0.0.1, or an address of this machine"
-        raise MachineError(Problem(what, key, why, fix)) from None
 
 
 def _server_info(
@@ -246,11 +229,8 @@ def _vllm_namespace(
         ours["lora_modules"] = [module]
     for name, value in (engine_arguments | versions.supported_server_arguments(ours)).items():
         if not hasattr(args, name):
-            key = f"generation.server.extra.{name}"
-            close = nearest_names(name, vars(args))
-            why = f"found {name}; `vllm serve --help` lists what there is"
-            fix = f"write {close[0]}, or leave {name} out" if close else f"leave {name} out"
-            raise ConfigError(Problem(f"{key}: vLLM has no such argument", key, why, fix))
+            why = "`vllm serve --help` lists what there is"
+            raise ConfigError(unknown_argument_problem("generation.server", name, vars(args), why))
         setattr(args, name, value)
     cli_args.validate_parsed_serve_args(args)
     return args

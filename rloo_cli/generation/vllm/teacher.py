@@ -26,7 +26,7 @@ from rloo_cli.generation.vllm.discovery import SERVER_CALL_TIMEOUT_S, address_to
 from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.generation.vllm.http import TEACHER_SERVER, HttpClient
 from rloo_cli.generation.vllm.http_engine import DEFAULT_MAX_IN_FLIGHT
-from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem, refuse
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.http import gather_or_cancel
@@ -76,7 +76,7 @@ class TeacherServer:
             fix = f"vllm serve {self.model} --max-model-len {longest + 1}, or fewer tokens:"
             fix += " data.max_prompt_length, generation.max_completion_length"
             what = f"the teacher at {self.url} has too little room"
-            raise ConfigError(Problem(what, URL_KEY, why, fix))
+            refuse(URL_KEY, what, fix, why)
         self._check_tokens(tokenizer)
         return self.model
 
@@ -171,7 +171,7 @@ class TeacherServer:
             why = f"{type(error).__name__}: {error}, in {str(answer)[:200]}"
             what = f"the teacher at {self.url} does not tell log-probabilities of the ids it gets"
             fix = "a vLLM server, whose /v1/completions has prompt_logprobs"
-            raise GenerationError(Problem(what, URL_KEY, why, fix)) from None
+            refuse(URL_KEY, what, fix, why, error=GenerationError)
 
     def _read_logprob(self, entry: JsonObject) -> float:
         """The number in an entry. Raises GenerationError for what is none, or stands for -inf."""
@@ -180,7 +180,7 @@ class TeacherServer:
             what = f"the teacher at {self.url} gives a sampled token no probability"
             why = f"it answered {str(entry)[:200]}"
             fix = f"vllm serve {self.model} --dtype float32, or another teacher"
-            raise GenerationError(Problem(what, URL_KEY, why, fix))
+            refuse(URL_KEY, what, fix, why, error=GenerationError)
         return float(value)
 
     def _wait_for_model(self, limit_s: float) -> None:
@@ -195,23 +195,23 @@ class TeacherServer:
             why = f"it answered {str(answer)[:200]}"
             what = f"{self.url} lists no models"
             fix = f"{URL_KEY}=http://HOST:PORT of a vLLM server; {TEACHER_SERVER.start}"
-            raise GenerationError(Problem(what, URL_KEY, why, fix)) from None
+            refuse(URL_KEY, what, fix, why, error=GenerationError)
         name = self.keys.model
         names = ", ".join(served)
         if name is None and len(served) != 1:
             what = f"the server at {self.url} has {len(served)} models"
             fix = f"{MODEL_KEY}=NAME, one of these"
-            raise ConfigError(Problem(what, MODEL_KEY, f"found {names or 'none'}", fix))
+            refuse(MODEL_KEY, what, fix, f"found {names or 'none'}")
         chosen = next(iter(served)) if name is None else name
         if chosen not in served:
             what = f"the server at {self.url} has no model {chosen}"
             fix = f"{MODEL_KEY}={guess_name(chosen, served)}"
-            raise ConfigError(Problem(what, MODEL_KEY, f"it has {names or 'none'}", fix))
+            refuse(MODEL_KEY, what, fix, f"it has {names or 'none'}")
         if self.model and chosen != self.model:
             what = f"the server at {self.url} has another model than it had"
             why = f"it was {self.model}, and is {chosen}"
             fix = f"vllm serve {self.model} there again, then go on with resume=auto"
-            raise GenerationError(Problem(what, MODEL_KEY, why, fix))
+            refuse(MODEL_KEY, what, fix, why, error=GenerationError)
         self.model, self.max_model_len = chosen, served[chosen].get("max_model_len")
 
     def _check_tokens(self, tokenizer: Any) -> None:
@@ -231,7 +231,7 @@ class TeacherServer:
         except EngineLost as lost:
             what = f"the teacher at {self.url} does not answer"
             fix = f"see that it runs, or algorithm.teacher.request_timeout_s={2 * limit:g}"
-            raise GenerationError(Problem(what, URL_KEY, str(lost), fix)) from None
+            refuse(URL_KEY, what, fix, str(lost), error=GenerationError)
         differing = []
         for i, entry in zip(ids, entries[1:], strict=True):
             self._read_logprob(entry)

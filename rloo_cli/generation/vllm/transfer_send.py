@@ -18,7 +18,7 @@ from rloo_cli.generation.vllm.deadlines import BackgroundCall
 from rloo_cli.generation.vllm.transfer_gloo import TensorSpec
 from rloo_cli.generation.vllm.weights import TransferClient, WeightSource
 from rloo_cli.utils import device_waits
-from rloo_cli.utils.errors import GenerationError, MachineError, Problem
+from rloo_cli.utils.errors import GenerationError, MachineError
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 
@@ -61,10 +61,8 @@ def close_lost_sender(weight_sender: WeightSender) -> None:
     """
     weight_sender.shutdown()
     if not device_waits.is_device_done(SEND_ABORT_TIMEOUT_S):
-        what = "the GPU is still busy with a send whose other side is gone"
-        why = f"NCCL was told to abort it, and it did not end within {SEND_ABORT_TIMEOUT_S:g} s"
-        fix = "resume=auto goes on from the last checkpoint, in a new process"
-        raise MachineError(Problem(what, "generation", why, fix))
+        what = f"NCCL did not abort a send within {SEND_ABORT_TIMEOUT_S:g} s: the GPU is still busy"
+        raise MachineError(f"{what}; resume=auto goes on from the last checkpoint")
 
 
 class GlooSender:
@@ -182,6 +180,6 @@ def _vllm_transfer_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"vllm.distributed.weight_transfer.{name}")
     except ImportError as error:
-        why = f"a GPU's weights are sent by vLLM's own code: {error}"
+        what = f"vLLM, whose code sends a GPU's weights, cannot be imported: {error}"
         fix = "pip install 'rloo-cli[vllm]' beside the trainer too"
-        raise GenerationError(Problem("weights cannot be sent", "generation", why, fix)) from None
+        raise GenerationError(f"{what}; {fix}") from None

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ MIN_UNTESTED_VERSION = (0, 22)  # it has the routes, but rloo was never tested w
 WORKER_CALLS = "rloo_cli.generation.vllm.versions.WorkerCalls"
 # Labels of weights that are partly new and partly old.
 UPDATE_UNDER_WAY, UPDATE_REFUSED = "(an update is under way)", "(an update was refused)"
+NEEDS_NEW_VLLM = "needs vLLM 0.32"
 TRANSFER_PACKAGE = "vllm.distributed.weight_transfer"
 RELOAD_PACKAGE = "vllm.model_executor.model_loader.reload"
 NCCL_ABORT_TIMEOUT_S = 5.0  # as long as 0.32 waits for NCCL to abort a communicator
@@ -109,18 +110,15 @@ def old_vllm_problems(
     if not is_old_vllm(version):
         return
     if keys.freed_between_steps == "kv":
-        key = f"{section}.sleep"
         why = f"vLLM {version} cannot free the KV cache alone (release_kv_cache_memory)"
-        yield Problem(f"{key} = kv needs vLLM 0.32", key, why, f"{key}=weights, or {key}=none")
+        yield value_problem(f"{section}.sleep", "kv", NEEDS_NEW_VLLM, "weights, or none", why)
     if (count := keys.num_api_processes) > 1:
-        key = f"{section}.api_server_count"
         why = f"vLLM {version} keeps pauses and labels of weights in the API process that was asked"
-        yield Problem(f"{key} = {count} needs vLLM 0.32", key, why, f"{key}=null")
+        yield value_problem(f"{section}.api_server_count", count, NEEDS_NEW_VLLM, "null", why)
     if lm_head_fp32:
-        key = "model.lm_head_fp32"
         why = f"vLLM {version} uses head_dtype for pooling models only, and ignores it here"
-        fix = f"{key}=false, or generation=transformers"
-        yield Problem(f"{key} = true needs vLLM 0.32", key, why, fix)
+        instead = "false, or generation=transformers"
+        yield value_problem("model.lm_head_fp32", "true", NEEDS_NEW_VLLM, instead, why)
 
 
 def old_server_problem(url: str, version: str) -> Problem:
@@ -486,10 +484,9 @@ class NcclSender:
         self, client: "TransferClient", source: "WeightSource", host: str, world_size: int
     ):
         if ":" in host:
-            what = f"an older vLLM cannot meet the trainer at {host}, which is an IPv6 address"
-            why = f"vLLM {installed_vllm_version()} lets NCCL's processes meet on IPv4 alone"
-            fix = "an IPv4 address of the trainer's machine, or vLLM 0.32"
-            raise GenerationError(Problem(what, "generation.server", why, fix))
+            what = f"vLLM {installed_vllm_version()} cannot meet the trainer at {host}"
+            fix = "generation.server.host=ADDRESS of IPv4, or vLLM 0.32"
+            raise GenerationError(f"{what}, an IPv6 address; {fix}")
         from rloo_cli.generation.vllm import deadlines, transfer_gloo  # lazy: they import torch
 
         self.client, self.source = client, source

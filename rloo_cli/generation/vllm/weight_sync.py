@@ -99,8 +99,7 @@ class WeightSync:
 
         Raises EngineLost, and GenerationError where the engine reports other weights all the same.
         """
-        if self.policy is None:
-            raise GenerationError("the sampler has no weights yet: load comes before generate")
+        assert self.policy is not None, "load comes before generate"
         if not self.connected:
             self.engine.connect()
             self.connected, self.synced_label, self.parity_checked = True, None, False
@@ -110,7 +109,7 @@ class WeightSync:
         source = self._weight_source()
         found = self.engine.sync_weights(source, self.label)
         if found != self.label:
-            raise GenerationError(_other_weights(found, self.label))
+            raise _other_weights_error(found, self.label)
         self.synced_label = self.label
         self.metrics["vllm/synced_bytes"] = float(source.bytes_sent)
 
@@ -163,18 +162,17 @@ class WeightSync:
             if version == UNLABELED_WEIGHTS:
                 raise EngineLost("it was started again: a completion is of its first weights")
             if version != self.label:
-                raise GenerationError(_other_weights(version, self.label))
+                raise _other_weights_error(version, self.label)
         finite = sum(map(math.isfinite, completion.logp))
         if not completion.ids or not len(completion.ids) == len(completion.logp) == finite:
-            what = f"{len(completion.ids)} tokens came with {finite} log-probabilities"
-            why = "each token has one finite log-probability, and there is at least one token"
+            what = f"{len(completion.ids)} tokens came with {finite} finite log-probabilities"
             fix = "model.dtype=float32, or an older checkpoint: resume=RUN/checkpoint-STEP"
-            raise GenerationError(Problem(what, "generation", why, fix))
+            raise GenerationError(f"{what}; {fix}")
         return completion
 
 
-def _other_weights(actual_label: str, expected_label: str) -> Problem:
+def _other_weights_error(actual_label: str, expected_label: str) -> GenerationError:
     what = "the sampler has other weights than the trainer"
-    why = f"it says {actual_label}, the trainer is at {expected_label}"
+    what += f": it says {actual_label}, the trainer is at {expected_label}"
     fix = "let no other run send weights to this server; two runs need two servers"
-    return Problem(what, "generation", why, fix)
+    return GenerationError(f"{what}; {fix}")

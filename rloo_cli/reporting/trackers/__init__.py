@@ -22,7 +22,7 @@ from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.reporting.trackers.kinds import first_metric
 from rloo_cli.reporting.trackers.worker import TrackerWorkerCode
 from rloo_cli.utils import redact
-from rloo_cli.utils.errors import Problem, TrackerError
+from rloo_cli.utils.errors import TrackerError, refuse
 from rloo_cli.utils.files import JsonObject, read_json, update_json
 from rloo_cli.utils.worker_pool import Worker, WorkerGone, WorkerPool
 
@@ -215,7 +215,7 @@ class TrackerClient:
             why = self.failed.get(missing[0], f"it was not ready within {START_LIMIT_S:g} s")
             fix = "logging.trackers_required=false goes on without it"
             what = f"the tracker {missing[0]} is required and does not take the run"
-            raise TrackerError(Problem(what, "logging.trackers_required", why, fix))
+            refuse("logging.trackers_required", what, fix, why, error=TrackerError)
 
     def send(self, metrics: JsonObject) -> None:
         """Hand over a line of metrics. Takes microseconds, whatever the trackers do."""

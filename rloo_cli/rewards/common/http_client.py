@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from rloo_cli.utils import http, redact
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 FATAL_STATUSES = frozenset({401, 403, 404, 405, 407, 410, 501})  # no other question would do better
 FATAL_REASONS = frozenset({"address", "certificate", "connection"})
@@ -54,13 +54,11 @@ class EndpointError(Exception):
 def check_api_key(where: str, variable: str | None) -> None:
     """Raises ConfigError when the environment variable that should hold a key does not."""
     if variable and not os.environ.get(variable):
-        raise ConfigError(
-            Problem(
-                f"the environment has no {variable}",
-                where,
-                "it should hold the key of the service; no config does",
-                f"export {variable}=..., or {where}=null for a service without keys",
-            )
+        refuse(
+            where,
+            f"the environment has no {variable}",
+            f"export {variable}=..., or {where}=null for a service without keys",
+            "it should hold the key of the service; no config does",
         )
 
 

@@ -9,7 +9,6 @@ comparison may take a twentieth of the time that is left, and once no time is le
 answers count as too slow.
 """
 
-import importlib.util
 import signal
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Protocol
 
 from rloo_cli.rewards.common.math_gold import MathWorkerCode
 from rloo_cli.rewards.common.text import gold_texts
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import require_package
 from rloo_cli.utils.worker_pool import WorkerGone, WorkerPool
 
 CALL_TIME_SHARE = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
@@ -52,10 +51,8 @@ class AnswerComparison:
 
 def require_math_verify() -> None:
     """Raises MachineError when math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        why = "the rewards accuracy, reasoning_accuracy and cosine_length compare with it"
-        fix = "pip install 'rloo-cli[math]'"
-        raise MachineError(Problem("math-verify is not installed", "this machine", why, fix))
+    why = "the rewards accuracy, reasoning_accuracy and cosine_length compare with it"
+    require_package("this machine", "math-verify", "math", why)
 
 
 def grade_answers(

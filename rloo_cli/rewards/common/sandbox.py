@@ -36,7 +36,7 @@ from pathlib import Path
 
 from rloo_cli.utils import files
 from rloo_cli.utils.child_process import start_child, stop_child
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.errors import MachineError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 HARNESS = Path(__file__).with_name("sandbox_harness.py")
@@ -218,7 +218,7 @@ def require_sandbox(mode: str, command: str | None, limits: SandboxLimits) -> No
     if mode == "bwrap" and shutil.which("bwrap") is None:
         why = "sandbox=bwrap runs model-written code in it, and in nothing weaker"
         what = "bwrap (bubblewrap) is not installed"
-        raise MachineError(Problem(what, "this machine", why, INSTALL_HINT))
+        refuse("this machine", what, INSTALL_HINT, why, error=MachineError)
     test: JsonObject = {"test": "assert x == 1"}
     try:
         result = run_sandboxed_tests("x = 1", [test], mode, command, limits, True)[0]

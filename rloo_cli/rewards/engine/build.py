@@ -9,7 +9,7 @@ from rloo_cli.config import registry
 from rloo_cli.config.schema import RewardConfig
 from rloo_cli.config.user_code import code_location
 from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.worker_pool import WorkerPool
 
 POSITIONAL_ONLY_KIND = inspect.Parameter.POSITIONAL_ONLY
@@ -77,7 +77,7 @@ def _reward_from_code(
     if is_async and config.workers:
         location, key = code_location(code), f"reward.{name}.workers"
         why = f"{location} is async: its calls run side by side already, on one event loop"
-        raise ConfigError(Problem(f"{key} would do nothing", key, why, f"{key}=0"))
+        refuse(key, f"{key} would do nothing", f"{key}=0", why)
     provided = REWARD_KWARGS | fixed_arguments.keys()
     return Reward(
         name=name,
@@ -103,7 +103,7 @@ def _check_reads_completions(reward: Reward) -> None:
         takes = ", ".join(sorted(reward.parameter_names)) or "nothing"
         why = f"{reward.location} takes: {takes}; it could score no completion"
         fix = "def score(completions, **kwargs): return one number per completion"
-        raise ConfigError(Problem("this is not a reward", f"reward.{reward.name}.path", why, fix))
+        refuse(f"reward.{reward.name}.path", "this is not a reward", fix, why)
 
 
 def _check_signature(
@@ -115,12 +115,12 @@ def _check_signature(
         if parameter.kind == POSITIONAL_ONLY_KIND and parameter.default is parameter.empty:
             what = f"parameter {parameter.name!r} cannot be given by name"
             why = f"{code_location(code)} has it before a /, and rewards get keyword arguments only"
-            raise ConfigError(Problem(what, where, why, "take the / out of its signature"))
+            refuse(where, what, "take the / out of its signature", why)
     for name in fixed_arguments:
         key = where.removesuffix(".path") + f".kwargs.{name}"
         if name in REWARD_KWARGS:
             why = f"every reward is called with {name} of the completions"
-            raise ConfigError(Problem(f"{name} cannot be given", key, why, f"rename {name}"))
+            refuse(key, f"{name} cannot be given", f"rename {name}", why)
         if not takes_all and name not in parameters:
             why = f"{code_location(code)} takes: {', '.join(parameters) or 'nothing'}"
-            raise ConfigError(Problem(f"the reward takes no {name!r}", key, why, f"~{key}"))
+            refuse(key, f"the reward takes no {name!r}", f"~{key}", why)

@@ -11,7 +11,7 @@ from rloo_cli.data import mixture, splits
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, refuse
 
 
 def check_reward_splits(
@@ -61,7 +61,7 @@ def _check_returned(returned: Sequence[str], columns: Iterable[str]) -> list[str
     for column in sorted({*returned} & {*names}):
         what = f"agent.fields names {column!r}, and the data set has a column of that name"
         why = "a reward could be given only one of the two"
-        raise ConfigError(Problem(what, "agent.fields", why, rename_column(column, f"my_{column}")))
+        refuse("agent.fields", what, rename_column(column, f"my_{column}"), why)
     return names
 
 

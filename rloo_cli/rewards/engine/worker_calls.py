@@ -20,7 +20,7 @@ from rloo_cli.rewards.engine.results import (
     to_call_result,
 )
 from rloo_cli.rewards.engine.worker import LOG_ARGUMENTS, RewardWorkerCode
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.worker_pool import WorkerGone, WorkerPool
 
 PYTHON_PREFIX = "python:"  # the path of a callable that came from Python (api)
@@ -87,4 +87,4 @@ def _importable_name(reward: Reward) -> str:
     what = f"reward {reward.name!r} cannot be sent to a worker process"
     why = f"{reward.location} is not a function at the top of a module that can be imported"
     fix = "put it in a file and name it by reward.NAME.path=file.py:name, or workers=0"
-    raise ConfigError(Problem(what, f"reward.{reward.name}.workers", why, fix))
+    refuse(f"reward.{reward.name}.workers", what, fix, why)

@@ -35,7 +35,7 @@ from rloo_cli.policy import load, lora
 from rloo_cli.train.supervised import rows, trainers
 from rloo_cli.train.supervised.rows import TrainingRows
 from rloo_cli.utils import paths, process_exit, rng
-from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError, refuse
 from rloo_cli.utils.files import JsonObject, write_json
 
 DEFAULT_EVAL_EXAMPLES = 200  # examples, if eval_rows is null
@@ -121,7 +121,7 @@ def _load_examples(
     if num_trained <= 0:
         why = f"the split has {len(data)} rows, and {section}.eval_rows={count} are held out"
         fix = f"{section}.eval_rows=0, or data.eval_split=..."
-        raise DataError(Problem("nothing is left to train on", "data.split", why, fix))
+        refuse("data.split", "nothing is left to train on", fix, why, error=DataError)
     return [data.select(range(num_trained)), data.select(range(num_trained, len(data)))]
 
 

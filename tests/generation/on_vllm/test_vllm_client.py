@@ -158,7 +158,7 @@ NO_NUMBERS = {"ids": "AAwAAAAEAAAA", "logp": "", "finish_reason": "stop", "versi
     ],
 )
 def test_a_group_in_another_form_is_named_with_its_server(said):
-    with pytest.raises(GenerationError, match=r"http://b .* another form"):
+    with pytest.raises(GenerationError, match=r"http://b.* response format"):
         parse_group_completions(said, "http://b", 1)
 
 
@@ -393,20 +393,20 @@ def test_a_prefix_cache_that_was_not_reset_stops(fake, make):
 def test_completions_without_log_probabilities_stop(fake, make):
     generator = make()
     fake.tells_logp = False
-    assert "another form" in refused(lambda: draw(generator))
+    assert "response format" in refused(lambda: draw(generator))
 
 
 def test_a_log_probability_that_is_no_number_stops(fake, make):
     generator = make()
     generator.weight_sync.parity_checked = True
     fake.shift = math.nan
-    assert "with 0 log-probabilities" in refused(lambda: draw(generator))
+    assert "with 0 finite log-probabilities" in refused(lambda: draw(generator))
 
 
 def test_an_answer_in_another_form_stops(fake, make, monkeypatch):
     generator = make()
     monkeypatch.setattr(fake, "generate", lambda path, body: (200, {"choices": []}))
-    assert "another form" in refused(lambda: draw(generator))
+    assert "response format" in refused(lambda: draw(generator))
 
 
 # What is lost.
