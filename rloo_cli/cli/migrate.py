@@ -15,11 +15,16 @@ from pathlib import Path
 
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.compat.migrate.commands import convert_other_command
-from rloo_cli.compat.migrate.convert import choose_dialect, convert_to_recipe
-from rloo_cli.compat.migrate.old_run import OldRun
-from rloo_cli.compat.migrate.other_trainers import refuse_trainer_name
-from rloo_cli.compat.migrate.parse import USAGE, read_command, read_settings, split_command
-from rloo_cli.compat.migrate.tables import DIALECTS
+from rloo_cli.compat.migrate.convert import convert_to_recipe
+from rloo_cli.compat.migrate.other_trainers import OTHER_TRAINERS, other_trainer_error
+from rloo_cli.compat.migrate.read import (
+    USAGE,
+    OldRun,
+    read_command,
+    read_settings,
+    split_command,
+)
+from rloo_cli.compat.migrate.versions import DIALECTS, choose_dialect
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils.errors import ConfigError, Problem
 
@@ -34,7 +39,8 @@ def run(args: list[str]) -> int:
         what, why = "rloo migrate needs an old run", "neither a file nor a command was given"
         raise ConfigError(Problem(what, "command line", why, USAGE))
     if (chosen := vars(options)["from"]) and chosen not in FROM_CHOICES:
-        refuse_trainer_name(chosen)
+        if title := next((t for t in OTHER_TRAINERS if t.lower() == chosen.lower()), None):
+            raise other_trainer_error(title, "command line")
         why = f"one of {', '.join(FROM_CHOICES)}"
         fix = f"--from {guess_name(chosen, FROM_CHOICES)}"
         what = f"--from {chosen}: no such trainer"

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.api import is_rank
-from rloo_cli.compat.migrate.convert import build_recipe, choose_dialect
-from rloo_cli.compat.migrate.old_run import OldRun
-from rloo_cli.compat.migrate.tables import LAYER_ARGUMENTS, PEFT_CONFIGS
+from rloo_cli.compat.migrate.convert import build_recipe
+from rloo_cli.compat.migrate.model import LAYER_ARGUMENTS, PEFT_CONFIGS
+from rloo_cli.compat.migrate.read import OldRun
+from rloo_cli.compat.migrate.versions import choose_dialect
 from rloo_cli.compat.trl_settings import (
     ROUTER_FIX,
     GRPOConfig,

@@ -203,11 +203,9 @@ def _build_setup(
             model, tokenizer, settings, context, folder, note, tools, vision
         )
 
-    if world.size == 1 or not settings.generation.is_server:
-        generator = build()
-    else:  # each rank has the whole model
-        engine = ParallelEngine(world, settings.train, settings.distributed)
-        generator = _generator_of_ranks(engine, policy, build)
+    engine = ParallelEngine(world, settings.train, settings.distributed)  # all have the whole model
+    alone = world.size == 1 or not settings.generation.is_server
+    generator = build() if alone else _generator_of_ranks(engine, policy, build)
     parts = (load_algorithm(settings.algorithm), generator, rewards, sets, judge, world)
     return EvalWorkerSetup(settings, *parts), policy
 

@@ -1,4 +1,7 @@
-"""`rloo migrate`: old commands and configs become recipes of ours that compose."""
+"""`rloo migrate`: what it reads of commands, configs and launchers becomes a recipe that composes.
+
+The blog's and TRL's own commands are in published_pages.yaml and migrate_corpus.yaml.
+"""
 
 import json
 import subprocess
@@ -15,33 +18,6 @@ from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.wide
 
-BLOG_1B = r"""
-# 1B RLOO experiment
-accelerate launch --config_file examples/accelerate_configs/deepspeed_zero2.yaml \
-    examples/scripts/rloo/rloo_tldr.py \
-    --output_dir models/minimal/rloo_tldr \
-    --num_ppo_epochs 2 \
-    --num_mini_batches 2 \
-    --learning_rate 3e-6 \
-    --per_device_train_batch_size 8 \
-    --gradient_accumulation_steps 8 \
-    --total_episodes 1000000 \
-    --model_name_or_path EleutherAI/pythia-1b-deduped \
-    --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr \
-    --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr \
-    --local_rollout_forward_batch_size 16 \
-    --non_eos_penalty \
-    --stop_token eos \
-    --kl_coef 0.03
-"""
-BLOG_7B = (
-    BLOG_1B.replace("train_batch_size 8", "train_batch_size 1")
-    .replace("steps 8", "steps 256")
-    .replace("forward_batch_size 16", "forward_batch_size 2")
-    .replace("1b-deduped", "6.9b-deduped")
-    .replace("zero2", "zero3")
-    .replace("rloo_tldr \\", "rloo_tldr_6.9b \\")
-)
 SWIFT = r"""
 NPROC_PER_NODE=8 \
 swift rlhf --rlhf_type grpo --advantage_estimator rloo --kl_in_reward true \
@@ -55,48 +31,6 @@ swift rlhf --rlhf_type grpo --advantage_estimator rloo --kl_in_reward true \
 """
 
 
-# The blog's commands
-
-
-def test_the_blogs_1b_command_has_the_published_numbers(migrate):
-    found = migrate("--world-size", "8", BLOG_1B)
-    expected = {
-        "train.prompts_per_step": 512,
-        "algorithm.num_generations": 2,
-        "algorithm.num_iterations": 2,
-        "algorithm.num_minibatches": 2,
-        "algorithm.beta": 0.03,
-        "algorithm.epsilon": 0.2,
-        "algorithm.missing_eos_penalty": {"mode": "replace", "value": -1.0},
-        "generation.temperature": 0.7,
-        "generation.max_completion_length": 53,
-        "train.learning_rate": 3e-6,
-        "train.lr_scheduler": "linear",
-        "train.max_grad_norm": None,
-        "train.micro_batch_size": 8,
-        "train.no_grad_batch_size": 16,
-        "total_episodes": 1_000_000,
-        "model.path": "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
-        "model.tokenizer": "EleutherAI/pythia-1b-deduped",
-        "data.path": "trl-internal-testing/tldr-preference-sft-trl-style",
-        "data.template": " {prompt}",
-        "root": "models/minimal",
-        "name": "rloo_tldr",
-    }
-    assert {key: found.effective(key) for key in expected} == expected
-    assert "977 steps" in found.text and "976" in found.text
-    assert "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr" in found.text
-
-
-def test_the_blogs_69b_command_has_the_published_numbers(migrate):
-    found = migrate("--world-size", "8", BLOG_7B)
-    assert found.keys["train.prompts_per_step"] * 2 == 4096
-    assert "245 steps" in found.text and "244" in found.text
-    assert found.keys["train.micro_batch_size"] == 2  # a batch of 1 would split a group of 2
-    assert found.keys["train.no_grad_batch_size"] == 2
-    assert found.keys["name"] == "rloo_tldr_6.9b"
-
-
 def test_a_command_may_be_given_word_by_word_with_num_processes(migrate):
     words = flags("accelerate launch --num_processes 8 --mixed_precision bf16 x/rloo_tldr.py")
     words += flags("--rloo_k 2 --per_device_train_batch_size 8 --gradient_accumulation_steps 8")
@@ -108,25 +42,20 @@ def test_a_command_may_be_given_word_by_word_with_num_processes(migrate):
     assert migrate("--", *words, "--num_mini_batches", "2").keys["train.prompts_per_step"] == 512
 
 
-def test_trls_own_launcher_files_say_how_many_processes_there_were(migrate):
-    found = migrate(BLOG_1B)
-    assert found.keys["train.prompts_per_step"] == 512
-    assert "8 processes" in found.text and "deepspeed_zero2.yaml" in found.text
-
-
-def test_a_launcher_file_that_is_there_says_how_many_processes_there_were(migrate):
+@pytest.mark.parametrize(
+    ("launcher", "prompts", "said"),
+    [
+        ("accelerate launch --config_file two.yaml", 8, "2 processes, by two.yaml"),
+        ("accelerate launch --config_file zero2.yaml", 32, "8 processes, by TRL's zero2.yaml"),
+        ("torchrun --nproc_per_node 4", 16, "4 processes, by nproc_per_node"),
+        ("--world-size 3 python", 12, ""),
+        ("python", 4, "1 is assumed"),
+    ],
+)
+def test_the_launcher_says_how_many_processes_there_were(migrate, launcher, prompts, said):
     Path("two.yaml").write_text("num_processes: 2\nmixed_precision: bf16\n")
-    command = "accelerate launch --config_file two.yaml x.py --rloo_k 2"
-    assert migrate(*flags(command)).keys["train.prompts_per_step"] == 8
-
-
-def test_an_unsaid_number_of_processes_is_warned_about(migrate):
-    found = migrate("python", "x.py", "--rloo_k", "2")
-    assert "1 is assumed" in found.text
-    assert found.keys["train.prompts_per_step"] == 4
-
-
-# Other inputs
+    found = migrate(*flags(f"{launcher} x.py --rloo_k 2"))
+    assert found.keys["train.prompts_per_step"] == prompts and said in found.text
 
 
 @pytest.mark.process
@@ -160,15 +89,18 @@ def test_a_trl_config_file_is_converted(migrate, suffix):
     path = Path(f"old{suffix}")
     path.write_text(json.dumps(values) if suffix == ".json" else yaml.safe_dump(values))
     found = migrate(str(path), "--world-size", "2", "--from", "rloo")
-    assert found.keys["train.prompts_per_step"] == 8  # 4 * 2 * 8 / 8
-    assert found.keys["algorithm.num_minibatches"] == 2  # 8 / 4, not 8
-    assert found.keys["max_steps"] == 251  # updates / (2 * 2), rounded up
-    assert found.keys["train.warmup_steps"] == 101  # in updates
-    assert found.keys["train.learning_rate"] == 1e-6
-    assert found.keys["reward.accuracy.weight"] == 1.0
-    assert found.keys["reward.brief.path"] == "pkg.mod:brief"
-    assert found.keys["reward.brief.weight"] == 0.2
-    assert found.keys["checkpoint.every"] == 25
+    expected = {
+        "train.prompts_per_step": 8,  # 4 * 2 * 8 / 8
+        "algorithm.num_minibatches": 2,  # 8 / 4, not 8
+        "max_steps": 251,  # updates / (2 * 2), rounded up
+        "train.warmup_steps": 101,  # in updates
+        "train.learning_rate": 1e-6,
+        "reward.accuracy.weight": 1.0,
+        "reward.brief.path": "pkg.mod:brief",
+        "reward.brief.weight": 0.2,
+        "checkpoint.every": 25,
+    }
+    assert {key: found.keys[key] for key in expected} == expected
 
 
 def test_a_config_named_on_the_command_line_is_read_and_overridden(migrate):
@@ -193,6 +125,7 @@ def test_ms_swift_flags_and_defaults_are_converted(migrate):
         "algorithm.mask_truncated_completions": True,
         "generation.temperature": 0.9,
         "generation.max_completion_length": 512,
+        "generation.colocate": {"gpu_memory_utilization": 0.4},
         "data.path": "AI-MO/NuminaMath-TIR",
         "data.max_samples": 1000,
         "data.max_prompt_length": 1024,
@@ -213,30 +146,7 @@ def test_ms_swift_flags_and_defaults_are_converted(migrate):
     }
     correction = found.keys["algorithm.correction"]
     assert (correction["mode"], correction["level"], correction["cap"]) == ("mask", "token", 2.0)
-    assert found.keys["generation.colocate"] == {"gpu_memory_utilization": 0.4}
     assert "unknown" not in found.text
-
-
-def test_trls_server_and_its_colocated_engine_become_backends(migrate):
-    server = migrate(
-        "--from", "rloo", "--use_vllm", "--vllm_mode", "server", "--vllm_server_host", "node7",
-        "--vllm_server_port", "9000", "--vllm_server_timeout", "240",
-        "--vllm_gpu_memory_utilization", "0.4", "--model_name_or_path", "org/model",
-        composes=False,
-    )  # fmt: skip
-    assert server.groups["override /generation"] == "vllm_server"
-    kept = {"base_url": "http://node7:9000", "ready_timeout_s": 240.0}
-    assert server.keys["generation.server"] == kept
-    assert "vllm_gpu_memory_utilization" in server.text
-    beside = migrate(
-        "--from", "rloo", "--use_vllm", "--vllm_mode", "colocate",
-        "--vllm_enable_sleep_mode", "true",
-        "--vllm_tensor_parallel_size", "2", "--vllm_max_model_length", "2048",
-        "--model_name_or_path", "org/model", composes=False,
-    )  # fmt: skip
-    assert beside.groups["override /generation"] == "vllm_colocate"
-    kept = {"tensor_parallel_size": 2, "max_model_len": 2048, "sleep": "weights"}
-    assert beside.keys["generation.colocate"] == kept
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from assert_refused import assert_refused
 from migrate_cases import Migrated
 
 from rloo_cli.compat.migrate.convert import convert_to_recipe
-from rloo_cli.compat.migrate.old_run import OldRun
+from rloo_cli.compat.migrate.read import OldRun
 from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.wide

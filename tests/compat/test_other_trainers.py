@@ -8,7 +8,7 @@ import yaml
 from assert_refused import assert_refused
 
 from rloo_cli.cli.migrate import run
-from rloo_cli.compat.migrate.other_trainers import OTHER_TRAINERS
+from rloo_cli.compat.migrate.other_trainers import OTHER_TRAINERS, other_trainer_error
 from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
@@ -40,10 +40,10 @@ def test_what_is_not_converted_is_refused_by_its_name(case, tmp_path, monkeypatc
 
 def test_every_trainer_is_in_the_table_and_its_command_composes():
     named = {case["name"] for case in CASES}
-    for trainer in OTHER_TRAINERS:
-        assert any(name in trainer.title for name in named), trainer.title
-        _, verb, *overrides = trainer.instead.split()
-        assert verb in ("train", "sft")
+    for title in OTHER_TRAINERS:
+        assert any(name in title for name in named), title
+        _, verb, *overrides = other_trainer_error(title, "").problems[0].fix.split()
+        assert verb == "train"
         given = [word.replace("reward=NAME", "reward=length_tokens") for word in overrides]
         compose_config(given)
 

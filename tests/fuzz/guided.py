@@ -18,7 +18,7 @@ import atheris
 
 with atheris.instrument_imports(include=["rloo_cli"]):
     from rloo_cli.agents.common import call_parsers
-    from rloo_cli.compat.migrate import parse
+    from rloo_cli.compat.migrate import read
     from rloo_cli.config import provenance
     from rloo_cli.data import json_files
     from rloo_cli.utils.errors import RunError
@@ -63,8 +63,8 @@ def of_file(suffix: str, read: Callable[[Path], object]) -> Callable[[bytes], ob
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
     "calls": of_text(read_calls),
-    "command": of_text(lambda text: parse.read_command(parse.split_command([text]))),
-    "settings": of_file(".yaml", parse.read_settings_file),
+    "command": of_text(lambda text: read.read_command(read.split_command([text]))),
+    "settings": of_file(".yaml", read.read_settings_file),
     "yaml": of_file(".yaml", provenance.read_user_yaml),
     "json": of_file(".jsonl", lambda path: list(json_files.json_rows(path))),
 }

@@ -8,35 +8,48 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from rloo_cli.compat.migrate import tables
+from rloo_cli.compat.migrate.recipe import schema_field
+from rloo_cli.config.old_names import find_old_name
 
-STARTS = ("vllm-serve", "vllm_serve.py", "rollout")  # after these come the flags of a server
+SERVER, JUDGED = "vllm-serve", "generate_tldr.py"
+OURS = {SERVER: ("rloo", "vllm-serve"), JUDGED: ("rloo", "eval", "+recipe=tldr_judge")}
+STARTS = {  # after these come the flags
+    "vllm-serve": SERVER, "vllm_serve.py": SERVER, "rollout": SERVER, JUDGED: JUDGED
+}  # fmt: skip
+JUDGED_KEYS = {"n": "eval.max_samples", "judge_model": "eval.judge.model"}
 
 
 def convert_other_command(words: list[str]) -> str | None:
     """Our command, and comments on what was left out; None for a command of another kind."""
-    kind = _kind_of(words)
-    if kind is None:
+    names = [Path(word).name for word in words]
+    starts = [
+        i for i, n in enumerate(names) if n in STARTS and (n != "rollout" or "swift" in names)
+    ]
+    if not starts:
         return None
-    ours, renamed = tables.OTHER_COMMANDS[kind]
-    command, notes = [*ours], []
-    starts = [i for i, word in enumerate(words) if word in STARTS or Path(word).name == kind]
-    for name, value in _flags_of(words[max(starts) :]):  # not the flags of a launcher
-        key = renamed.get(name)
-        if key is None:
-            note = tables.OTHER_COMMAND_NOTES.get(name, "there is nothing for it here")
-            notes.append(f"# --{name} {value}".strip() + f": {note}")
+    kind = STARTS[names[starts[-1]]]
+    command, notes = [*OURS[kind]], []
+    for name, value in _flags_of(words[starts[-1] :]):  # not the flags of a launcher
+        if key := _key_of(kind, name):
+            command.append(f"{key}={value or 'true'}")
         else:
-            command.append(key.format(value or "true"))
+            row = find_old_name(name)
+            why = row.note if row is not None and row.note else "there is nothing for it here"
+            notes.append(f"# --{name} {value}".strip() + f": {why}")
     return "\n".join([shlex.join(command), *notes])
 
 
-def _kind_of(words: list[str]) -> str | None:
-    """The key of tables.OTHER_COMMANDS for a command: by its verb, or by its script."""
-    names = [Path(word).name for word in words]
-    if "vllm-serve" in names or "vllm_serve.py" in names or {"swift", "rollout"} <= {*names}:
-        return "vllm-serve"
-    return next((name for name in names if name in tables.OTHER_COMMANDS), None)
+def _key_of(kind: str, name: str) -> str | None:
+    """Our key for a flag: of the server, or of the model and the data in both kinds."""
+    if kind == JUDGED and name in JUDGED_KEYS:
+        return JUDGED_KEYS[name]
+    short = name.removeprefix("vllm_").removeprefix("model_")
+    own = f"generation.server.{short}", f"model.{short}"
+    if kind == SERVER and (key := next((k for k in own if schema_field(k)), None)):
+        return key
+    row = find_old_name(name)
+    key = row.new_key if row is not None and not row.fix else None
+    return key if key and key.startswith(("model.", "data.path")) else None
 
 
 def _flags_of(words: list[str]) -> Iterator[tuple[str, str]]:

@@ -6,103 +6,49 @@ a value: a path or a data set may be called like any trainer.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
-from rloo_cli.utils.errors import ConfigError, Problem, refuse
+from rloo_cli.utils.errors import ConfigError, Problem
 
 PAGE = "docs/migrate.md"
 PASTE = "rloo migrate -- COMMAND"
-RLOO = "rloo train algorithm=rloo model.path=MODEL data.path=DATA reward=NAME"
-SFT = "rloo sft model.path=MODEL data.path=DATA"
-
-
-@dataclass(frozen=True)
-class OtherTrainer:
-    """A trainer whose runs are not converted."""
-
-    title: str
-    pattern: str  # a regular expression for what only its commands, configs and scripts say
-    instead: str  # the command that does the same here
-
-
-OTHER_TRAINERS = (
-    OtherTrainer(
-        "OpenRLHF",
-        r"\bopenrlhf\b|\btrain_ppo_(ray|llama)|\b(init_kl_coef|actor_num_gpus_per_node)\b"
-        r"|\balgo\.advantage\.estimator\b",
-        f"{RLOO} algorithm.dialect=openrlhf",
-    ),
-    OtherTrainer(
-        "verl",
-        r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\b|\badv_estimator\b"
-        r"|\brecipe\.\w+\.main_",
-        f"{RLOO} algorithm.dialect=verl",
-    ),
-    OtherTrainer(
-        "ms-swift's Megatron",
-        r"(^|\s)megatron\s+(rlhf|sft|pt)\b|\b(global_batch_size|tensor_model_parallel_size)\b",
-        f"{RLOO} algorithm.dialect=ms_swift",
-    ),
-    OtherTrainer("slime", r"\bslime\b|--rollout-num-gpus\b|--num-rollout\b", RLOO),
-    OtherTrainer("open-instruct", r"\bopen[-_]instruct\b|\bmason\.py\b|\bgrpo_fast\b", RLOO),
-    OtherTrainer("LLaMA-Factory", r"(?i)\bllama-?_?factory\b|\bfinetuning_type\b", SFT),
-    OtherTrainer("axolotl", r"\baxolotl\b|\bsequence_len\b", RLOO),
-    OtherTrainer("NeMo-RL", r"\bnemo[-_]rl\b|\bexamples/run_grpo|\bnum_prompts_per_step\b", RLOO),
-    OtherTrainer("SkyRL", r"(?i)\bskyrl", RLOO),
-    OtherTrainer("prime-rl", r"\bprime[-_]rl\b|(^|\s)rl\s+(@|--trainer\b)|--orchestrator\b", RLOO),
-)
+START = "rloo train algorithm=rloo model.path=MODEL data.path=DATA reward=NAME"
+# A trainer -> a regular expression for what only its commands and configs say.
+OTHER_TRAINERS = {
+    "OpenRLHF": r"\bopenrlhf\b|\btrain_ppo_(ray|llama)|\balgo\.advantage\.estimator\b",
+    "verl": r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\b|\badv_estimator\b",
+    "ms-swift's Megatron": r"(^|\s)megatron\s+(rlhf|sft|pt)\b|\btensor_model_parallel_size\b",
+    "slime": r"\bslime\b|--rollout-num-gpus\b|--num-rollout\b",
+    "open-instruct": r"\bopen[-_]instruct\b|\bmason\.py\b|\bgrpo_fast\b",
+    "LLaMA-Factory": r"(?i)\bllama-?_?factory\b|\bfinetuning_type\b",
+    "axolotl": r"\baxolotl\b|\bsequence_len\b",
+    "NeMo-RL": r"\bnemo[-_]rl\b|\bexamples/run_grpo|\bnum_prompts_per_step\b",
+    "SkyRL": r"(?i)\bskyrl",
+    "prime-rl": r"\bprime[-_]rl\b|(^|\s)rl\s+(@|--trainer\b)|--orchestrator\b",
+}
+DIALECT_OF = {"OpenRLHF": "openrlhf", "verl": "verl", "ms-swift's Megatron": "ms_swift"}
 CHANGED_IMPORT = (
     "write `from rloo_cli.compat.trl import ...` for `from trl import ...`, and launch it as before"
 )
 
 
-def refuse_trainer_command(words: list[str]) -> None:
-    """Raise ConfigError for a command of a trainer that is not converted."""
-    _refuse_by_names(_telling_words(words), "the command")
+def refuse_other_trainer(names: Iterable[str], where: str) -> None:
+    """Raise ConfigError if what says names, a command or settings, is of another trainer."""
+    text = " ".join(names)
+    for title, pattern in OTHER_TRAINERS.items():
+        if re.search(pattern, text):
+            raise other_trainer_error(title, where)
 
 
-def refuse_trainer_settings(settings: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError for the settings of a trainer that is not converted."""
-    _refuse_by_names(_names_of_settings(settings), where)
+def other_trainer_error(title: str, where: str) -> ConfigError:
+    """The answer to a run of a trainer of the table."""
+    what = f"this is a run of {title}, which rloo migrate does not convert"
+    why = "it converts runs of TRL's RLOO and GRPO, and of ms-swift"
+    dialect = f" algorithm.dialect={DIALECT_OF[title]}" if title in DIALECT_OF else ""
+    return ConfigError(Problem(what, where, why, START + dialect, more=PAGE))
 
 
-def refuse_trainer_name(name: str) -> None:
-    """Raise ConfigError if `--from` names a trainer that is not converted."""
-    for trainer in OTHER_TRAINERS:
-        if name.lower() == trainer.title.lower():
-            raise _trainer_error(trainer, "command line")
-
-
-def refuse_other_file(path: Path, text: str) -> NoReturn:
-    """Raise ConfigError for a file that is not YAML or JSON, with what to do instead."""
-    if path.suffix == ".py":
-        imports = re.findall(r"^\s*(?:import|from)\s.*", text, re.MULTILINE)
-        _refuse_by_names([path.name, *imports], str(path))
-        if re.search(r"\b(RLOO|GRPO)(Config|Trainer)\b", text):
-            raise python_script_error(str(path), "its settings are Python code, which is not read")
-        what, why = f"{path} is a Python script", "it has no RLOOTrainer or GRPOTrainer of TRL"
-        refuse(str(path), what, f"{PASTE} that runs it, with its flags", why)
-    if path.suffix == ".ipynb":
-        what = f"{path} is a notebook"
-        fix = f"{PASTE} for a command in it; where it calls TRL's trainer, {CHANGED_IMPORT}"
-    else:
-        lines = (_telling_words(line.split()) for line in text.splitlines())
-        _refuse_by_names(chain.from_iterable(lines), str(path))
-        what, fix = f"{path} is a shell script", f"paste its training command: {PASTE}"
-    why = "one command, or one YAML or JSON file of settings, is converted"
-    refuse(str(path), what, fix, why, more=PAGE)
-
-
-def python_script_error(script: str, why: str) -> ConfigError:
-    """The answer to a script of TRL: it runs here with another import."""
-    what = f"{script} is a Python script: rloo migrate cannot make a recipe of it"
-    return ConfigError(Problem(what, script, why, f"in {script} {CHANGED_IMPORT}", more=PAGE))
-
-
-def _telling_words(words: list[str]) -> Iterator[str]:
+def names_in_command(words: list[str]) -> Iterator[str]:
     """The words before the first flag, names of settings, scripts and modules: no values.
 
     Of a path the last two parts: a home or an environment may be called like any trainer, too.
@@ -117,21 +63,27 @@ def _telling_words(words: list[str]) -> Iterator[str]:
             yield "/".join(Path(word).parts[-2:])
 
 
-def _names_of_settings(settings: Mapping[str, object]) -> Iterator[str]:
+def names_of_settings(settings: Mapping[str, object]) -> Iterator[str]:
+    """The names of settings, of nested ones too."""
     for name, value in settings.items():
         yield str(name)
         if isinstance(value, Mapping):
-            yield from _names_of_settings(value)
+            yield from names_of_settings(value)
 
 
-def _refuse_by_names(names: Iterable[str], where: str) -> None:
-    text = " ".join(names)
-    for trainer in OTHER_TRAINERS:
-        if re.search(trainer.pattern, text):
-            raise _trainer_error(trainer, where)
+def other_file_error(path: Path) -> ConfigError:
+    """The answer to a file that is not YAML or JSON: a script of TRL's trainer runs as it is."""
+    if path.suffix == ".py":
+        return python_script_error(str(path), "its settings are Python code, which is not read")
+    kinds = {".ipynb": "notebook", ".sh": "shell script"}
+    what = f"{path} is a {kinds.get(path.suffix, 'file of another kind')}"
+    why = "one command, or one YAML or JSON file of settings, is converted"
+    fix = f"paste its training command: {PASTE}"
+    return ConfigError(Problem(what, str(path), why, fix, more=PAGE))
 
 
-def _trainer_error(trainer: OtherTrainer, where: str) -> ConfigError:
-    what = f"this is a run of {trainer.title}, which rloo migrate does not convert"
-    why = "it converts runs of TRL's RLOO and GRPO, and of ms-swift"
-    return ConfigError(Problem(what, where, why, trainer.instead, more=PAGE))
+def python_script_error(script: str, why: str) -> ConfigError:
+    """The answer to a script of TRL: it runs here with another import."""
+    what = f"{script} is a Python script: rloo migrate cannot make a recipe of it"
+    fix = f"if it calls TRL's RLOOTrainer or GRPOTrainer, in {script} {CHANGED_IMPORT}"
+    return ConfigError(Problem(what, script, why, fix, more=PAGE))

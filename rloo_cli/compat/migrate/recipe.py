@@ -6,6 +6,7 @@ comment too, so `rloo migrate ... > my.yaml` is a recipe.
 """
 
 import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, get_args
@@ -14,14 +15,17 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from rloo_cli.compat.migrate.table import RULES, Rule
+from rloo_cli.compat.migrate.versions import DIALECTS, Dialect
 from rloo_cli.config import registry, schema
-from rloo_cli.config.old_names import find_old_name
+from rloo_cli.config.old_names import OldName, find_old_name
 from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
 UNKNOWN = "not in this version"
 MAX_COMMENT_VALUE = 24  # characters of an old value that a comment repeats
-VLLM_BACKEND_SECTIONS = ("server", "colocate")  # sections of the vLLM backends
+SAMPLERS = ("transformers", "vllm_server", "vllm_colocate")
 TABLE_SCHEMAS = {  # keys whose value is a table of named entries, each with this schema
     "data.mixture": schema.SourceConfig,
     "eval.sets": schema.SetConfig,
@@ -95,52 +99,51 @@ def fitting_value(key: str, value: object, algorithm: str = "rloo") -> object:
 
 def schema_field(key: str, algorithm: str = "rloo") -> FieldInfo | None:
     """The schema's field for a dotted key; None if there is none."""
-    section, *inner = key.split(".")
-    if not inner:
-        return schema.RunConfig.model_fields.get(section)
-    models = _models(section, inner[0], algorithm)
-    for depth, name in enumerate(inner):
-        info = next((m.model_fields[name] for m in models if name in m.model_fields), None)
-        if info is None or depth == len(inner) - 1:
-            return info
-        models = _sections_of(info.annotation)
-    return None
+    return _schema_fields(algorithm).get(key)
 
 
-def _models(section: str, leaf: str, algorithm: str) -> list[type[BaseModel]]:
-    """The classes whose fields are the keys of a section."""
-    if section == "algorithm":
-        name = _algorithm_defaults(algorithm).get("name", algorithm)
-        return [registry.config_class("algorithms", name)]
-    if section == "generation":
-        backend = f"vllm_{leaf}" if leaf in VLLM_BACKEND_SECTIONS else "transformers"
-        return [registry.config_class("generation", backend)]
-    if section == "agent":  # the keys of every kind
-        return [registry.config_class("agents", n) for n in registry.registry_names("agents")]
-    info = schema.RunConfig.model_fields.get(section)
-    return _sections_of(info.annotation) if info else []
+@cache
+def _schema_fields(algorithm: str) -> dict[str, FieldInfo]:
+    """Every dotted key but rewards -> its field, with those of every sampler and kind of agent."""
+    chosen = _algorithm_defaults(algorithm).get("name", algorithm)
+    classes = [("algorithm", registry.config_class("algorithms", chosen))]
+    classes += [("generation", registry.config_class("generation", name)) for name in SAMPLERS]
+    kinds = registry.registry_names("agents")
+    classes += [("agent", registry.config_class("agents", name)) for name in kinds]
+    found: dict[str, FieldInfo] = {}
+    for section, model in classes:
+        found = _fields_of(model, f"{section}.") | found
+    return _fields_of(schema.RunConfig, "") | found
 
 
-def _sections_of(annotation: object) -> list[type[BaseModel]]:
-    """The schemas of sections that an annotation allows, also of one that may be null."""
-    parts = [annotation, *get_args(annotation)]
-    return [p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)]
+def _fields_of(model: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
+    """The fields of a schema and of its sections, also of those that may be null."""
+    found = {f"{prefix}{name}": info for name, info in model.model_fields.items()}
+    for name, info in model.model_fields.items():
+        for part in [info.annotation, *get_args(info.annotation)]:
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                found |= _fields_of(part, f"{prefix}{name}.")
+    return found
+
+
+def old_run_error(what: str, why: str, fix: str) -> ConfigError:
+    """A refusal of what an old run's settings say."""
+    return ConfigError(Problem(what, "the old run", why, fix))
 
 
 @dataclass
 class Recipe:
-    """The old flags that are not converted yet, and the lines of the recipe."""
+    """The old settings that are not converted yet, and the lines of the recipe."""
 
     flags: JsonObject
     setting_format: str = "--{} {}"  # how the input wrote a setting, for the comments
+    dialect: Dialect = DIALECTS["trl"]
+    notes: list[str] = field(default_factory=list)
     lines: dict[str, tuple[object, str]] = field(default_factory=dict)  # key -> value, why
     unsupported: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # flags of which no table knows anything
+    unknown: list[str] = field(default_factory=list)  # settings of which no table knows anything
     title: str = ""
-    nodes: int = 1  # machines of the old run
-    launcher_file: str = ""  # accelerate's config, which names the engine
     algorithm: str = "rloo"  # the choice of that group
     groups: dict[str, tuple[str | list[str], str]] = field(default_factory=dict)  # choice, why
 
@@ -148,25 +151,58 @@ class Recipe:
         self.original_flags = dict(self.flags)
 
     def take(self, name: str, default: object = None) -> Any:
-        """The value of an old flag, or the default; the flag counts as converted."""
+        """The value of an old setting, or the default; the setting counts as converted."""
         value = self.flags.pop(name, None)
         return default if value is None else value
+
+    def take_list(self, name: str) -> list[Any]:
+        """The values of an old setting that takes one or several; [] without it."""
+        value = self.take(name, [])
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    def take_number(self, name: str, default: float | None = None) -> Any:
+        """Take a number, or the default. Raises ConfigError for another value."""
+        value = self.take(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.not_a_number_error(name)
+        return value
+
+    def take_whole_number(self, name: str, default: int | None = None) -> Any:
+        """Take a number as `take_number`. Raises ConfigError unless it is whole, and 1 or more."""
+        value = self.take_number(name, default)
+        if value is not None and (value != int(value) or value < 1):
+            what = f"{name}: {value} is not a whole number >= 1"
+            fix = f"give {name} a whole number in the old settings, such as {max(1, round(value))}"
+            raise old_run_error(what, self.original_text(name), fix)
+        return None if value is None else int(value)
+
+    def not_a_number_error(self, name: str) -> ConfigError:
+        """The answer to an old setting that should be a number."""
+        what = f"{name}: a number is expected, not {self.original_flags.get(name)!r}"
+        fix = f"give {name} its number in the old settings"
+        return old_run_error(what, self.original_text(name), fix)
 
     def original_text(self, name: str) -> str:
         """The text of an old setting as it was written, for a comment."""
         value = self.original_flags.get(name)
         bare = value is True and self.setting_format.startswith("--")  # a flag without a value
-        text = "" if bare else _setting_text(value)
-        text = text if len(text) <= MAX_COMMENT_VALUE else "..."
+        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        text = "" if bare else text if len(text) <= MAX_COMMENT_VALUE else "..."
         return self.setting_format.format(name, text).strip()
 
-    def put(self, key: str, value: object, why: str, keep_unsupported: bool = True) -> None:
+    def add_flags(self, flags: JsonObject) -> None:
+        """Take these as old settings, too, where the run has none of the name."""
+        for name, value in flags.items():
+            self.flags.setdefault(name, value)
+            self.original_flags.setdefault(name, value)
+
+    def put(self, key: str, value: object, why: str) -> None:
         """Add a line to the recipe, or to the unsupported settings if the schema refuses it."""
         value = fitting_value(key, value, self.algorithm)
         reason = schema_refusal(key, value, self.algorithm)
         if reason is None:
             self.lines[key] = (value, why)
-        elif keep_unsupported:
+        else:
             because = "" if reason == UNKNOWN else f"; this version refuses it: {reason}"
             self.unsupported.append(f"{key}: {_flow_yaml(value)}  ({why}{because})")
 
@@ -195,33 +231,59 @@ class Recipe:
         """The value of a key in the recipe so far, or the default."""
         return self.lines[key][0] if key in self.lines else default
 
-    def drop(self, name: str, why: str) -> None:
-        """Drop an old flag, with the reason."""
-        if name in self.flags:
-            self.take(name)
+    def drop(self, names: Iterable[str], why: str) -> None:
+        """Drop those old settings that there are, with the reason."""
+        for name in [n for n in names if n in self.flags]:
+            del self.flags[name]
             self.dropped.append(f"{self.original_text(name)}: {why}")
 
-    def put_remaining(self) -> list[str]:
-        """Convert what no rule took, by the table of plain renames. Returns unknown flags."""
-        unknown = []
-        for name, value in list(self.flags.items()):
-            del self.flags[name]
-            entry, text = find_old_name(name), self.original_text(name)
-            key = entry.new_key if entry is not None else None
-            refused_false = value is False and key and schema_refusal(key, value, self.algorithm)
-            if entry is None:
-                unknown.append(text)
-            elif value is None or refused_false:
-                self.dropped.append(f"{text}: off, as here")
-            elif key is None or "<" in key or entry.fix:
-                instead = f"write {entry.fix}" if entry.fix else key
-                self.dropped.append(f"{text}: {entry.note or instead}")
-            elif key in self.lines:
-                self.dropped.append(f"{text}: {key} is set by another flag")
-            else:
-                note = "" if entry.note.startswith("its default") else entry.note
-                self.put(key, value, f"{text}; {note}" if note else text)
-        return unknown
+    def names_of(self, section: str) -> list[str]:
+        """The old settings that are left, of keys that begin with `section`."""
+        rows = {name: find_old_name(name) for name in self.flags}
+        return [n for n, row in rows.items() if row and (row.new_key or "").startswith(section)]
+
+    def apply_table(self) -> None:
+        """Convert what is left: by the table of values that change, then by that of names."""
+        for name in [n for n in RULES if n in self.flags] + [
+            n for n in self.flags if n not in RULES
+        ]:
+            self._convert(name, RULES.get(name, Rule()), find_old_name(name))
+
+    def _convert(self, name: str, rule: Rule, row: OldName | None) -> None:
+        """Convert one old setting by its rule and its row in the table of names."""
+        value, text = self.flags.pop(name), self.original_text(name)
+        key = rule.key or (row.new_key if row is not None else None)
+        note = rule.note or (row.note if row is not None else "")
+        is_choice = row is not None and row.fix and rule.convert is None
+        value, is_off = self._value_here(name, value, rule, key)
+        if row is None and not rule.key:
+            self.unknown.append(text)
+        elif rule.drop:
+            self.dropped.append(f"{text}: {rule.drop}")
+        elif is_off:
+            self.dropped.append(f"{text}: off, as here")
+        elif row is not None and (key is None or "<" in key or is_choice):
+            self.dropped.append(f"{text}: {note or (f'write {row.fix}' if row.fix else key)}")
+        elif key in self.lines:
+            self.dropped.append(f"{text}: {key} is set by another setting")
+        else:
+            says = note and not note.startswith("its default")
+            self.put(str(key), value, f"{text}; {note}" if says else text)
+
+    def _value_here(self, name: str, value: Any, rule: Rule, key: str | None) -> tuple[Any, bool]:
+        """The value of an old setting under its key here, and whether it was off, as here."""
+        given = value if not isinstance(value, list | dict) else str(value)
+        if isinstance(rule.convert, Mapping) and given in rule.convert:
+            return rule.convert[given], False
+        if value is None or (value is False and isinstance(rule.convert, Mapping)):
+            return value, True
+        if callable(rule.convert):
+            try:
+                return rule.convert(value), False
+            except (TypeError, ValueError):
+                raise self.not_a_number_error(name) from None
+        is_off = value is False and key and schema_refusal(key, value, self.algorithm) is not None
+        return value, bool(is_off)
 
     def render(self, name: str = "my") -> str:
         """The whole text: YAML, with everything else in comments."""
@@ -269,12 +331,6 @@ def _yaml_lines(leaves: dict[str, tuple[object, str]]) -> list[str]:
 def _flow_yaml(value: object) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.strip().removesuffix("...").strip()
-
-
-def _setting_text(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value)
 
 
 def _comment(text: str) -> list[str]:
