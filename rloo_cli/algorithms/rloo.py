@@ -5,11 +5,12 @@ A completion is one action. For the K completions y_i of a prompt, with scores s
     r_i   = s_i - beta * sum_t (old_logp_t - ref_logp_t)     reward: score minus KL
     A_i   = r_i - mean of the K-1 siblings' r                advantage: leave-one-out
     rho_i = pi(y_i) / pi_old(y_i)                            ratio: of the whole completion
-    loss  = -1/N sum_i min(rho_i A_i, clip(rho_i) A_i)       clip: to [1 - epsilon, 1 + epsilon]
+    loss  = -1/B sum_i min(rho_i A_i, clip(rho_i) A_i)       clip: to [1 - epsilon, 1 + epsilon]
 
-over the N completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. This is
-what a config computes whose switches have the values of `PLAIN`; with others, and for the relatives
-of RLOO, `common/family.py` does. P prompts have K completions each; a micro-batch has S completions
+over the B completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. Where
+the sampler is another program (vLLM), each term has a weight (`_sampler_weights`). This is what a
+config computes whose switches have the values of `PLAIN`; with others, and for the relatives of
+RLOO, `common/family.py` does. P prompts have K completions each; a micro-batch has S completions
 with N tokens, of which token n is of the completion `sequence_ids[n]`.
 """
 
@@ -87,7 +88,7 @@ class RLOO(Algorithm[C]):
         return Advantages(reward, advantage, usable, norm_skipped=False, factor=1.0)
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """A micro-batch's share of -1/N sum_i min(rho_i A_i, clip(rho_i) A_i), N = denominator."""
+        """A micro-batch's share of -1/B sum_i min(rho_i A_i, clip(rho_i) A_i), B = denominator."""
         if not self.is_plain:
             return super().loss(inputs)
         config, micro_batch, advantage = self.config, inputs.micro_batch, inputs.advantage  # (S,)
@@ -116,9 +117,8 @@ class RLOO(Algorithm[C]):
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """pi_old(y_i) / mu(y_i) within its limits, for a sampler mu that is not quite pi_old.
 
-        With it the same without limits; None without a correction. Tokens whose log-probability mu
-        did not report count as equally probable.
-        (N,) -> (S,), (S,)
+        -> the weights, and the weights before their limits; None, None without a correction. A
+        token whose log-probability mu did not report counts as equally probable. (N,) -> (S,), (S,)
         """
         rule, behaviour = self.config.correction, micro_batch.behaviour_logp
         if rule.mode == "none":

@@ -19,6 +19,7 @@ def key(meaning: str, **limits: Any) -> Any:
     return Field(description=meaning, **limits)
 
 
+TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions from a seed
 MAX_GENERATIONS = 65_536  # completions of one prompt: more are a mistake, and would take hours
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]

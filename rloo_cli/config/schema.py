@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 from rloo_cli.config.adapters import LoraConfig as LoraConfig
 from rloo_cli.config.adapters import QuantizationConfig as QuantizationConfig
 from rloo_cli.config.key_types import MAX_GENERATIONS as MAX_GENERATIONS
+from rloo_cli.config.key_types import TASK_PREFIX
 from rloo_cli.config.key_types import Frozen as Frozen
 from rloo_cli.config.key_types import Name as Name
 from rloo_cli.config.key_types import NotEmpty as NotEmpty
@@ -26,7 +27,6 @@ from rloo_cli.config.key_types import TokenId as TokenId
 from rloo_cli.config.key_types import TrackerName as TrackerName
 from rloo_cli.config.key_types import key as key
 from rloo_cli.config.slurm_keys import SlurmConfig as SlurmConfig
-from rloo_cli.config.synthetic import TASK_PREFIX
 from rloo_cli.config.teacher import TeacherConfig
 from rloo_cli.utils.files import JsonObject
 

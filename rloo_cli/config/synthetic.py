@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rloo_cli.config import registry
+from rloo_cli.config.key_types import TASK_PREFIX as TASK_PREFIX
 from rloo_cli.utils.paths import PACKAGE
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import DataConfig
 
 MAKE_PREFIX = "make:"
-TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions from a seed
 
 
 @dataclass(frozen=True)

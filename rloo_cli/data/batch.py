@@ -4,9 +4,9 @@
 from sampling to gradient. `Batch` is a step's groups. `packing` lays them out for forward passes.
 Rollouts and groups need no torch: rewards are tried without it.
 
-With tools or environments a completion is an episode, a list of `Turn`. Its flat ids have what the
-environment said among them, for the model to read; whatever is computed per token (log-probability,
-KL, entropy, value, advantage, length) is of the tokens that the policy sampled, and only of them.
+With tools or environments a completion is an episode, a list of `Turn`. Its flat ids also contain
+the environment's tokens, which the model reads. Everything that is computed per token
+(log-probability, KL, entropy, value, advantage, length) covers the sampled tokens alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def copy_value(value: Any) -> Any:
 class Turn:
     """One call of the sampler within an episode: what was new to it, and what it sampled."""
 
-    prompt_ids: list[int]  # what came after the turn before and was not sampled; often [] at first
+    prompt_ids: list[int]  # new tokens before the sampled ones; [] if it answers the group's prompt
     sampled_ids: list[int]  # the stop token (or the stop string's tokens) included
     logp: list[float] | None  # of each sampled id, of the sampler's own distribution
     text: str  # what was sampled, without the stop token
@@ -203,7 +203,7 @@ class Group:
     prompt: Prompt
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
-    old_logp: list[Tensor] | None = None  # K of (S,), the policy at rollout time
+    old_logp: list[Tensor] | None = None  # K of (S,), the policy that sampled, by the trainer
     kl_logp: list[Tensor] | None = None  # K of (S,), old_logp at the KL's own temperature
     ref_logp: list[Tensor] | None = None  # K of (S,), the reference
     value: list[Tensor] | None = None  # K of (S,), the value model at rollout time
@@ -262,7 +262,7 @@ class Batch:
     updated: list[int] = field(default_factory=list)  # indices of the groups of updates made
     # Prompt offsets that were drawn by then and wait for a later step; None = a step draws its own.
     pending: list[int] | None = None
-    left_out: list[int] = field(default_factory=list)  # offsets that resampling replaced, then
+    left_out: list[int] = field(default_factory=list)  # offsets that resampling replaced
 
     @property
     def group_columns(self) -> dict[str, Tensor | None]:

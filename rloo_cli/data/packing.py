@@ -7,8 +7,8 @@ before each completion; a model that finds documents by their positions computes
 `padded`: right-padded sequences with a mask, for every other model. No column depends on the layout
 it came from.
 
-An episode of several rows has sequences of its own for the others, which attend to nothing of the
-first; its tokens are one completion's all the same.
+An episode may have several rows (`Rollout.row_starts`). Each further row is a sequence of its own,
+which attends to nothing of the first; the tokens of all rows count as one completion's.
 
 Only tokens that the policy sampled are predicted: what a tool or an environment said is in the
 sequence, for the others to attend to, and its log-probability is never asked for.
@@ -288,8 +288,8 @@ def _further_rows(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
     found = []
     for start, row in zip(rollout.row_starts, _episode_rows(rollout)[1:], strict=True):
         assert rollout.mask is not None, "an episode has a mask"
-        told = rollout.mask[start : start + len(row)].index(1)
-        found.append((row[:told], row[told:]))
+        prompt_length = rollout.mask[start : start + len(row)].index(1)
+        found.append((row[:prompt_length], row[prompt_length:]))
     return found
 
 
@@ -324,9 +324,9 @@ def _shared_layout(
     source = []
     for own, *further in places:
         source.append(predictors[own])
-        for place in further:  # what a row was told is predicted by nothing
-            told = torch.zeros(p[owner[place]], dtype=torch.long)
-            source += [told, predictors[place]]
+        for place in further:  # nothing predicts the prompt of a further row
+            unpredicted = torch.zeros(p[owner[place]], dtype=torch.long)
+            source += [unpredicted, predictors[place]]
     group_lengths = [0] * len(prompts)
     for s, n in enumerate(c):
         group_lengths[owner[s]] += n
@@ -339,9 +339,9 @@ def _shared_layout(
 
 
 def _sequences(pairs: Sequences) -> list[tuple[list[int], list[int]]]:
-    """(what is only read, the rest) of every row; a further row has nothing that is only read.
+    """(prompt, completion) of every row; a further row is all completion, its prompt masked.
 
-    Nothing predicts a row's first id, which was told and not sampled.
+    Nothing predicts a row's first id, which was not sampled.
     """
     return [
         ([] if number else prompt, row)

@@ -101,6 +101,7 @@ def micro_batch_advantages(run: Run, batch: Batch, forward_pass: ForwardPass) ->
         usable = batch.usable[group_indices].to(device, non_blocking=True)
     by_token = micro_batch.advantage
     advantage = advantage.reshape(-1)[index] if by_token is None else by_token
+    # With kl_credit=to_go the KL is not in the reward: each token is charged for what follows it.
     return charge_tokens(
         advantage.to(micro_batch.mask.dtype), usable.reshape(-1)[index],
         micro_batch.kl_old_logp, micro_batch.ref_logp, micro_batch, run.algorithm.config,

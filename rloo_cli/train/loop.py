@@ -51,5 +51,5 @@ def begin_next_batch(run: Run, batch: Batch) -> None:
 def sync_weights(run: Run) -> None:
     """Send the policy's weights to the sampler, with the number of updates as their version."""
     with run.clock.phase("sync"):
-        run.source.pause()  # a step that was resumed behind its updates had no other pause
+        run.source.pause()  # nothing may be sampled while weights are sent; updates pause it, too
         run.generator.load(run.policy, run.state.updates)

@@ -1,9 +1,15 @@
 """The updates of one rollout batch: num_iterations x num_minibatches optimizer steps.
 
-While the policy still is the sampler, the log-probabilities of its training forward are old_logp,
-and one pass is enough (`update_on_policy`). Else old_logp is computed beforehand for the whole
-batch (`update_with_old_logprobs`). An update's loss is divided by what the algorithm counts over
-the whole update, never averaged over micro-batches.
+The weights have not changed since sampling when the first update begins. The log-probabilities of
+its training forward then are old_logp, and no other pass is needed (`update_on_policy`). Later
+updates, and batches of several mini-batches, need old_logp of the whole batch beforehand
+(`update_with_old_logprobs`); so does an algorithm whose advantages of one group depend on other
+groups or on the value model (`run.forward_plan.separate` says why).
+
+A `Batch` is a step's groups of K completions. An update takes some of its groups (`UpdatePlan`) in
+`MicroBatch`es, each as large as the memory allows. The loss of a micro-batch is divided by a count
+over the whole update of all ranks, such as its completions: then its gradient does not depend on
+how the update was cut. `StepProgress` is how far the updates have come; a checkpoint holds it.
 """
 
 import itertools
@@ -36,7 +42,7 @@ def update_policy(run: Run, step_progress: StepProgress) -> None:
     """Take all optimizer steps of one batch; a resumed run goes on in the middle of them."""
     if is_single_pass(run, step_progress):
         update_on_policy(run, step_progress)
-    update_with_old_logprobs(run, step_progress)
+    update_with_old_logprobs(run, step_progress)  # the updates that are left, if any
 
 
 def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
@@ -51,8 +57,9 @@ def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
 def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     """Take the batch's first update; the training forward's log-probabilities are old_logp.
 
-    A KL in the rewards is known only after that forward: advantages are computed for each
-    micro-batch's whole groups, and normalising them over the step is one factor on the gradient.
+    A KL in the rewards is known only after that forward, so advantages are computed for each
+    micro-batch, which has whole groups. Where they are normalised over the step, the gradient is
+    multiplied at the end: leave-one-out advantages have the mean 0, only their deviation is new.
     """
     batch, updates = step_progress.batch, step_progress.updates
     advantages.prepare_advantages(run, batch, updates)
@@ -78,12 +85,12 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     loss, factor = run.world.sum(loss), 1.0
     results = UpdateResults(run, batch, passes, guards.are_passes_sound(run, batch, passes))
     if not results.are_sound:
-        results.store()
+        results.store()  # the guards that say what is wrong read the batch
     if run.algorithm.config.normalize_advantages and not by_scores:
         factor = results.store()
     take_optimizer_step(run, batch, plan, loss, step_progress, factor, results)
-    results.store()
-    step_progress.prepared = True  # from here on the policy is not the sampler
+    results.store()  # once: nothing is done where it was called before
+    step_progress.prepared = True  # the batch has its old_logp, and the weights have changed
     step_progress.done += 1
     step_progress.mark_position()
     step_progress.next_iteration()
@@ -152,17 +159,18 @@ def backward_micro_batch(
     is_last: bool,
 ) -> Tensor:
     """Run the backward pass of one micro-batch's loss. -> its share of the update's loss, ()"""
-    batch = forward_pass.micro_batch
-    assert batch.old_logp is not None
+    micro_batch = forward_pass.micro_batch
+    assert micro_batch.old_logp is not None
     a = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
     inputs = LossInputs(
-        logprobs.logp, batch.old_logp, batch.ref_logp, batch, a, plan.denominator,
-        logprobs.kl_logp, logprobs.entropy, plan.num_all_tokens, logprobs.divergence,
+        logprobs.logp, micro_batch.old_logp, micro_batch.ref_logp, micro_batch, a,
+        plan.denominator, logprobs.kl_logp, logprobs.entropy, plan.num_all_tokens,
+        logprobs.divergence,
     )  # fmt: skip
     loss = run.algorithm.loss(inputs)
     run.engine.backward(poison_tensor("loss", loss.total), is_last)
-    step_progress.updates.add_micro_batch(loss, batch, logprobs.entropy)
-    step_progress.updates.count_forward(batch, run.forward_limits.cost, 3, training=True)
+    step_progress.updates.add_micro_batch(loss, micro_batch, logprobs.entropy)
+    step_progress.updates.count_forward(micro_batch, run.forward_limits.cost, 3, training=True)
     return loss.total.detach().double()
 
 
@@ -197,11 +205,12 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
-    run.source.pause(run.policy)  # what it sampled is checked against the weights that change here
+    # The weights change here: sampling beside the update ends, and is compared with them before.
+    run.source.pause(run.policy)
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return
-    if results is None or not results.are_sound:
+    if results is None or not results.are_sound:  # sound: the passes were compared already
         guards.check_sampler_logprobs(run, batch, plan.groups)
     with run.clock.phase("optimizer"):
         trigger_fault("step")

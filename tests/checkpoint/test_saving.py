@@ -95,9 +95,7 @@ def test_weights_that_do_not_fit_on_the_disk_are_a_failed_save(tmp_path):
 
 
 def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_failed_save(tmp_path):
-    made = SimpleNamespace(
-        generation_config=transformers.GenerationConfig(), save_pretrained=lambda path: None
-    )
+    made = SimpleNamespace(can_generate=lambda: False, save_pretrained=lambda path: None)
     with limit(2_000):
         message = fails(tmp_path, made)
     assert "File too large" in message

@@ -34,7 +34,7 @@ TABLES = {"config/registry.py", "config/synthetic.py"}
 LINES = {
     "train/loop.py": 120,
     "algorithms/rloo.py": 150,
-    "config/schema.py": 700,  # every key that does not belong to a plug-in stands in one file
+    "config/schema.py": 720,  # every key that does not belong to a plug-in stands in one file
 }
 LONGEST_LOOP = 710
 FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}

@@ -7,10 +7,10 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES = 2600
 STOPS = [
     "train/loop.py",
-    "train/step.py",
-    "algorithms/rloo.py",
-    "train/advantages.py",
     "data/batch.py",
+    "algorithms/rloo.py",
+    "train/step.py",
+    "train/advantages.py",
     "data/packing.py",
     "policy/model.py",
     "generation/common/rollouts.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {"rloo_cli": ".py", "tests": ".py", "bench": ".py", "docs": ".md"}
-LIMITS = {"rloo_cli": 78_303, "tests": 73_400, "bench": 8_400, "docs": 6_700}
+LIMITS = {"rloo_cli": 77_660, "tests": 73_940, "bench": 8_380, "docs": 6_670}
 # What was added after the limits were set: (folder, lines, what they are worth to a user).
 ADDITIONS: list[tuple[str, int, str]] = []
 

@@ -186,6 +186,7 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
     monkeypatch.setattr(worker, "_write_results", lambda *given: {})
     monkeypatch.setattr(worker, "_save_what_is_done", lambda run, error: did.append("save"))
     monkeypatch.setattr(worker.signals, "defer_signals", lambda: None)
+    monkeypatch.setattr(worker.check, "resolve_config", lambda config: config)
     settings = SimpleNamespace(seed=1, logging=SimpleNamespace(events=[]))
     if error is None:
         assert worker.run_training(settings, tmp_path) == {}

@@ -5,7 +5,10 @@ versions   the old tools' defaults by version, and which version an old run was 
 scripts    what TRL's own scripts set by themselves
 read       reads the old settings: of one command, or of one YAML or JSON file
 convert    converts an old run, once it is read, to the text of a recipe
-batch, model, objective, rules   what becomes a key only together with other settings
+batch      writes the batch, the length and the schedule of an old run
+model      writes its model: path, adapter, quantised weights, a reference that moves
+objective  writes what it optimised and sampled with
+rules      writes its data, rewards, tools and folders
 recipe     holds the recipe that `rloo migrate` writes, and applies the tables
 commands   converts commands that serve or evaluate
 other_trainers  refuses other trainers, scripts and notebooks, each with what to do instead

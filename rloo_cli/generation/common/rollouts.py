@@ -303,7 +303,8 @@ def _has_different_scores(batch: Batch, group_index: int) -> bool:
 def _add_sampled_facts(batch: Batch, drawn: list[Batch]) -> None:
     """Add the metrics of every group that was sampled for a batch, thrown away ones included.
 
-    `drawn`: the rounds before any selection; what has no score of its own, or no sibling, as ever.
+    `drawn`: the rounds before any selection. Completions without a score do not count, nor do
+    groups with fewer than two scores.
     """
     scores = [(d.score if d.plain is None else d.plain)[d.scorable] for d in drawn]
     flat = [

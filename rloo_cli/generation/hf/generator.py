@@ -53,7 +53,7 @@ GatherWeights = Callable[[], Iterator[dict[str, Tensor]]]  # all weights, whole,
 
 
 class TransformersGenerator(GeneratorBase):
-    """Samples with `model` itself, so it always has the policy's weights.
+    """Samples with `model`: the policy itself, or a copy that `ReplicaGenerator` keeps up to date.
 
     `context_length` is the model's largest number of positions; None = not known, not checked.
     Raises ConfigError for stop strings that can never be found.
@@ -183,7 +183,7 @@ class TransformersGenerator(GeneratorBase):
         with in_eval_mode(self.model), native_attention(self.model), torch.no_grad():
             device = next(self.model.parameters()).device
             limit = decode_batch.max_decode_tokens(self.config, self.model, device)
-            # What allows all of them to share prompts allows any part of them.
+            # If all of them can share their prompts, any part of them can.
             once = bool(limit and sequences) and isinstance(
                 self._choose_prefix(sequences), SharedPrefix
             )
