@@ -18,6 +18,7 @@ from hook_calls import HookCalls, rloo
 from torch import Tensor
 
 import rloo_cli
+from rloo_cli.algorithms import rloo as module
 from rloo_cli.algorithms.common.hooks import AdvantageInputs, LossInputs
 
 DRAWS = 100
@@ -138,3 +139,24 @@ def test_all_arithmetic_of_plain_rloo_is_in_its_file() -> None:
     ours = {name.removeprefix(PACKAGE) for name in entered if name.startswith(PACKAGE)}
     # base.py hands out the config, packing.py the number of completions.
     assert ours == {"algorithms/rloo.py", "algorithms/common/base.py", "data/packing.py"}
+
+
+# Switches that the formula reads as they are, and those that it can leave to other parts.
+READ = {"beta", "epsilon", "epsilon_high", "log_ratio_clamp", "correction"}
+ELSEWHERE = {
+    "name", "num_generations", "num_iterations", "num_minibatches", "loss_type",
+    "loss_denominator",  # counted where updates are planned
+    "turn_rewards",  # credit is `by_token`, the others are parts of the score
+    "zero_std_groups", "max_resample", "multi_reward", "normalize_rewards", "reward_clip_range",
+    "missing_eos_penalty", "overlong_penalty", "mask_truncated_completions",  # scores and groups
+    "kl_temperature",  # the log-probabilities that are handed over
+    "kl_ratio_weighted", "sapo_temperature_pos", "sapo_temperature_neg", "allow_stale",
+    # of losses that are not plain
+}  # fmt: skip
+
+
+def test_every_switch_is_read_by_the_formula_or_makes_it_not_plain_or_lies_elsewhere() -> None:
+    """A switch that is added later must not be left out by the straight way without a word."""
+    switches = {*module.Config.model_fields}
+    assert switches <= {*module.PLAIN, *READ, *ELSEWHERE}
+    assert switches >= READ | ELSEWHERE
