@@ -29,7 +29,7 @@ from rloo_cli.reporting.events import Events
 from rloo_cli.train.worker import run_training
 from rloo_cli.utils import fault_injection, paths
 from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject, read_json, update_json, write_json, write_text
 
 Reward = Callable[..., object]
@@ -155,7 +155,7 @@ def _no_server_of_its_own(generation: GenerationConfig) -> None:
         why = "ranks that another launcher started have their GPUs before a server could"
         fix = "rloo vllm-serve model.path=MODEL beside it, and generation.server.base_url=http://HOST:PORT"
         what = "generation=vllm_server without an address, and several processes"
-        raise ConfigError(Problem(what, "generation.server.base_url", why, fix))
+        refuse("generation.server.base_url", what, fix, why)
 
 
 def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedConfig:
@@ -167,7 +167,7 @@ def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedCo
             why = "a name is of letters, digits and _, and begins with no digit"
             if not callable(code):
                 why = f"found a value of type {type(code).__name__}, a function was expected"
-            raise ConfigError(Problem(what, "rewards", why, 'rewards={"NAME": FUNCTION}'))
+            refuse("rewards", what, 'rewards={"NAME": FUNCTION}', why)
         keys = entries.get(name) or {}
         entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | keys
     return replace(composed, values=composed.values | {"reward": entries})
@@ -178,6 +178,5 @@ def _in_one_process(engine: str) -> None:
     if engine == "single":
         return
     why = "a call from Python is one process, which cannot become several"
-    fix = "the command: rloo train ..., or distributed=single"
     what = f"distributed.engine = {engine}"
-    raise ConfigError(Problem(what, "distributed.engine", why, fix))
+    refuse("distributed.engine", what, "the command: rloo train ..., or distributed=single", why)

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from rloo_cli.algorithms.common.completion_rules import needed_value_problems, switch_problems
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.family import aggregate_loss, estimate_kl
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
@@ -35,13 +36,14 @@ from rloo_cli.algorithms.common.teacher_rules import teacher_server_problems
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.config.teacher import TeacherConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems, value_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rloo_cli.data.packing import MicroBatch
 
+OPD = "algorithm=opd"
 WHOLE = ("single", "ddp")  # engines that leave each process its whole models
 
 
@@ -170,72 +172,58 @@ def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
         server, ref_path = config.teacher_server, run.model.ref_path
         yield from teacher_server_problems(config, server, ref_path, run.generation)
     elif run.model.ref_path is None:
-        yield Problem(
-            "on-policy distillation needs a teacher",
-            "model.ref_path",
-            "it is null: the student would be taught by a copy of itself",
-            "model.ref_path=a larger model with the student's tokens, or"
-            " algorithm.teacher.base_url=the address of a vLLM server that has one",
-        )
+        fix = "a larger model with the student's tokens, or algorithm.teacher.base_url=the address"
+        fix += " of a vLLM server that has one"
+        what, why = "names no teacher", "the student would be taught by a copy of itself"
+        yield value_problem("model.ref_path", "null", what, fix, why)
     if config.beta == 0 or config.kl_in == "none":
-        yield Problem(
-            "nothing would be distilled",
-            "algorithm.beta" if config.beta == 0 else "algorithm.kl_in",
-            f"beta={config.beta:g} and kl_in={config.kl_in} leave the teacher out of the loss",
-            "algorithm.beta=1.0 algorithm.kl_in=reward",
-        )
-    if run.model.ref_sync.every:
-        yield Problem(
-            "a teacher does not follow its student",
-            "model.ref_sync.every",
-            f"found {run.model.ref_sync.every}",
-            "model.ref_sync.every=0",
-        )
+        key = "algorithm.beta" if config.beta == 0 else "algorithm.kl_in"
+        why = f"beta={config.beta:g} and kl_in={config.kl_in} leave the teacher out of the loss"
+        fix = "algorithm.beta=1.0 algorithm.kl_in=reward"
+        yield Problem("nothing would be distilled", key, why, fix)
+    if every := run.model.ref_sync.every:
+        key, why = "model.ref_sync.every", "a teacher does not follow its student"
+        yield value_problem(key, every, "does not go with algorithm=opd", 0, why)
 
 
 def _idle_choices(config: Config) -> Iterator[Problem]:
     """Switches under which a token has no advantage of its own, or which are not read."""
-    if config.kl_in == "reward" and not config.has_token_terms:
-        yield Problem(
-            "the teacher gives every token an advantage, which a completion's one ratio has not",
-            "algorithm.ratio_level",
-            f"ratio_level={config.ratio_level} with policy_loss={config.policy_loss}",
-            "algorithm.ratio_level=token, or algorithm.kl_in=loss",
-        )
     plain = {"kl_in_baseline": False, "kl_credit": "sequence", "kl_ratio_weighted": False}
     plain |= {"turn_rewards": "sum", "dialect": None}
-    for name, value in plain.items():
-        found = getattr(config, name)
-        if found != value:
-            shown = "null" if value is None else str(value).lower()
-            yield Problem(
-                f"algorithm=opd does not read {name}",
-                f"algorithm.{name}",
-                f"found {str(found).lower()}; kl_discount says what a token answers for",
-                f"algorithm.{name}={shown}",
-            )
-    if config.zero_std_groups != "keep":
-        yield Problem(
-            "a group of equal scores is taught like any other",
-            "algorithm.zero_std_groups",
-            f"{config.zero_std_groups} would leave it out, and its teacher with it",
-            "algorithm.zero_std_groups=keep",
-        )
+    why = "it is not read: kl_discount says what a token answers for"
+    yield from needed_value_problems(config, OPD, plain, why)
+    refused = {
+        "ratio_level": (
+            config.kl_in == "reward" and not config.has_token_terms,
+            "the teacher gives every token an advantage, which a completion's one ratio has not",
+            "token, or algorithm.kl_in=loss",
+        ),
+        "zero_std_groups": (
+            config.zero_std_groups != "keep",
+            "a group of equal scores is taught like any other, and would be left out",
+            "keep",
+        ),
+    }
+    yield from switch_problems(config, OPD, refused)
 
 
 def _whole_distribution_problems(run: RunConfig) -> Iterator[Problem]:
     """kl_in=loss needs all logits of student and teacher, side by side."""
-    if run.distributed.engine not in WHOLE:
-        yield Problem(
-            "a divergence over the whole vocabulary needs whole models on each process",
+    engine = run.distributed.engine
+    clashes = [
+        (
+            engine not in WHOLE,
             "algorithm.kl_in",
-            f"kl_in=loss with distributed.engine={run.distributed.engine}",
+            f"distributed.engine={engine}",
+            "a divergence over the whole vocabulary needs whole models on each process",
             "distributed=ddp, or algorithm.kl_in=reward",
-        )
-    if run.model.ref_offload:
-        yield Problem(
-            "the teacher's logits are needed beside the student's in every forward pass",
+        ),
+        (
+            run.model.ref_offload,
             "model.ref_offload",
-            "kl_in=loss with ref_offload=true would move the teacher for each of them",
+            "model.ref_offload=true",
+            "the teacher would be moved for each forward pass, which needs it beside the student",
             "model.ref_offload=false, or algorithm.kl_in=reward",
-        )
+        ),
+    ]
+    yield from clash_problems("algorithm.kl_in=loss", clashes)

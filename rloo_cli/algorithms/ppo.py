@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.algorithms.common import rules
+from rloo_cli.algorithms.common import completion_rules, rules
 from rloo_cli.algorithms.common.config import Switches, in_reward
 from rloo_cli.algorithms.common.family import estimate_kl
 from rloo_cli.algorithms.common.hooks import StepTokens, TokenAdvantages, ValueLoss
@@ -96,13 +96,8 @@ class PPO(RLOO[Config]):
         config = self.config
         yield from rules.whitening_problems(config)
         gae = "GAE gives every token its advantage, which is whitened over the step"
-        refused = {  # key -> whether it is refused, why, the way out
-            "algorithm.kl_credit": (
-                in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
-            ),
-            "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
-        }  # fmt: skip
-        for where, (odd, why, fix) in refused.items():
-            if odd:
-                what = f"{where} does not go with algorithm=ppo"
-                yield Problem(what, where, why, f"{where}={fix}")
+        refused = {  # switch -> whether it is refused, why, the way out
+            "kl_credit": (in_reward(config) and config.kl_credit == "sequence", gae, "to_go"),
+            "ratio_level": (config.ratio_level != "token", gae, "token"),
+        }
+        yield from completion_rules.switch_problems(config, "algorithm=ppo", refused)

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from rloo_cli.algorithms.common import rules
+from rloo_cli.algorithms.common import completion_rules, rules
 from rloo_cli.algorithms.common.config import Switches, in_reward
 from rloo_cli.algorithms.common.family import estimate_kl
 from rloo_cli.algorithms.common.hooks import StepTokens, TokenAdvantages
 from rloo_cli.algorithms.common.token_advantage import Grid, discounted_sum_to_go, whiten_tokens
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems
 
 
 class Config(Switches):
@@ -37,22 +37,37 @@ class Config(Switches):
         return True
 
 
-def _level_problems(config: Config) -> Iterator[Problem]:
-    """Settings under which a token has no advantage, or no KL, of its own."""
-    if not config.has_token_terms:
-        yield Problem(
-            "REINFORCE++ gives every token an advantage, which a completion's one ratio has not",
-            "algorithm.ratio_level",
-            f"ratio_level={config.ratio_level} with policy_loss={config.policy_loss}",
-            "algorithm.ratio_level=token",
-        )
-    if in_reward(config) and config.kl_credit == "sequence":
-        yield Problem(
-            "REINFORCE++ charges every token for its own KL and what comes after it",
-            "algorithm.kl_credit",
-            "kl_credit=sequence with kl_in=reward would change nothing",
-            "algorithm.kl_credit=to_go",
-        )
+def _own_problems(config: Config) -> Iterator[Problem]:
+    """Settings under which a token has no advantage or KL of its own, or a group no mean."""
+    refused = {  # switch -> whether it is refused, why, the way out
+        "baseline": (
+            config.baseline != "none",
+            "there is no baseline but the mean of its tokens",
+            "none, or algorithm.minus_group_mean=true",
+        ),
+        "ratio_level": (
+            not config.has_token_terms,
+            "it gives every token an advantage, which a completion's one ratio has not",
+            "token",
+        ),
+        "kl_credit": (
+            in_reward(config) and config.kl_credit == "sequence",
+            "with kl_in=reward a token is charged for its own KL and what comes after it",
+            "to_go",
+        ),
+    }
+    yield from completion_rules.switch_problems(config, f"algorithm={config.name}", refused)
+    if not config.minus_group_mean:
+        return
+    mean, number = "algorithm.minus_group_mean", "algorithm.num_generations"
+    no_kl = "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence"
+    why = "it leaves no token a reward of its own, in which the token's KL could be"
+    alone = "a group's mean needs siblings"
+    clashes = [
+        (in_reward(config), mean, "algorithm.kl_in=reward", why, no_kl),
+        (config.num_generations < 2, number, f"{number}=1", alone, f"{number}=4"),
+    ]
+    yield from clash_problems(f"{mean}=true", clashes)
 
 
 class ReinforcePlusPlus(RLOO[Config]):
@@ -79,27 +94,5 @@ class ReinforcePlusPlus(RLOO[Config]):
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """Settings that would have no effect on whitened tokens, or do not go together."""
         yield from super().rules(run)
-        config = self.config
-        yield from rules.whitening_problems(config)
-        if config.baseline != "none":
-            yield Problem(
-                "REINFORCE++ has no baseline but the mean of its tokens",
-                "algorithm.baseline",
-                f"found {config.baseline}",
-                "algorithm.baseline=none, or algorithm.minus_group_mean=true",
-            )
-        if config.minus_group_mean and in_reward(config):
-            yield Problem(
-                "minus_group_mean leaves no token a reward of its own",
-                "algorithm.minus_group_mean",
-                "kl_in=reward charges every token for its KL",
-                "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence",
-            )
-        yield from _level_problems(config)
-        if config.minus_group_mean and config.num_generations < 2:
-            yield Problem(
-                "a group's mean needs siblings",
-                "algorithm.num_generations",
-                f"minus_group_mean=true, num_generations={config.num_generations}",
-                "algorithm.num_generations=4",
-            )
+        yield from rules.whitening_problems(self.config)
+        yield from _own_problems(self.config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from rloo_cli.algorithms.common.completion_rules import needed_value_problems
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
@@ -33,11 +34,6 @@ class ReMax(RLOO[Config]):
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """Settings that normalise scores, which a greedy completion's score cannot take part in."""
         yield from super().rules(run)
-        for name, plain in {"normalize_rewards": False, "multi_reward": "sum"}.items():
-            if getattr(self.config, name) != plain:
-                yield Problem(
-                    "a greedy completion's score cannot be normalised over the sampled ones",
-                    f"algorithm.{name}",
-                    f"{name}={getattr(self.config, name)} with algorithm=remax",
-                    f"algorithm.{name}={str(plain).lower()}",
-                )
+        needed = {"normalize_rewards": False, "multi_reward": "sum"}
+        why = "a greedy completion's score cannot be normalised over the sampled ones"
+        yield from needed_value_problems(self.config, "algorithm=remax", needed, why)

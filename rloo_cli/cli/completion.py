@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rloo_cli.cli.verb_parser import VerbParser, is_bare, parse_verb
 from rloo_cli.cli.verbs import NEW, VERBS
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.inspection import run_folders
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import write_text
 
 # Bash splits a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
@@ -91,8 +92,7 @@ def run(args: list[str]) -> int:
     if options.shell not in SHELLS:
         shell = os.path.basename(os.environ.get("SHELL", "bash"))
         fix = f'eval "$(rloo completion {shell if shell in SHELLS else "bash"})"'
-        what, why = "rloo completion needs a shell", "bash, zsh or fish"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse_unknown_name("shell", options.shell, SHELLS, fix)
     script = completion_script(options.shell)
     print(json.dumps({"shell": options.shell, "script": script}) if options.json else script)
     return 0

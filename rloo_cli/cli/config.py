@@ -14,7 +14,7 @@ from rloo_cli.config.idle_keys import idle_reasons, key_conditions, key_meaning
 from rloo_cli.config.messages import schema_keys, unknown_key_problem, walk_values
 from rloo_cli.config.provenance import SourceLocation, yaml_value
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
         if options.key is None:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
             why = f"found {' '.join(args[1:]) or 'nothing'}, and a key without a value was expected"
-            raise ConfigError(Problem("rloo config explain needs a key", "command line", why, fix))
+            refuse("command line", "rloo config explain needs a key", fix, why)
         told = explain_key(options.key, options.overrides)
         print(json.dumps(_explained_values(told), indent=2) if options.json else told)
     elif options.json:

@@ -17,7 +17,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.diagnosis import Diagnosis, diagnose_run
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.panel import clean_line
-from rloo_cli.utils.errors import FOUND_CODE, ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import FOUND_CODE, MachineError, refuse
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 MAX_NAME_WIDTH = 24  # cells of a line's name
@@ -46,10 +46,10 @@ def _parse_args(args: list[str]) -> argparse.Namespace:
     both = [name for name in (options.run, options.kill_orphans) if name is not None]
     if len(both) > 1 or (both and (options.overrides or options.deep)):
         what, why = "a RUN goes alone", "it has ended: no recipe, no key and no --deep change it"
-        raise ConfigError(Problem(what, "command line", why, f"rloo doctor {both[0]}"))
+        refuse("command line", what, f"rloo doctor {both[0]}", why)
     if options.deep and not options.overrides:
         what, why = "--deep needs a run", "it looks at the data and the rewards of one"
-        raise ConfigError(Problem(what, "command line", why, "rloo doctor +recipe=NAME --deep"))
+        refuse("command line", what, "rloo doctor +recipe=NAME --deep", why)
     return options
 
 
@@ -108,7 +108,7 @@ def _kill_orphans(name: str, as_json: bool) -> int:
         why = "they take no SIGKILL: another user's, or waiting for a device or a file system"
         fix = f"as their user: kill -9 {pids.replace(',', '')}; or start the machine again"
         what = f"processes {pids} of {folder} would not end"
-        raise MachineError(Problem(what, "command line", why, fix))
+        refuse("command line", what, fix, why, error=MachineError)
     return 0
 
 

@@ -20,7 +20,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check
 from rloo_cli.launch import local_ranks, preflight, processes, rollout_server
 from rloo_cli.utils import child_process
-from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.errors import StorageError, refuse
 from rloo_cli.utils.files import read_json, write_json, write_text
 
 STOPPED = 75
@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
     options = parse_verb("eval", args)
     if options.run is None and not options.overrides:
         why = "found no run, no checkpoint and no recipe"
-        raise ConfigError(Problem("rloo eval needs a model", "command line", why, USAGE))
+        refuse("command line", "rloo eval needs a model", USAGE, why)
     if options.run is not None:
         subject = eval_target_of_run(options.run, options.overrides)
     else:
@@ -72,8 +72,7 @@ def _evaluate(target: EvalTarget, ranks: int) -> int:
                 _replace_results(folder, place)
     except OSError as error:
         fix = f"free some space in {place.parent}, or let it be written; then run it again"
-        what = "results cannot be written"
-        raise StorageError(Problem(what, str(place), str(error), fix)) from error
+        refuse(str(place), "results cannot be written", fix, str(error), error=StorageError)
     if code == 0:
         print(f"results        {place}")
     elif code == STOPPED:
@@ -89,7 +88,7 @@ def _check_output_dir(output_dir: Path) -> None:
         return
     if output_dir.exists() or output_dir.is_symlink():
         why, fix = "it is not the results of an evaluation", f"mv {output_dir} {output_dir}.old"
-        raise ConfigError(Problem(f"{output_dir} exists", "name", why, fix))
+        refuse("name", f"{output_dir} exists", fix, why)
 
 
 @contextlib.contextmanager

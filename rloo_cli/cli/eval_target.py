@@ -27,7 +27,7 @@ from rloo_cli.config.schema import DataConfig, RewardConfig, RunConfig
 from rloo_cli.config.user_files import unknown_choice_problem
 from rloo_cli.inspection import run_folders
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
 PlainConfig = JsonObject
@@ -125,10 +125,8 @@ def _choose_judge(values: PlainConfig, overrides: Sequence[str]) -> None:
 def _find_model_folder(run_path: str) -> Path:
     """The folder of the model: a run's `final`, else its newest checkpoint; or the one named."""
     path = next((p for p in (Path(run_path), run_folders.RUNS_ROOT / run_path) if p.is_dir()), None)
-    if path is None:
-        run_folders.find_run_folder(run_path, "eval")  # raises, and names the runs there are
-        why = f"looked at {run_path} and {run_folders.RUNS_ROOT / run_path}"
-        raise ConfigError(Problem(f"{run_path} is not a folder", "command line", why, USAGE))
+    if path is None:  # refused there, with the names of the runs that there are
+        path = run_folders.find_run_folder(run_path, "eval")
     if all((path / name).is_file() for name in ("run.json", "config.yaml")):
         if (path / "final" / "config.json").is_file():
             return path / "final"
@@ -138,22 +136,17 @@ def _find_model_folder(run_path: str) -> Path:
         if newest is None:
             why = "no final model and no complete checkpoint"
             fix = "train it on first, with resume=auto, to a checkpoint or its end"
-            raise ConfigError(Problem(f"{path} has nothing to evaluate", "command line", why, fix))
+            refuse("command line", f"{path} has nothing to evaluate", fix, why)
         return newest
-    if path.name != "final" and manifest.checkpoint_position(path) is None:
-        why = "not a run's folder, nor the final or checkpoint-N of one"
-        fix = f"rloo eval +recipe=NAME model.path={path}" if _is_model(path) else USAGE
-        raise ConfigError(Problem(f"{path} is not of a run", "command line", why, fix))
-    if not (path.parent / "config.yaml").is_file():
-        why = f"there is no {path.parent / 'config.yaml'}"
-        fix = f"rloo eval +recipe=NAME model.path={path}"
-        raise ConfigError(
-            Problem(f"{path} is not in the folder of a run", "command line", why, fix)
-        )
+    is_saved = path.name == "final" or manifest.checkpoint_position(path) is not None
+    if not is_saved or not (path.parent / "config.yaml").is_file():
+        why = "neither a run's folder, nor the final or checkpoint-N in one, beside its config.yaml"
+        fix = f"rloo eval +recipe=NAME model.path={path}" if is_saved or _is_model(path) else USAGE
+        refuse("command line", f"{path} is not of a run", fix, why)
     why_not = manifest.checkpoint_problem(path) if path.name != "final" else None
     if why_not is not None:
         fix = f"rloo eval {path.parent}, for its final model or newest whole checkpoint"
-        raise ConfigError(Problem(f"{path} cannot be evaluated", "command line", why_not, fix))
+        refuse("command line", f"{path} cannot be evaluated", fix, why_not)
     return path
 
 
@@ -170,10 +163,10 @@ def _read_run_config(path: Path) -> PlainConfig:
         raise ConfigError(broken_yaml_problem(path, error)) from None
     what, fix = f"{path} is not the config of a run", "name a run that `rloo runs` lists"
     if not isinstance(values, dict) or any(not isinstance(key, str) for key in values):
-        raise ConfigError(Problem(what, str(path), "keys with values were expected", fix))
+        refuse(str(path), what, fix, "keys with values were expected")
     for key in ("algorithm", "generation", "data", "reward", "eval", "model"):
         if not isinstance(values.get(key), dict):
-            raise ConfigError(Problem(what, key, f"no {key}", fix))
+            refuse(key, what, fix, f"no {key}")
     return values
 
 
@@ -188,19 +181,17 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
     if override.key_or_group in paths.group_choices([]) or override.is_sweep_override():
         why = "a run's config is evaluated as it is, with keys (and judge=) changed one by one"
         fix = "one key with one value, such as eval.num_generations=8"
-        raise ConfigError(
-            Problem(f"{override_text.lstrip('+')} is not one value of one key", where, why, fix)
-        )
+        refuse(where, f"{override_text.lstrip('+')} is not one value of one key", fix, why)
     if override.key_or_group == "model.path":
         why = "a run is evaluated with the model that it saved, and another one with a recipe"
         fix = "rloo eval +recipe=NAME model.path=..."
-        raise ConfigError(Problem("model.path is the checkpoint's", where, why, fix))
+        refuse(where, "model.path is the checkpoint's", fix, why)
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
             why = f"{section} is not a section"
             fix = f"leave {override.key_or_group} out; rloo config lists all keys"
-            raise ConfigError(Problem(f"{override.key_or_group} is not a key", where, why, fix))
+            refuse(where, f"{override.key_or_group} is not a key", fix, why)
         values = inner
     if override.is_delete():
         values.pop(leaf, None)
@@ -244,9 +235,8 @@ def _run_provenance(checkpoint: Path) -> PlainConfig:
             state, steps = {"step": ended["steps"], "updates": ended["updates"]}, ended["steps"]
     if not isinstance(state, dict) or not isinstance(steps, int):
         where, why = str(folder / "run.json"), "its progress and its plan.max_steps were expected"
-        what = f"nothing says at which step {checkpoint} was made"
         fix = f"rloo eval +recipe=NAME model.path={checkpoint}"
-        raise ConfigError(Problem(what, where, why, fix))
+        refuse(where, f"nothing says at which step {checkpoint} was made", fix, why)
     prompts = facts.get("prompts", 0)
     return {"source": str(checkpoint), "run": str(folder), "state": state, "steps": steps,
             "prompts": prompts, "template_clock": facts.get("template_clock")}  # fmt: skip
@@ -261,11 +251,9 @@ def _results_label(model: str, overrides: Sequence[str]) -> str:
 
 def _require_held_out_set(held_out: Mapping[str, DataConfig], split: str) -> None:
     if not held_out:
-        raise ConfigError(
-            Problem(
-                "nothing is held out: there is nothing to evaluate on",
-                "data.eval_split, eval.sets",
-                "data.eval_split is null, and eval.sets is empty",
-                f"data.eval_split=test, or data.eval_split={split} for what it was trained on",
-            )
+        refuse(
+            "data.eval_split, eval.sets",
+            "nothing is held out: there is nothing to evaluate on",
+            f"data.eval_split=test, or data.eval_split={split} for what it was trained on",
+            "data.eval_split is null, and eval.sets is empty",
         )

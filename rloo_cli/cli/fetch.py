@@ -17,7 +17,7 @@ from rloo_cli.config import check, compose, hf_cache, synthetic
 from rloo_cli.config.rules_paths import NamedPath, named_paths
 from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.data import dataset
-from rloo_cli.utils.errors import MachineError, Problem, RunError
+from rloo_cli.utils.errors import MachineError, RunError, refuse
 
 TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
@@ -90,7 +90,7 @@ def _fetch_artifact(artifact: Artifact) -> tuple[Path, str]:
             why = f"{folder} has none: other formats are pickles, which run code when they load"
             fix = f"{artifact.key}=NAME of a model that has safetensors files"
             what = f"{artifact.path} has no safetensors"
-            raise MachineError(Problem(what, artifact.key, why, fix))
+            refuse(artifact.key, what, fix, why, error=MachineError)
     return folder, _format_size(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
 
 
@@ -112,16 +112,15 @@ def _download_snapshot(artifact: Artifact) -> str:
             allow_patterns=wanted,
             ignore_patterns=["*/*"],
         )
-    except GatedRepoError as error:
-        fix = f"accept its terms at https://huggingface.co/{artifact.path}, and export HF_TOKEN=..."
-        raise MachineError(
-            Problem(f"{artifact.path} is gated", artifact.key, _failure_reason(error), fix)
-        ) from None
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
-        what = f"{artifact.key} = {artifact.path!r} could not be downloaded"
-        raise MachineError(
-            Problem(what, artifact.key, _failure_reason(error), _fetch_advice())
-        ) from None
+        what, fix = f"{artifact.key} = {artifact.path!r} could not be downloaded", _fetch_advice()
+        if isinstance(error, GatedRepoError):
+            page = f"https://huggingface.co/{artifact.path}"
+            what, fix = (
+                f"{artifact.path} is gated",
+                f"accept its terms at {page}, and export HF_TOKEN=...",
+            )
+        refuse(artifact.key, what, fix, _failure_reason(error), error=MachineError)
 
 
 def _failure_reason(error: Exception) -> str:

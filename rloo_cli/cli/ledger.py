@@ -10,7 +10,7 @@ from rloo_cli.inspection.ledger_sums import read_ledger_sums
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES
 from rloo_cli.utils.console import show_control_characters
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 MAX_EPOCH_COLUMNS = 6  # epochs shown beside each other
@@ -23,7 +23,7 @@ def run(args: list[str]) -> int:
     if not (folder / LEDGER_FILE).is_file():
         why = "it has not begun its first step"
         fix = f"wait for it; rloo doctor {folder} says what keeps it"
-        raise ConfigError(Problem(f"{folder} has no {LEDGER_FILE}", "command line", why, fix))
+        refuse("command line", f"{folder} has no {LEDGER_FILE}", fix, why)
     sums = read_ledger_sums(folder)
     if options.json:
         print(json.dumps({"run": str(folder)} | sums, indent=2))

@@ -15,7 +15,7 @@ from importlib import import_module
 from rloo_cli.cli import verb_parser
 from rloo_cli.cli.verbs import VERBS
 from rloo_cli.utils import console, environment, paths, redact
-from rloo_cli.utils.errors import ConfigError, Problem, StorageError, print_error, print_exit
+from rloo_cli.utils.errors import Problem, StorageError, print_error, print_exit
 
 STOPPED = 75  # exit code of a run that was asked to end and has saved
 STDOUT_ONLY_VERBS = (  # verbs that write no file
@@ -93,12 +93,9 @@ def find_verb(args: list[str]) -> Callable[[], int]:
     if verb == "--version":
         return _print_version
     if verb not in VERBS:
-        from rloo_cli.config.old_names import nearest_names  # lazy: only for a typing error
+        from rloo_cli.config.pasted import refuse_unknown_name  # lazy: only for a typing error
 
-        close = nearest_names(verb, VERBS)
-        fix = f"rloo {close[0]}" if close else "rloo --help"
-        why = f"verbs: {', '.join(VERBS)}"
-        raise ConfigError(Problem(f"rloo has no verb {verb!r}", "command line", why, fix))
+        refuse_unknown_name("verb", verb, VERBS, "rloo NAME", "rloo --help")
     own_words = rest[:1] if verb == "migrate" else rest  # the others are an old command's
     if {"--help", "-h"} & {*own_words}:
         return partial(_print_help, verb)

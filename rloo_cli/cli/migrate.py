@@ -25,8 +25,8 @@ from rloo_cli.compat.migrate.read import (
     split_command,
 )
 from rloo_cli.compat.migrate.versions import DIALECTS, choose_dialect
-from rloo_cli.config.pasted import guess_name
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.pasted import refuse_unknown_name
+from rloo_cli.utils.errors import refuse
 
 OWN_FLAGS = ("--from", "--world-size", "--json")
 FROM_CHOICES = [*DIALECTS, "swift", "rloo"]
@@ -37,19 +37,16 @@ def run(args: list[str]) -> int:
     options = _read_arguments(args)
     if not options.command:
         what, why = "rloo migrate needs an old run", "neither a file nor a command was given"
-        raise ConfigError(Problem(what, "command line", why, USAGE))
+        refuse("command line", what, USAGE, why)
     if (chosen := vars(options)["from"]) and chosen not in FROM_CHOICES:
         if title := next((t for t in OTHER_TRAINERS if t.lower() == chosen.lower()), None):
             raise other_trainer_error(title, "command line")
-        why = f"one of {', '.join(FROM_CHOICES)}"
-        fix = f"--from {guess_name(chosen, FROM_CHOICES)}"
-        what = f"--from {chosen}: no such trainer"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse_unknown_name("trainer", chosen, FROM_CHOICES, "--from NAME")
     try:
         return _convert(options.command, chosen or "", options)
     except RecursionError:
         what, fix = "the old run cannot be read", "write its settings less deeply nested"
-        raise ConfigError(Problem(what, "the old run", "it is nested too deeply", fix)) from None
+        refuse("the old run", what, fix, "it is nested too deeply")
 
 
 def _convert(old_args: list[str], chosen: str, options: argparse.Namespace) -> int:
@@ -88,7 +85,7 @@ def _world_size(options: argparse.Namespace, old_run: OldRun) -> int:
             what = f"--world-size {text}: a whole number >= 1 is expected"
             fix = "--world-size N, the number of processes of the old run"
             why = "the old run's batch is that of one process, times this number"
-            raise ConfigError(Problem(what, "command line", why, fix))
+            refuse("command line", what, fix, why)
         return int(text)
     if old_run.processes is None:
         old_run.notes.append(

@@ -7,7 +7,6 @@ sweep's folder, which the process that started the sweep reads.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -41,6 +40,8 @@ from rloo_cli.utils.errors import (
     Problem,
     RunError,
     print_error,
+    refuse,
+    require_package,
 )
 from rloo_cli.utils.files import write_text
 
@@ -226,25 +227,16 @@ def objective_value(folder: Path, held_out: Iterable[str], objective: str | None
         return None
     known = list(dict.fromkeys(name for row in rows for name in row))
     why = f"metrics are: {', '.join(known)}" if known else "it has no lines"
-    fix = f"logging.objective={guess_name(wanted[0], known)}"
     what = f"no line of {path} has {wanted[0]!r}"
-    raise ConfigError(Problem(what, "logging.objective", why, fix))
+    refuse("logging.objective", what, f"logging.objective={guess_name(wanted[0], known)}", why)
 
 
 def check_sweeper(overrides: Sequence[str]) -> None:
     """Raises MachineError for Optuna's sweeper where it is not installed."""
     for word in overrides:
-        if word.lstrip("+") == OPTUNA_OVERRIDE and not _is_installed(OPTUNA_MODULE):
-            what = "Optuna's sweeper is not installed"
-            fix = "pip install 'rloo-cli[optuna]'"
-            raise MachineError(Problem(what, word, f"there is no module {OPTUNA_MODULE}", fix))
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        if word.lstrip("+") == OPTUNA_OVERRIDE:
+            why = "Optuna's sweeper is in it"
+            require_package(word, "hydra-optuna-sweeper", "optuna", why, module=OPTUNA_MODULE)
 
 
 def best_job(folder: Path) -> str:
@@ -319,12 +311,14 @@ def submitit_error(error: Exception) -> RunError | None:
     if kind == "FailedSubmissionError":
         fix = "correct the hydra.launcher key that Slurm names, as hydra.launcher.partition=NAME"
         what = "the jobs of the sweep are not taken"
-        return MachineError(Problem(what, "hydra/launcher", said, fix))
-    if kind in ("UncompletedJobError", "FailedJobError"):
+        error_type: type[RunError] = MachineError
+    elif kind in ("UncompletedJobError", "FailedJobError"):
         what = "a job of the sweep ended without a word: killed, or at its time limit"
         fix = "resume=auto goes on with it; hydra.launcher.timeout_min=N for a longer limit"
-        return GenerationError(Problem(what, "hydra/launcher", said, fix))
-    if kind == "RuntimeError" and "srun" in said:  # submitit looks for it before anything else
+        error_type = GenerationError
+    elif kind == "RuntimeError" and "srun" in said:  # submitit looks for it before anything else
         fix = "on a login node of the cluster, or leave hydra/launcher out"
-        return MachineError(Problem("there is no Slurm here", "hydra/launcher", said, fix))
-    return None
+        error_type, what = MachineError, "there is no Slurm here"
+    else:
+        return None
+    return error_type(Problem(what, "hydra/launcher", said, fix))

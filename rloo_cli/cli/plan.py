@@ -21,7 +21,7 @@ from rloo_cli.planning import text as planning_text
 from rloo_cli.planning.machine_plan import does_not_fit_error, plan_on_this_machine, plan_run
 from rloo_cli.planning.plan import PlanOptions
 from rloo_cli.utils import fault_injection
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.errors import RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
 # Sections that no training run reads.
@@ -54,10 +54,9 @@ def run(args: list[str]) -> int:
 def _require_agent(has_agent: bool) -> None:
     """Raises ConfigError where flags of episodes are given for a run of single answers."""
     if not has_agent:
-        why = "agent is null: a completion is one answer, of one turn"
         what = "--turns and --observation-tokens are of episodes"
         fix = "agent=tools, or without these flags"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", what, fix, "agent is null: a completion is one answer, of one turn")
 
 
 def dry_run_text(run: RunConfig) -> str:

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 from rloo_cli.cli.verb_parser import parse_verb
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.inspection.model_card import HUB_NAME, model_card
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.utils.console import show_control_characters
-from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
+from rloo_cli.utils.errors import TrackerError, refuse
 from rloo_cli.utils.files import JsonObject
 
 CARD_FILE = "README.md"
@@ -31,9 +31,8 @@ def run(args: list[str]) -> int:
         what = (
             f"--repo {options.repo!r} is not a repository" if options.repo else "which repository?"
         )
-        fix = f"rloo push {folder.name} --repo ORG/{folder.name}"
         why = "its name is ORG/NAME, or NAME for your own account"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", what, f"rloo push {folder.name} --repo ORG/{folder.name}", why)
     told = {"repo": options.repo, "files": sorted(files), "private": not options.public}
     if options.dry_run:
         shown = (
@@ -51,11 +50,8 @@ def _model_folder(folder: Path, checkpoint: str | None) -> Path:
     model = folder / (checkpoint or "final")
     if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
         there = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        close = nearest_names(checkpoint or "final", there)
-        fix = "--checkpoint NAME, one of these" if there else "rloo train ... resume=auto"
-        fix = f"--checkpoint {close[0]}" if close else fix
-        why = f"models in this run: {', '.join(there)}" if there else "the run has saved none yet"
-        raise ConfigError(Problem(f"{model} is not a model", "command line", why, fix))
+        fix = "--checkpoint NAME" if there else "rloo train ... resume=auto"
+        refuse_unknown_name("model", checkpoint or "final", there, fix)
     return model
 
 
@@ -89,7 +85,7 @@ def _send_model(
         if not public and not api.repo_info(repo).private:
             what = f"{repo} is public, and --public was not said"
             why = "without --public a model is sent only where not everybody can see it"
-            raise ConfigError(Problem(what, "command line", why, "--public, or another --repo"))
+            refuse("command line", what, "--public, or another --repo", why)
         if commit["revision"] is not None:
             api.create_branch(repo, branch=commit["revision"], exist_ok=True)
         api.create_commit(repo, adds, **commit)
@@ -100,7 +96,5 @@ def _send_model(
             fix = "--repo ORG/NAME, of letters, digits, -, _ and ."
         elif not isinstance(error, HfHubHTTPError):  # the hub has not answered
             fix = "push again where the hub can be reached, without HF_HUB_OFFLINE"
-        raise TrackerError(
-            Problem(f"the hub does not take {repo}", "command line", why, fix)
-        ) from None
+        refuse("command line", f"the hub does not take {repo}", fix, why, error=TrackerError)
     return str(url)

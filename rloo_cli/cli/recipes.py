@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rloo_cli.cli import answers
 from rloo_cli.cli.verb_parser import parse_verb
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 
 def run(args: list[str]) -> int:
@@ -37,10 +37,7 @@ def recipe_headline(path: Path) -> str:
 def _recipe_file(name: str) -> Path:
     files = paths.recipe_files()
     if name not in files:
-        close = nearest_names(name, files)
-        why = f"recipes: {', '.join(files)}"
-        fix = f"rloo recipes show {close[0]}" if close else "rloo recipes"
-        raise ConfigError(Problem(f"there is no recipe {name!r}", "command line", why, fix))
+        refuse_unknown_name("recipe", name, files, "rloo recipes show NAME", "rloo recipes")
     return files[name]
 
 
@@ -48,10 +45,10 @@ def _copy_recipe(source: Path, target: Path) -> None:
     if target.suffix not in (".yaml", ".yml"):
         fix = f"rloo recipes copy {source.stem} {target}.yaml"
         why = f"a recipe is a file of YAML: found {target.suffix or 'no ending'}"
-        raise ConfigError(Problem(f"{target} does not end in .yaml", "command line", why, fix))
+        refuse("command line", f"{target} does not end in .yaml", fix, why)
     if target.exists():
         fix = f"rloo recipes copy {source.stem} {target.with_stem(f'{target.stem}_2')}"
-        raise ConfigError(Problem(f"{target} exists", "command line", "it is left as it is", fix))
+        refuse("command line", f"{target} exists", fix, "it is left as it is")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     print(f"{target} is yours: rloo train +recipe={target}")

@@ -17,7 +17,7 @@ from rloo_cli.config import rules_code
 from rloo_cli.data import rollout_files
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.panel import clean_line
-from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
+from rloo_cli.utils.errors import FOUND_CODE, ConfigError
 from rloo_cli.utils.files import JsonObject
 
 EXAMPLE_CHARACTERS = 300  # of a prompt and of a completion that are shown
@@ -27,25 +27,13 @@ def run(args: list[str]) -> int:
     """Run the verb. Raises RunError. -> exit code"""
     options = parse_verb("replay", args)
     folder = find_run_folder(options.run, "replay")
-    _check_options(options.step, options.reward, options.tolerance)
     if options.reward is not None:
+        if problems := [*rules_code.code_problems("--reward", options.reward)]:
+            raise ConfigError(*problems)
         return _show_reward(folder, options.reward, options.step, options.n, options.json)
     if options.step is None:
         return _show_steps(folder, options.json)
     return _show_step(folder, options.step, options.tolerance, options.json)
-
-
-def _check_options(step: int | None, reward: str | None, tolerance: float | None) -> None:
-    if reward is not None and (problems := [*rules_code.code_problems("--reward", reward)]):
-        raise ConfigError(*problems)
-    if tolerance is not None and not 0 <= tolerance < 1:
-        why = "it is relative, and absolute too; 0 = bit for bit"
-        what = f"--tolerance {tolerance} is not a tolerance"
-        raise ConfigError(Problem(what, "command line", why, "--tolerance 1e-4"))
-    if tolerance is not None and (reward is not None or step is None):
-        what = "--tolerance is for a step that is computed again"
-        why = "no --step is given" if step is None else "--reward computes no step, it scores one"
-        raise ConfigError(Problem(what, "command line", why, "--step N --tolerance X"))
 
 
 def _print_progress(text: str) -> None:

@@ -11,7 +11,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.report import make_report
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.utils.console import show_control_characters
-from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.errors import StorageError, refuse
 from rloo_cli.utils.files import write_text
 
 REPORT_FILE = "report.html"
@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
     if out.suffix.lower() not in (".html", ".htm"):
         what = f"{out} does not end in .html"
         why = f"a report is one page of HTML: found {out.suffix or 'no ending'}"
-        raise ConfigError(Problem(what, "command line", why, f"--out {out.with_suffix('.html')}"))
+        refuse("command line", what, f"--out {out.with_suffix('.html')}", why)
     page, figures = make_report(folder)
     if options.json:
         print(json.dumps(figures, indent=2))
@@ -34,8 +34,7 @@ def run(args: list[str]) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, page)
     except OSError as error:
-        what = f"{out} cannot be written"
         fix = f"--out FOLDER/{out.name}, in a folder that can be written"
-        raise StorageError(Problem(what, "command line", str(error), fix)) from None
+        refuse("command line", f"{out} cannot be written", fix, str(error), error=StorageError)
     print(show_control_characters(str(out)))
     return 0

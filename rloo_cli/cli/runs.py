@@ -15,7 +15,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.run_folders import RUNS_ROOT
 from rloo_cli.inspection.run_list import RunSummary, list_runs
 from rloo_cli.reporting.panel import clean_line, format_duration, format_number
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 STATE_STYLES = {"finished": "green", "training": "cyan", "failed": "red", "damaged": "red"}
 
@@ -26,7 +26,7 @@ def run(args: list[str]) -> int:
     root = Path(options.folder) if options.folder else RUNS_ROOT
     if options.folder and not root.is_dir():
         why, fix = f"looked at {root.absolute()}", "rloo runs FOLDER, with one that exists"
-        raise ConfigError(Problem(f"there is no folder {root}", "command line", why, fix))
+        refuse("command line", f"there is no folder {root}", fix, why)
     runs = list_runs(root)
     if options.json:
         print(json.dumps([run.to_json() for run in runs], indent=2))

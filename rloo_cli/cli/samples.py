@@ -18,14 +18,13 @@ from rich.text import Text
 
 from rloo_cli.cli.answers import answer_console
 from rloo_cli.cli.verb_parser import parse_verb
-from rloo_cli.config.pasted import guess_name
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.config.template import content_text
 from rloo_cli.data.images import BadImage, read_thumbnail
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, find_samples_file, read_sample_records
 from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.panel import clean_line, format_number, wrap_text
-from rloo_cli.utils.errors import ConfigError, Problem
 
 MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all of it
 # Of an episode's parts: the style, and the lines that are shown.
@@ -42,7 +41,7 @@ SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs t
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for samples not found and flags not understood."""
-    options = _parse_args(args)
+    options = parse_verb("samples", args)
     folder = find_run_folder(options.run, "samples")
     path = find_samples_file(folder, options.step, options.eval, options.set)
     samples = read_sample_records(path)
@@ -57,29 +56,14 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _parse_args(args: list[str]) -> argparse.Namespace:
-    options = parse_verb("samples", args)
-    if options.worst and options.best:
-        what, why = "--worst and --best do not go together", "samples are sorted one way"
-        raise ConfigError(Problem(what, "command line", why, "--worst"))
-    if options.reward is not None and not (options.worst or options.best):
-        fix = f"--worst --reward {options.reward}"
-        why = "it says by what the samples are sorted"
-        raise ConfigError(Problem("--reward needs --worst or --best", "command line", why, fix))
-    return options
-
-
 def rank_samples(samples: list[SampleRecord], options: argparse.Namespace) -> list[SampleRecord]:
     """All samples in the order that was asked for; those without a value last."""
     if not (options.worst or options.best):
         return sorted(samples, key=lambda sample: sample.get("k", 0))
     names = list(dict.fromkeys(n for sample in samples for n in sample.get("rewards") or {}))
     if options.reward is not None and options.reward not in names:
-        why, fix = (
-            f"rewards: {', '.join(names)}",
-            f"--reward {guess_name(options.reward, names)}" if names else "leave --reward out",
-        )
-        raise ConfigError(Problem(f"no reward {options.reward!r} here", "command line", why, fix))
+        fix = "--reward NAME" if names else "leave --reward out"
+        refuse_unknown_name("reward", options.reward, names, fix)
     sign = -1.0 if options.best else 1.0
 
     def position(sample: SampleRecord) -> float:

@@ -19,9 +19,9 @@ from rloo_cli.cli import eval_target, slurm_cluster
 from rloo_cli.cli.slurm_template import SLURM_JOB_KINDS, SlurmJob, fill_batch_script
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.config.user_files import USER_RECIPE_FILES
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, refuse
 
 USAGE = "rloo slurm render|submit [train|train_and_serve|sweep|eval] +recipe=NAME [key=value ...]"
 # The batch script adds these itself, from the nodes that it gets.
@@ -60,12 +60,12 @@ def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> Sl
     """The job that these arguments ask for; `run`: of an evaluation. Raises ConfigError."""
     wrong = kind if kind and kind not in SLURM_JOB_KINDS else run if run and kind != "eval" else ""
     if wrong:
-        close = nearest_names(wrong, SLURM_JOB_KINDS)
-        fix = f"rloo slurm render {close[0]} ..." if close else USAGE
-        raise ConfigError(Problem(f"{wrong!r} is not understood", "command line", USAGE, fix))
+        refuse_unknown_name(
+            "kind of job", wrong, SLURM_JOB_KINDS, "rloo slurm render NAME ...", USAGE
+        )
     if not run and not any(w.lstrip("+").startswith("recipe=") for w in overrides):
         why = "a batch script's first word is a recipe"
-        raise ConfigError(Problem("rloo slurm needs a recipe", "command line", why, USAGE))
+        refuse("command line", "rloo slurm needs a recipe", USAGE, why)
     if run:
         settings = eval_target.eval_target_of_run(run, overrides).config
         return SlurmJob("eval", settings, run, _script_overrides(overrides))
@@ -80,7 +80,7 @@ def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> Sl
         what = f"{server.num_nodes} nodes are to serve, and a job of kind train has none"
         fix = "rloo slurm render train_and_serve ..., or generation.server.num_nodes=0"
         why = "only train_and_serve asks Slurm for nodes of servers"
-        raise ConfigError(Problem(what, "generation.server.num_nodes", why, fix))
+        refuse("generation.server.num_nodes", what, fix, why)
     return SlurmJob(kind, settings, _recipe(composed), _script_overrides(composed.user_overrides))
 
 
@@ -116,8 +116,7 @@ def _sweep_job(overrides: list[str]) -> SlurmJob:
     several = {word: p for word, p in zip(plain, parsed, strict=True) if p.is_sweep_override()}
     if not several:
         what, fix = "a sweep needs a key of several values", "algorithm.beta=0.01,0.05"
-        why = f"found one value of each key: {' '.join(plain)}"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", what, fix, f"found one value of each key: {' '.join(plain)}")
     values = [
         [f"{word.partition('=')[0]}={v}" for v in p.sweep_string_iterator()]
         for word, p in several.items()
@@ -165,7 +164,7 @@ def submit_job(job: SlurmJob) -> list[str]:
     )
     if ended.returncode:
         fix = "correct the key of slurm that it names; `rloo slurm render` prints the script"
-        raise MachineError(Problem("sbatch refuses the job", "slurm", ended.stderr.strip(), fix))
+        refuse("slurm", "sbatch refuses the job", fix, ended.stderr.strip(), error=MachineError)
     number = ended.stdout.strip().splitlines()[-1].partition(";")[0]
     log = job.log.replace("%x", str(job.config.name)).replace("%j", number).replace("%A", number)
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rloo_cli.cli.slurm_template import SlurmJob
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, refuse
 
 SINFO_TIMEOUT_S = 30.0
 ELSEWHERE = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
@@ -33,7 +33,7 @@ def check_cluster_fits(job: SlurmJob) -> None:
     """Raises MachineError (exit 3) with everything that keeps this job from running here."""
     if shutil.which("sbatch") is None:
         why = f"none of these folders has it: {os.environ.get('PATH', '')}"
-        raise MachineError(Problem("there is no sbatch here", "PATH", why, ELSEWHERE))
+        refuse("PATH", "there is no sbatch here", ELSEWHERE, why, error=MachineError)
     found = cluster_partitions()
     if problems := [*_problems(job, found)]:
         raise MachineError(*problems)
@@ -108,11 +108,10 @@ def cluster_partitions() -> list[Partition]:
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=SINFO_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        what = "sinfo does not answer"
-        raise MachineError(Problem(what, "PATH", str(error), ELSEWHERE)) from None
+        refuse("PATH", "sinfo does not answer", ELSEWHERE, str(error), error=MachineError)
     if ended.returncode:
         fix = "try again once `sinfo` by itself answers"
-        raise MachineError(Problem("sinfo does not answer", "PATH", ended.stderr.strip(), fix))
+        refuse("PATH", "sinfo does not answer", fix, ended.stderr.strip(), error=MachineError)
     found: dict[str, Partition] = {}
     for line in ended.stdout.splitlines():
         name, limit, nodes = line.strip().split("|")

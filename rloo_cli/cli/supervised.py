@@ -22,7 +22,7 @@ from rloo_cli.config.provenance import YAML_ERRORS, ConfigSources
 from rloo_cli.config.schema import DistributedConfig, RewardConfig
 from rloo_cli.config.supervised import SupervisedTraining
 from rloo_cli.launch import local_ranks, preflight, processes
-from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.errors import ConfigError, Problem, StorageError, refuse
 from rloo_cli.utils.files import JsonObject, read_json, write_text
 
 STOPPED_CODES = (75, 130)
@@ -85,9 +85,7 @@ def _train_in_subprocess(
                 folder.rename(output_dir)
     except OSError as error:
         fix = "free some space, or root=FOLDER that can be written; then run it again"
-        raise StorageError(
-            Problem("the model cannot be written", str(output_dir), str(error), fix)
-        ) from error
+        refuse(str(output_dir), "the model cannot be written", fix, str(error), error=StorageError)
     if code in STOPPED_CODES:
         print(f"stopped: nothing of it is kept, and the same command begins anew ({output_dir})")
     return code
@@ -111,7 +109,7 @@ def _is_trained(output_dir: Path, now: JsonObject, section: str) -> bool:
     other = [p for p in parts if isinstance(before, dict) and before.get(p) != now[p]]
     why = f"it was trained with another {' and '.join(other)}" if other else "it is something else"
     fix = f"name=OTHER, or root=OTHER, or move it away: mv {output_dir} {output_dir}.old"
-    raise ConfigError(Problem(f"{output_dir} exists", "name", why, fix))
+    refuse("name", f"{output_dir} exists", fix, why)
 
 
 def _print_results(

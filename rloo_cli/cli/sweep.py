@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from rloo_cli.cli import answers, multirun
 from rloo_cli.cli.verb_parser import parse_verb
@@ -25,7 +26,7 @@ from rloo_cli.launch.sweep.scheduler import SweepScheduler
 from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState, Trial, override_key
 from rloo_cli.launch.sweep.table import SweepDisplay
 from rloo_cli.planning import device
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 DEFAULT_CHUNK_STEPS = 10  # steps of a time slice
@@ -74,7 +75,7 @@ def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
     if gpus and jobs > len(gpus):
         why = f"{len(gpus)} GPUs are visible, and each member takes one with all its memory"
         what = f"{jobs} members cannot train at the same time"
-        raise ConfigError(Problem(what, "--jobs", why, f"--jobs {len(gpus)}"))
+        refuse("--jobs", what, f"--jobs {len(gpus)}", why)
 
 
 def _trials_that_fit(jobs: int, gpus: Sequence[str], with_engines: bool = False) -> int | None:
@@ -105,8 +106,7 @@ def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedCon
     """The sweep's folder: named after its trials and its overrides, so that it is found again."""
     roots = sorted({str(job.values["root"]) for job in jobs})
     if len(roots) > 1:
-        what = "a sweep has one root"
-        raise ConfigError(Problem(what, "root", f"found {', '.join(roots)}", "root=FOLDER"))
+        refuse("root", "a sweep has one root", "root=FOLDER", f"found {', '.join(roots)}")
     base = jobs[0].values.get("name") or "sweep"
     return Path(roots[0], name or f"{base}-sweep-{rules.overrides_digest(overrides)}")
 
@@ -117,13 +117,12 @@ def _existing_or_new_sweep(folder: Path, overrides: list[str], trials: list[Tria
         return SweepState(folder, overrides, os.getcwd(), members=trials)
     fix = f"--name OTHER, or move it away: mv {folder} {folder}.old"
     if not (folder / state.SWEEP_FILE).is_file():
-        raise ConfigError(Problem(f"{folder} exists", "--name", "it is not a sweep", fix))
+        refuse("--name", f"{folder} exists", fix, "it is not a sweep")
     found = state.read_sweep(folder)
     if rules.overrides_digest(found.words) != rules.overrides_digest(overrides):
-        why = f"it was started with: {' '.join(found.words)}"
         fix = f"rloo sweep resume {folder}, or {fix}"
         what = f"{folder} is a sweep with other overrides"
-        raise ConfigError(Problem(what, "--name", why, fix))
+        refuse("--name", what, fix, f"it was started with: {' '.join(found.words)}")
     overrides_now = {trial.name: trial.words for trial in trials}
     for trial in found.members:  # keys that are not part of a name may have changed, like logging
         trial.words = overrides_now.get(trial.name, trial.words)
@@ -173,7 +172,7 @@ def _refuse_running_sweep(folder: Path) -> None:
     if facts := state.running_process(folder):
         what = f"{folder} is being run by process {facts['pid']} on {facts['host']}"
         why = "a second process would train the same members again"
-        raise ConfigError(Problem(what, "command line", why, f"rloo sweep show {folder}"))
+        refuse("command line", what, f"rloo sweep show {folder}", why)
 
 
 def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> None:
@@ -231,14 +230,14 @@ def _running_sweep_and_trial(options: argparse.Namespace) -> tuple[SweepState, T
     trial = found.find_trial(options.member)
     if not state.running_process(found.folder):
         changes = getattr(options, "overrides", [])
-        raise ConfigError(_not_running_problem(options.action, found, trial, changes))
+        _refuse_stopped_sweep(options.action, found, trial, changes)
     return found, trial
 
 
-def _not_running_problem(
+def _refuse_stopped_sweep(
     verb: str, sweep_state: SweepState, trial: Trial, changes: list[str]
-) -> Problem:
-    """The error for a command to a sweep that does not run, with what to do instead."""
+) -> NoReturn:
+    """Refuse a command to a sweep that does not run, with what to do instead."""
     fix = f"rloo sweep resume {sweep_state.folder}, then this again"
     if verb == "stop":
         fix = "nothing: it does not train"
@@ -247,8 +246,8 @@ def _not_running_problem(
         fix += f", or for one run: rloo train {overrides} name=OTHER"
         fix += f" resume={sweep_state.trial_folder(trial)}/checkpoint-STEP"
         fix += " resume_allow_changes=true"
-    what, why = f"{sweep_state.folder} is not running", f"it is {_sweep_status(sweep_state)}"
-    return Problem(what, "command line", why, fix)
+    why = f"it is {_sweep_status(sweep_state)}"
+    refuse("command line", f"{sweep_state.folder} is not running", fix, why)
 
 
 def _sweep_status(sweep_state: SweepState) -> str:
@@ -266,10 +265,6 @@ def _send_command(options: argparse.Namespace, answer: JsonObject) -> int:
 
 def _clone_trial(options: argparse.Namespace, answer: JsonObject) -> int:
     """Compose and check the clone's config, then tell the sweep of it."""
-    if not options.overrides:
-        what, why = "a clone needs a changed key", "no key=value follows the member"
-        fix = "rloo sweep clone SWEEP MEMBER key=value ..."
-        raise ConfigError(Problem(what, "command line", why, fix))
     sweep, trial = _running_sweep_and_trial(options)
     changes = options.overrides
     folder = sweep.folder.absolute()
@@ -286,7 +281,7 @@ def _clone_trial(options: argparse.Namespace, answer: JsonObject) -> int:
             problems.append(Problem(what, "root", why, "leave root out"))
         if not changes:
             fix = f"rloo sweep clone {options.sweep} {trial.number} train.learning_rate=3e-5"
-            given = " ".join(options.overrides)
+            given = " ".join(options.overrides) or "nothing, as it is given,"
             what, why = "a clone needs a changed key", f"{given} changes no training"
             problems.append(Problem(what, "command line", why, fix))
         if problems:

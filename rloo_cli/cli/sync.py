@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 from rloo_cli.cli.verb_parser import parse_verb
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.reporting.trackers import TrackerClient, known_tracker_runs, tracker_about
 from rloo_cli.reporting.trackers.kinds import TRACKERS
-from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
+from rloo_cli.utils.errors import TrackerError, refuse
 from rloo_cli.utils.files import JsonObject
 
 SEND_LIMIT_S = 24 * 3600.0  # of all lines; one call of a client has a limit of its own
@@ -23,9 +24,8 @@ def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError (no run, no metrics, no such tracker), TrackerError."""
     options = parse_verb("sync", args)
     if options.tracker not in TRACKERS:
-        what = f"there is no tracker {options.tracker!r}" if options.tracker else "which tracker?"
-        why = f"trackers: {', '.join(TRACKERS)}"
-        raise ConfigError(Problem(what, "command line", why, "rloo sync RUN tensorboard"))
+        fix = "rloo sync RUN NAME"
+        refuse_unknown_name("tracker", options.tracker, TRACKERS, fix, "rloo sync RUN tensorboard")
     folder = find_run_folder(options.run, "sync")
     told = _send_all(folder, options.tracker, options.project)
     if options.json:
@@ -44,7 +44,7 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     if not lines:
         fix = f"wait for its first step; rloo doctor {folder} says what keeps it"
         why = "its first step, or its first evaluation, has not ended yet"
-        raise ConfigError(Problem(f"{folder} has no metrics to send", "command line", why, fix))
+        refuse("command line", f"{folder} has no metrics to send", fix, why)
     logging = record.config.get("logging")
     project = project or (logging.get("tracker_project") if isinstance(logging, dict) else None)
     about = tracker_about(folder, [name], project, folder.name, record.config)
@@ -53,7 +53,7 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
     client.close(SEND_LIMIT_S)
     if name in client.failed:
         what, fix = f"{name} does not take the run", "see to its login and network, then try again"
-        raise TrackerError(Problem(what, "command line", client.failed[name], fix))
+        refuse("command line", what, fix, client.failed[name], error=TrackerError)
     (tracker,) = client.trackers
     known = known_tracker_runs(folder)[name]
     return {

@@ -13,7 +13,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.inspection.run_folders import RUNS_ROOT, find_run_folder
 from rloo_cli.inspection.run_list import list_runs
 from rloo_cli.inspection.run_screen import RunScreen
-from rloo_cli.utils.errors import ConfigError, Problem, require_packages
+from rloo_cli.utils.errors import require_packages
 
 if TYPE_CHECKING:  # lazy: textual takes a third of a second
     from textual.app import App
@@ -22,10 +22,6 @@ if TYPE_CHECKING:  # lazy: textual takes a third of a second
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for a run that is not there."""
     options = parse_verb("top", args)
-    if not options.every > 0:
-        what = f"--every {options.every:g}: more than 0 seconds"
-        why = "it is the time from one drawing of the screen to the next"
-        raise ConfigError(Problem(what, "command line", why, "--every 2"))
     screen = RunScreen(_chosen_folder(options.run))
     if options.json:
         print(json.dumps(screen.screen_values(), indent=2))

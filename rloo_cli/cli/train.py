@@ -18,9 +18,6 @@ def run(args: list[str]) -> int:
     if options.cfg is not None:
         print(compose.config_text(options.overrides, options.cfg, options.package, options.resolve))
         return 0
-    if options.resolve or options.package is not None:
-        what, why = "--resolve and --package are of a printed config", "there is no --cfg"
-        raise ConfigError(Problem(what, "command line", why, "--cfg job --resolve"))
     jobs = JobResults(options.dry_run, options.json)
     with answers.json_answer(options.json) as answer:
         best = ""

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from rloo_cli.cli.verbs import COMMON_FLAGS, GROUPS, NEW, VERBS, WORD_HELP
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, refuse
 
 ASKED_BY_VERB = ("RUN", "SHELL", "TRACKER", "KEY")  # words whose lack the verb itself explains
 WIDTH, FLAG_WIDTH = 100, 34  # characters of a line of help, and of a flag before what it does
@@ -37,11 +37,12 @@ class VerbParser(argparse.ArgumentParser):
         self.takes_command = "COMMAND ..." in usages.values()
         self.words = self._add_words([*usages.values()] if with_words else [])
         group = self.add_argument_group("flags")
+        sole = group.add_mutually_exclusive_group()
         allowed = known.flags_of.get(action or NEW)
         for spec, text in (known.flags | COMMON_FLAGS).items():
             name = re.split("[ ,]", spec)[0]
             if allowed is None or name in (*allowed, "--json") or spec in COMMON_FLAGS:
-                _add_flag(group, spec, text)
+                _add_flag(sole if name in known.exclusive else group, spec, text)
 
     def _add_words(self, forms: Sequence[str]) -> list[str]:
         """Add the positional arguments that these usages name. -> their names"""
@@ -88,6 +89,7 @@ class VerbParser(argparse.ArgumentParser):
         options, more = self.parse_known_args(words, options)
         if more:
             self.error(f"{more[0]!r} is one word too many")
+        self._check_needs(options)
         if "overrides" in self.words:
             self._sort_words(options)
             self._check_recipe(options)
@@ -101,12 +103,23 @@ class VerbParser(argparse.ArgumentParser):
             end += 2 if args[end] in with_value else 1
         return end
 
+    def _check_needs(self, options: argparse.Namespace) -> None:
+        """Raises ConfigError for a flag without the one that it needs beside it."""
+        flags = {flag: action for action in self._actions for flag in action.option_strings}
+        values = {flag: getattr(options, action.dest, None) for flag, action in flags.items()}
+        given = {flag for flag, value in values.items() if value != flags[flag].default}
+        for flag, others in VERBS[self.verb].needs.items():
+            if flag in given and given.isdisjoint(other.split()[0] for other in others):
+                fix = f"{others[0]} {flag}" + ("" if values[flag] is True else f" {values[flag]}")
+                why = f"{flag}: {self._help_of(flags[flag])}"
+                refuse("command line", f"{flag} needs {' or '.join(others)}", fix, why)
+
     def _check_recipe(self, options: argparse.Namespace) -> None:
         """Raises ConfigError where the usage has +recipe=NAME, and nothing is to be composed."""
         if options.overrides or " +recipe=NAME " not in self.forms[0] or getattr(options, "run", 0):
             return
         what, why = f"{self.prog} takes a recipe and keys", "found no +recipe=NAME and no key=value"
-        raise ConfigError(Problem(what, "command line", why, self.forms[0]))
+        refuse("command line", what, self.forms[0], why)
 
     def _sort_words(self, options: argparse.Namespace) -> None:
         """Give the first words that are not key=value their names, wherever they stand."""
@@ -124,13 +137,14 @@ class VerbParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
         wrong = re.match(r"argument (\S+?)[:/]", message)
-        why = f"its flags are {', '.join(self.flags)}"
+        why, fix = f"its flags are {', '.join(self.flags)}", self.forms[0]
         if not wrong:
             why = f"it takes {self.forms[0].removeprefix(self.prog).strip() or 'no word'}"
         for action in self._actions if wrong else ():
             if wrong and wrong[1] in action.option_strings:
                 why = f"{wrong[1]} {action.metavar or ''}: {self._help_of(action)}"
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, self.forms[0]))
+                fix += EXAMPLE_VALUES.get(str(action.metavar), "").replace("FLAG", wrong[1])
+        refuse("command line", f"{self.prog}: {message}", fix, why)
 
     def _help_of(self, action: argparse.Action) -> str:
         return str(action.help).replace("%(default)s", str(action.default))
@@ -156,30 +170,29 @@ def is_bare(word: str) -> bool:
     return "=" not in word and not word.startswith(("+", "~"))
 
 
-def whole_number(text: str) -> int:
-    """A step. Raises ValueError."""
-    if not 0 <= int(text) <= 10**12:
-        raise ValueError
-    return int(text)
+def _number_type(
+    name: str, kind: type[int] | type[float], is_allowed: Callable[[float], bool]
+) -> Callable[[str], float]:
+    """What reads the number of a flag, and raises ValueError; argparse says `name` of it."""
 
+    def read_number(text: str) -> float:
+        value = kind(text)
+        if not is_allowed(value):
+            raise ValueError
+        return value
 
-def count(text: str) -> int:
-    """A number of 1 or more. Raises ValueError."""
-    if not 0 < int(text) <= 10**12:
-        raise ValueError
-    return int(text)
-
-
-def mean_count(text: str) -> float:
-    """A mean of counts of 1 or more. Raises ValueError."""
-    if not 1 <= float(text) <= 10**6:
-        raise ValueError
-    return float(text)
+    read_number.__name__ = name
+    return read_number
 
 
 TYPES: dict[str, Callable[[str], object]] = {  # what a flag's value is called -> how it is read
-    "N": count, "STEP": whole_number, "MEAN": mean_count, "X": float, "SECONDS": float,
-}  # fmt: skip
+    "N": _number_type("count", int, lambda value: 0 < value <= 10**12),
+    "STEP": _number_type("whole_number", int, lambda value: 0 <= value <= 10**12),
+    "MEAN": _number_type("mean_count", float, lambda value: 1 <= value <= 10**6),
+    "X": _number_type("tolerance", float, lambda value: 0 <= value < 1),
+    "SECONDS": _number_type("seconds", float, lambda value: value > 0),
+}
+EXAMPLE_VALUES = {"X": " FLAG 1e-5", "SECONDS": " FLAG 2"}  # what a value is called -> as pasted
 
 
 def _add_flag(group: argparse._ArgumentGroup, spec: str, text: str) -> None:
@@ -212,7 +225,7 @@ def parse_verb(verb: str, args: Sequence[str]) -> argparse.Namespace:
         action = words[0] if words and words[0] in actions else NEW
         wrong = words[:1] if not actions.get(NEW) and words[:1] != [action] else []
         if action not in actions or (wrong and is_bare(wrong[0]) and wrong[0][:1] != "-"):
-            raise ConfigError(_unknown_action_problem(verb, words))
+            _refuse_unknown_action(verb, words)
     if action:
         rest.remove(action)
     options = VerbParser(verb, action).parse_words(rest)
@@ -220,7 +233,7 @@ def parse_verb(verb: str, args: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _unknown_action_problem(verb: str, words: Sequence[str]) -> Problem:
+def _refuse_unknown_action(verb: str, words: Sequence[str]) -> NoReturn:
     from rloo_cli.config.old_names import nearest_names  # lazy: only for an error
 
     named = [*filter(None, VERBS[verb].words)]
@@ -228,7 +241,7 @@ def _unknown_action_problem(verb: str, words: Sequence[str]) -> Problem:
     what = f"rloo {verb} {words[0]}: not understood" if words else f"rloo {verb} needs a verb"
     forms = VerbParser(verb, near[0] if near and near[0] in named else None).forms
     fix = near[0] if near and near[0].startswith("-") else " or ".join(forms)
-    return Problem(what, "command line", f"it takes {', '.join(named)}", fix)
+    refuse("command line", what, fix, f"it takes {', '.join(named)}")
 
 
 def verb_help(verb: str) -> str:

@@ -19,6 +19,8 @@ class Verb(NamedTuple):
     examples: tuple[str, ...]
     details: str = ""  # lines below the usage
     flags_of: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # action -> some of the flags
+    exclusive: tuple[str, ...] = ()  # flags of which one at most is given
+    needs: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # flag -> one of these is needed
 
 
 GROUPS = ("train", "serve and scale", "inspect", "tools")  # in the order of the help
@@ -62,6 +64,7 @@ VERBS: dict[str, Verb] = {
         "all keys. A run writes to root/name, runs/NAME as a rule; Ctrl-C saves it, and "
         "resume=auto goes on with it. --multirun returns logging.objective of each job to "
         "Hydra's sweeper.",
+        needs={"--resolve": ("--cfg job",), "--package": ("--cfg job",)},
     ),
     "sweep": Verb(
         "train",
@@ -242,7 +245,7 @@ VERBS: dict[str, Verb] = {
             "--step STEP": "the step; with --reward all recorded steps if it is left out",
             "--reward FILE.py:NAME": "score the recorded completions with it instead",
             "-n N=5": "with --reward: how many completions are shown whose advantage flips",
-            "--tolerance X": "numbers this near are equal; 0 = bit for bit, as on an equal CPU",
+            "--tolerance X": "numbers this near are equal, below 1; 0 = bit for bit, as on one CPU",
             "--json": "the result as data",
         },
         (
@@ -252,6 +255,8 @@ VERBS: dict[str, Verb] = {
         ),
         "The run has recorded its rollouts (logging.rollouts_every=1), and is not changed. Exits "
         "with 20 where a step comes out differently.",
+        exclusive=("--reward", "--tolerance"),
+        needs={"--tolerance": ("--step N",)},
     ),
     "sync": Verb(
         "tools",
@@ -296,6 +301,8 @@ VERBS: dict[str, Verb] = {
             "--json": "the whole samples, with all their fields",
         },
         ("rloo samples quickstart", "rloo samples runs/quickstart --step 40 --worst -n 20"),
+        exclusive=("--worst", "--best"),
+        needs={"--reward": ("--worst", "--best")},
     ),
     "ledger": Verb(
         "inspect",

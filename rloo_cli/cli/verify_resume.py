@@ -13,7 +13,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose
 from rloo_cli.inspection.first_difference import difference_lines
 from rloo_cli.inspection.resume_proof import MIN_STEPS, ResumeProof, proof_words, prove_resume
-from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
+from rloo_cli.utils.errors import FOUND_CODE, refuse
 
 USAGE = "rloo verify-resume +recipe=NAME [key=value ...] [--steps N] [--kill-in-step STEP]"
 
@@ -63,10 +63,10 @@ def read_words(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.steps < MIN_STEPS or not 1 <= options.kill_in_step <= options.steps:
         what = f"--steps {options.steps} --kill-in-step {options.kill_in_step}"
         why = f"at least {MIN_STEPS} steps, and killed in one of them"
-        raise ConfigError(Problem(what, "command line", why, "--steps 6 --kill-in-step 5"))
+        refuse("command line", what, "--steps 6 --kill-in-step 5", why)
     if not any(word.lstrip("+").startswith("recipe=") for word in words):
         why = f"found {' '.join(words) or 'nothing'}, and no +recipe=NAME"
-        raise ConfigError(Problem("rloo verify-resume needs a recipe", "command line", why, USAGE))
+        refuse("command line", "rloo verify-resume needs a recipe", USAGE, why)
     return options, words
 
 

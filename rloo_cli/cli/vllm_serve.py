@@ -27,7 +27,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS
 from rloo_cli.launch import preflight, rollout_server
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
 BACKEND_OVERRIDE = "generation=vllm_server"
@@ -52,11 +52,10 @@ def run(args: list[str]) -> int:
         composed = compose_config(args)
     settings = check.check_config(composed)
     if not settings.generation.is_server:
-        what, why = (
-            f"{BACKEND_OVERRIDE} does not hold",
-            f"the backend is {settings.generation.backend!r}",
+        why = f"the backend is {settings.generation.backend!r}"
+        refuse(
+            "generation", f"{BACKEND_OVERRIDE} does not hold", "a recipe that leaves it open", why
         )
-        raise ConfigError(Problem(what, "generation", why, "a recipe that leaves it open"))
     with hf_cache.recorded_command(composed.user_overrides):
         folder = settings.folder
         check_folder_free(folder)
@@ -78,7 +77,7 @@ def server_words(args: list[str]) -> list[str]:
     if not model and "model" not in keys:
         fix = "rloo vllm-serve model.path=ORG/NAME, or +recipe=NAME"
         why = f"found {' '.join(args) or 'nothing'}: no model.path, and no recipe that has one"
-        raise ConfigError(Problem("which model is to be served?", "model.path", why, fix))
+        refuse("model.path", "which model is to be served?", fix, why)
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model or keys["model"].partition("=")[2]).strip("-.")
     more = [word for key, word in UNREAD_OVERRIDES.items() if key not in keys]
     more += [] if "name" in keys else [f"name=serve-{slug}"]
@@ -118,15 +117,14 @@ def _serve(
             raise
         died, last = process.exit_code, rollout_server.server_log_tail(process)
         left = rollout_server.stop_server(process)
-    if left:
-        what = f"processes {', '.join(map(str, left))} of the server would not end"
-        fix = f"kill -9 {' '.join(map(str, left))}"
-        why = "they were killed, and are still there 10 seconds later"
-        raise GenerationError(Problem(what, "generation.server", why, fix, f"log: {process.log}"))
-    if not heard:
-        what = f"the server's process ended by itself, with {died}"
-        fix = "correct what its log says, then start it again"
-        raise GenerationError(Problem(what, "generation.server", last, fix, f"log: {process.log}"))
+    if left or not heard:
+        what, why = f"the server's process ended by itself, with {died}", last
+        fix, more = "correct what its log says, then start it again", f"log: {process.log}"
+        if left:
+            what = f"processes {', '.join(map(str, left))} of the server would not end"
+            fix = f"kill -9 {' '.join(map(str, left))}"
+            why = "they were killed, and are still there 10 seconds later"
+        refuse("generation.server", what, fix, why, more=more, error=GenerationError)
     print(f"{folder}: the server has ended, as it was asked to", file=out)
     return 0
 
@@ -136,8 +134,7 @@ def _check_no_other_server(folder: Path) -> None:
     there = server_file.running_server(folder)
     if there is not None and (there.is_alive() or _is_healthy(there.url)):
         why = f"process {there.pid} on {there.host}, at {there.url}, started by {there.by}"
-        fix = f"kill {there.pid}, or name=OTHER"
-        raise ConfigError(Problem(f"{folder} has a server already", "name", why, fix))
+        refuse("name", f"{folder} has a server already", f"kill {there.pid}, or name=OTHER", why)
 
 
 def _is_healthy(url: str) -> bool:

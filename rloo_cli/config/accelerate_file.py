@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 KEY = "distributed.accelerate_config"
@@ -50,7 +50,7 @@ def apply_accelerate_file(values: JsonObject, overrides: Iterable[str]) -> JsonO
     if "distributed" in told and file.keys["engine"] != distributed.get("engine"):
         why = f"{name} says {file.keys['engine']}, distributed={distributed.get('engine')} another"
         fix = f"leave one of the two out; distributed.engine={distributed.get('engine')} wins"
-        raise ConfigError(Problem("the engine is set twice", KEY, why, fix))
+        refuse(KEY, "the engine is set twice", fix, why)
     if problems := [*file.contradictions(values)]:
         raise ConfigError(*problems)
     keys = {k: v for k, v in file.keys.items() if f"distributed.{k}" not in told}
@@ -190,10 +190,10 @@ def _read_mapping(path: Path, name: str) -> JsonObject:
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         fix = "the file that `accelerate config` wrote"
-        raise ConfigError(Problem(f"{name} cannot be read", KEY, why, fix)) from None
+        refuse(KEY, f"{name} cannot be read", fix, why)
     if not isinstance(content, dict):
         why, fix = "expected `name: value`", "the file that `accelerate config` wrote"
-        raise ConfigError(Problem(f"{name} is not a mapping of settings", KEY, why, fix))
+        refuse(KEY, f"{name} is not a mapping of settings", fix, why)
     return content
 
 

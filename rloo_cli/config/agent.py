@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rloo_cli.config import registry
 from rloo_cli.config.old_names import find_old_name
-from rloo_cli.config.pasted import guess_name
+from rloo_cli.config.pasted import guess_name, unknown_name_problem
 from rloo_cli.config.schema import (
     DataConfig,
     DistributedConfig,
@@ -23,7 +23,7 @@ from rloo_cli.config.schema import (
     RunConfig,
     key,
 )
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
 VLLM_PREFIX = "vllm:"  # of agent.parser: a parser of vLLM's
@@ -121,9 +121,9 @@ def agent_package_problems(agent: EpisodeConfig | None) -> Iterator[Problem]:
     """Packages that an agent's keys need and `pip install rloo-cli` does not install."""
     parser = str(getattr(agent, "parser", ""))
     if parser.startswith(VLLM_PREFIX) and find_spec("vllm") is None:
-        what, why = f"agent.parser = {parser} needs vLLM", "vllm is not installed"
         fix = "pip install 'rloo-cli[vllm]', or agent.parser=auto"
-        yield Problem(what, "agent.parser", why, fix)
+        what = f"agent.parser = {parser} needs vLLM"
+        yield Problem(what, "agent.parser", "vllm is not installed", fix)
     renderer = str(getattr(agent, "renderer", ""))
     if renderer.startswith(RENDERERS) and find_spec("renderers") is None:
         what = f"agent.renderer = {renderer} needs a package of that name"
@@ -188,10 +188,9 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
         fix = f"agent=NAME too, one of: {', '.join(names)}"
         yield Problem(f"{name} is set, and there is no agent", name, why, fix)
     elif not isinstance(kind, str) or kind not in names:
-        what, why = f"agent.kind = {kind!r}: there is no such agent", f"one of: {', '.join(names)}"
         gone = find_old_name(f"agent={kind}")
         fix = gone.fix if gone is not None else f"agent={guess_name(str(kind), names)}"
-        yield Problem(what, "agent.kind", why, fix)
+        yield unknown_name_problem("agent.kind", kind, "agent", names, fix)
 
 
 def agent_reward_problems(
@@ -202,12 +201,8 @@ def agent_reward_problems(
     if asked and (agent is None or not agent.scores_episodes()):
         what = f"reward.{asked[0]} asks an environment, and there is none"
         why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
-        yield Problem(
-            what,
-            f"reward.{asked[0]}.type",
-            why,
-            "agent=class or agent=proxy, which may have one",
-        )
+        fix = "agent=class or agent=proxy, which may have one"
+        yield Problem(what, f"reward.{asked[0]}.type", why, fix)
 
 
 def agent_problems(
@@ -219,15 +214,12 @@ def agent_problems(
     yield from _rank_problems(distributed, agent)
     least, most = generation.max_completion_length, agent.max_episode_tokens
     if most is not None and most < least:
-        what = f"agent.max_episode_tokens = {most} holds no turn"
         why = f"a turn may have {least} tokens (generation.max_completion_length)"
-        yield Problem(
-            what, "agent.max_episode_tokens", why, f"agent.max_episode_tokens={8 * least}"
-        )
+        yield value_problem("agent.max_episode_tokens", most, "holds no turn", 8 * least, why)
     if generation.ignore_eos:
         why = "a turn ends with an EOS, or is cut off and the episode's last"
-        what = "generation.ignore_eos = true leaves an episode one turn"
-        yield Problem(what, "generation.ignore_eos", why, "generation.ignore_eos=false")
+        what = "leaves an episode one turn"
+        yield value_problem("generation.ignore_eos", "true", what, "false", why)
 
 
 def prompt_problems(
@@ -250,15 +242,13 @@ def _rank_problems(config: DistributedConfig, agent: EpisodeConfig) -> Iterator[
     ranks = local * config.num_nodes
     if ranks == 1:
         return
-    if getattr(agent, "port", 0) and local > 1:
-        what = f"agent.port = {agent.port} for several processes"  # type: ignore[attr-defined]
+    if (port := getattr(agent, "port", 0)) and local > 1:
         why = "each of them has a proxy of its own, and a port has one listener"
-        yield Problem(what, "agent.port", why, "agent.port=0")
+        yield value_problem("agent.port", port, "does not go with several processes", 0, why)
     if hasattr(agent, "command") and agent.command is None:
-        shown = ranks if config.num_processes else "several"
-        what = f"agent.command is null, and {shown} ranks sample"
+        what = f"does not go with {ranks if config.num_processes else 'several'} ranks"
         why = "each has a proxy of its own, and agents that come by themselves know one address"
-        yield Problem(what, "agent.command", why, "agent.command='python agent.py'")
+        yield value_problem("agent.command", "null", what, "'python agent.py'", why)
     name, seconds = _longest_pause(agent)
     if seconds >= config.timeout_s:
         what = f"{name} is not less than distributed.timeout_s = {config.timeout_s:g}"

@@ -31,7 +31,7 @@ from rloo_cli.config.schema import (
     Sets,
     SourceConfig,
 )
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, refuse
 from rloo_cli.utils.files import JsonObject
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -267,7 +267,7 @@ def check_other_version(path: Path, values: JsonObject) -> None:
     except UNREADABLE_CONFIG as error:
         what = f"{path} was written by rloo {version}, and is not valid in this version"
         fix = f"go on with rloo {version}, or begin anew with this one: name=OTHER"
-        raise ConfigError(Problem(what, str(path), _invalid_keys(error), fix)) from None
+        refuse(str(path), what, fix, _invalid_keys(error))
 
 
 def _invalid_keys(error: Exception) -> str:
@@ -285,7 +285,7 @@ def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
     except UNREADABLE_CONFIG as error:
         what = f"{path} is not a config of this version"
         fix = "use the version of rloo that wrote it"
-        raise ConfigError(Problem(what, str(path), str(error), fix)) from None
+        refuse(str(path), what, fix, str(error))
 
 
 def read_resolved_config(path: Path) -> RunConfig:

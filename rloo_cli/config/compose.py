@@ -41,7 +41,7 @@ from rloo_cli.config.user_files import (
     unknown_choice_problem,
 )
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 GROUP_OF_KEY = {"algorithm.dialect": "algorithm/dialect"}
@@ -62,7 +62,7 @@ def check_group_choices(
             why = f"{key} is only the name of a file of keys, which would not be read"
             fix = f"defaults: [override /{group}: {value}] at the recipe's head"
             what, where = f"{key} is set as a plain key", sources.location_of(key)
-            raise ConfigError(Problem(what, where, why, fix))
+            refuse(where, what, fix, why)
 
 
 def base_files(choices: dict[str, Path], choice: str) -> list[Path]:
@@ -177,7 +177,7 @@ def _rewrite_override(override: str, groups: dict[str, dict[str, Path]]) -> tupl
         fix = "root=FOLDER, or hydra/launcher=NAME, hydra.launcher.KEY=VALUE"
         if bare.startswith("hydra.sweeper.params"):
             why, fix = "a recipe has it; here a key has several values", "--multirun KEY=A,B"
-        raise ConfigError(Problem(f"{bare} is not a key of rloo", where, why, fix))
+        refuse(where, f"{bare} is not a key of rloo", fix, why)
     if name.startswith("~") and bare:
         return 1, override
     if not equals or not bare or "@" in bare:
@@ -188,7 +188,7 @@ def _rewrite_override(override: str, groups: dict[str, dict[str, Path]]) -> tupl
             why = "no key stands before its equals sign"
         if bare and not equals:
             fix = mistakes.suggest_for_bare_argument(override, groups["recipe"])
-        raise ConfigError(Problem(f"{override!r} is not key=value", where, why, fix))
+        refuse(where, f"{override!r} is not key=value", fix, why)
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
     bare = GROUP_OF_KEY.get(bare, bare)
@@ -203,7 +203,7 @@ def _rewrite_choice(
     """`group=choice` -> its rank in the order, and the form that Hydra takes."""
     if value.startswith("{"):
         why, fix = f"{group} takes the name of a choice", f"{group}.KEY=VALUE for one of its keys"
-        raise ConfigError(Problem(f"{group}={value} is not a choice", where, why, fix))
+        refuse(where, f"{group}={value} is not a choice", fix, why)
     if group == "recipe":
         return 0, f"+recipe={','.join(_recipe_choice(v, groups, where) for v in value.split(','))}"
     value = "[]" if value in ("", "null") else value
@@ -286,7 +286,7 @@ def config_text(arguments: Iterable[str], kind: str, package: str | None, resolv
         if part is None:
             fix = f"--package {pasted.guess_name(str(package), [str(key) for key in cfg])}"
             what, why = f"section {package!r} not found", "the composed config does not have it"
-            raise ConfigError(Problem(what, "--package", why, fix))
+            refuse("--package", what, fix, why)
         if not OmegaConf.is_config(part):
             return str(part)
         head = "" if package is None else f"# @package {package}\n"

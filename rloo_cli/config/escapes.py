@@ -10,7 +10,7 @@ import re
 import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 QUOTED_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
@@ -36,7 +36,7 @@ def decode_escapes(value: str, where: str) -> str:
             fix = (
                 f"'{quoted[1:-1]}' in single quotes keeps backslashes; in double quotes write \\\\"
             )
-            raise ConfigError(Problem(what, where, why, fix)) from None
+            refuse(where, what, fix, why)
         return QuotedString(text=text, quote=Quote.single).with_quotes()
 
     return QUOTED_TEXT.sub(decode, value)

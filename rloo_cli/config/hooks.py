@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ParamSpec
 
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, Problem, RunError, refuse
 
 ALGORITHM_KEY = "algorithm.name"
 ALGORITHM_DOCS = "docs/ADD_AN_ALGORITHM.md"
@@ -46,7 +46,7 @@ def guard_hooks(algorithm: type, module: ModuleType) -> None:
             what = f"{owner.__name__}.{name} in {module.__file__} is not a function"
             why = f"it is {value!r:.80}, and {name} is the name of a hook"
             fix = f"give it another name, or def {name}(self, ...)"
-            raise ConfigError(Problem(what, ALGORITHM_KEY, why, fix, ALGORITHM_DOCS))
+            refuse(ALGORITHM_KEY, what, fix, why, more=ALGORITHM_DOCS)
         if not hasattr(value, "__wrapped__"):
             setattr(owner, name, _guarded(value, module, name))
 
@@ -67,7 +67,7 @@ def _guarded(code: Callable[P, object], module: ModuleType, name: str) -> Callab
         if why := _mismatch(name, returned, arguments):
             where = f"{module.__file__}:{inspect.unwrap(code).__code__.co_firstlineno}"
             what = f"{name} of the algorithm {module.__file__} returned something else"
-            raise ConfigError(Problem(what, where, why, f"correct {name}", ALGORITHM_DOCS))
+            refuse(where, what, f"correct {name}", why, more=ALGORITHM_DOCS)
         return returned
 
     return call

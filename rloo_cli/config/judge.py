@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 
 from rloo_cli.config import registry
 from rloo_cli.config import template as config_template
-from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.pasted import unknown_name_problem
 from rloo_cli.config.schema import (
     DataConfig,
     EvalConfig,
@@ -28,7 +28,7 @@ from rloo_cli.config.schema import (
     key,
 )
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems
 from rloo_cli.utils.files import JsonObject
 
 AGAINST_REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
@@ -104,14 +104,12 @@ def unknown_judge_problems(values: JsonObject) -> Iterator[Problem]:
     where, kind = "eval.judge.type", judge.get("type")
     if kind not in JUDGE_TYPES:
         fix = "judge=openai, judge=reward_model or judge=rule"
-        yield Problem(f"{where} = {kind!r}: there is no such judge", where, "openai, reward", fix)
+        yield unknown_name_problem(where, kind, "judge", JUDGE_TYPES, fix)
     elif kind == "reward":
         name, where = _entry_type(judge), "eval.judge.reward.type"
         names = registry.registry_names("rewards")
         if name not in names:
-            close = nearest_names(str(name), names)
-            why, fix = f"one of: {', '.join(sorted(names))}", f"{where}={close[0]}" if close else ""
-            yield Problem(f"{where} = {name!r}: there is no such reward", where, why, fix)
+            yield unknown_name_problem(where, name, "reward", names)
 
 
 def merge_judge_defaults(values: JsonObject, common: JsonObject) -> JsonObject:
@@ -173,10 +171,10 @@ def judge_problems(
         why, fix = "nothing is held out", "data.eval_split=test"
         yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
     if judge.against != AGAINST_REFERENCE and generation.is_server:
+        key, fix = "eval.judge.against", "generation=vllm_colocate or generation=transformers"
         why = "rollout servers hold one model, and that is model.path"
-        fix = "generation=vllm_colocate or generation=transformers"
-        what = f"eval.judge.against = {judge.against!r} cannot be sampled"
-        yield Problem(what, "eval.judge.against", why, fix)
+        clash = (True, key, f"{key}={judge.against}", why, fix)
+        yield from clash_problems(f"generation={generation.backend}", [clash])
 
 
 def chat_judge_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:

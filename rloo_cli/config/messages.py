@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from rloo_cli.config import agent, judge, registry
 from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
-from rloo_cli.config.pasted import guess_name, paste_setting
+from rloo_cli.config.pasted import guess_name, paste_setting, unknown_name_problem
 from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths, redact
@@ -190,10 +190,7 @@ def _unregistered(values: JsonObject) -> Iterator[Problem]:
     for key, kind, name in choices:
         names = registry.registry_names(kind)
         if not isinstance(name, str) or not (name in names or registry.is_user_file(kind, name)):
-            close = nearest_names(str(name), names)
-            what = f"{key} = {name!r}: there is no such {registry.REGISTRIES[kind]}"
-            fix = f"{key}={close[0]}" if close else ""
-            yield Problem(what, key, f"one of: {', '.join(sorted(names))}", fix)
+            yield unknown_name_problem(key, name, registry.REGISTRIES[kind], names)
 
 
 def _badly_named(values: JsonObject) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rloo_cli.config.old_names import find_old_name, nearest_names
 from rloo_cli.utils import paths, redact
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import Problem, refuse
 
 RECIPE_FLAGS = ("config", "config-file", "config-path", "config-name", "recipe", "conf")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -69,7 +69,7 @@ def refuse_secrets(key: str, override: str) -> None:
         why = f"it holds the value of ${secret}; " if named else ""
         why += "no key takes one: what a config holds is written to disk"
         fix = f"export {variable}=... (or use the tool's login file), and leave {key} out"
-        raise ConfigError(Problem(f"{key}: this looks like a secret", "command line", why, fix))
+        refuse("command line", f"{key}: this looks like a secret", fix, why)
 
 
 def suggest_for_bare_argument(argument: str, recipes: Iterable[str]) -> str:

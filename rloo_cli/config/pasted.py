@@ -8,8 +8,10 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.utils.errors import Problem, refuse
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_/.][\w./:@-]*", re.ASCII)
 OTHER_TYPES = re.compile(r"true|false|null|yes|no|on|off|nan|inf", re.IGNORECASE)  # for a reader
@@ -39,6 +41,40 @@ def guess_name(name: str, candidates: Iterable[str], placeholder: str = "NAME") 
     names = list(candidates)
     near = nearest_names(name, names)
     return near[0] if near else names[0] if len(names) == 1 else placeholder
+
+
+def unknown_name_problem(
+    key: str, name: object, kind: str, names: Iterable[str], fix: str = ""
+) -> Problem:
+    """The problem of a key with a name that no `kind` has, such as a reward.
+
+    names: those that there are. fix: where it is not the nearest of them; where that is none, it is
+    left to `messages.locate_problem`.
+    """
+    near, known = nearest_names(str(name), names), ", ".join(sorted(names))
+    what, why = f"{key} = {name!r}: there is no such {kind}", f"one of: {known}"
+    return Problem(what, key, why, fix or (f"{key}={near[0]}" if near else ""))
+
+
+def refuse_unknown_name(
+    kind: str,
+    name: str | None,
+    names: Iterable[str],
+    fix: str,
+    otherwise: str = "",
+    key: str = "command line",
+) -> NoReturn:
+    """Refuse a name on the command line that is missing, or is none of `names`, which are listed.
+
+    kind: what it names, such as "recipe". fix: with NAME where the near one goes; `otherwise`
+    where none is near.
+    """
+    known = list(names)
+    near = guess_name(name or "", known)
+    what = f"there is no {kind} {name!r}" if name else f"which {kind}?"
+    why = f"there are: {', '.join(known)}" if known else "there is none"
+    way_out = otherwise if otherwise and near == "NAME" else fix.replace("NAME", near)
+    refuse(key, what, way_out, why)
 
 
 def guess_prompt_column(name: str, candidates: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 
 COMMAND_LINE = "command line"
 MAX_YAML_VALUES = 10_000  # values in one YAML file, aliases written out
@@ -152,11 +152,11 @@ def read_user_yaml(path: Path) -> yaml.Node | None:
     if too_many:
         why = f"over {MAX_YAML_VALUES} values, once its aliases (*name) are written out"
         fix = "take out aliases that repeat others"
-        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why, fix))
+        refuse(str(path), f"{path.name} is too large for a config", fix, why)
     if root is not None and (forbidden := _forbidden_node(root)):
         line, why = forbidden
         fix = f"write plain values there, at most {MAX_YAML_DEPTH} levels deep"
-        raise ConfigError(Problem(f"{path.name} is not valid YAML", f"{path}:{line}", why, fix))
+        refuse(f"{path}:{line}", f"{path.name} is not valid YAML", fix, why)
     return root
 
 
@@ -166,13 +166,13 @@ def _bytes(path: Path) -> bytes:
         kind = "is a folder" if path.is_dir() else "is not a file"
         what = f"{path} {kind if path.exists() else 'does not exist'}"
         fix = "name a file of YAML that exists"
-        raise ConfigError(Problem(what, str(path), "expected a file of YAML", fix))
+        refuse(str(path), what, fix, "expected a file of YAML")
     with path.open("rb") as file:
         raw = file.read(MAX_YAML_BYTES + 1)
     if len(raw) > MAX_YAML_BYTES:
         why = f"over {MAX_YAML_BYTES // 1000} kB"
         fix = "keep in it what sets keys, and move data to files of their own"
-        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why, fix))
+        refuse(str(path), f"{path.name} is too large for a config", fix, why)
     return raw
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rloo_cli.config.hooks import guard_hooks
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.paths import ROOT
 
 REGISTRIES = {
@@ -118,7 +118,7 @@ def split_code_spec(spec: str) -> tuple[str, str]:
         why = "expected path/to/file.py:name or package.module:name"
         what, given = f"{spec!r} does not name code", "config or command line"
         fix = f"{where or ('' if colon else name) or 'file.py'}:NAME, of a function or class in it"
-        raise ConfigError(Problem(what, given, why, fix))
+        refuse(given, what, fix, why)
     shipped = ROOT / where
     if Path(where).parts[:1] == ("scripts",) and not Path(where).is_file() and shipped.is_file():
         return str(shipped), name
@@ -139,7 +139,7 @@ def load_code(spec: str) -> Any:
         why = f"it has: {', '.join(public) or 'nothing'}"
         close = nearest_names(name, public)
         fix = f"{where}:{close[0]}" if close else f"define {name} in {where}"
-        raise ConfigError(Problem(f"{where} has no {name!r}", where, why, fix))
+        refuse(where, f"{where} has no {name!r}", fix, why)
     return getattr(loaded, name)
 
 
@@ -183,13 +183,13 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         what, why = f"no module named {error.name!r}", f"from {name}"
         fix = f"install {error.name}, or start rloo in the folder that has it"
-        raise ConfigError(Problem(what, name, why, fix)) from None
+        refuse(name, what, fix, why)
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         why, fix = f"looked at {path.absolute()}", "give the path of a file that exists"
-        raise ConfigError(Problem(f"{path} is not a file", str(path), why, fix))
+        refuse(str(path), f"{path} is not a file", fix, why)
     name = f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -36,7 +36,7 @@ from rloo_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems, value_problem
 from rloo_cli.utils.files import JsonObject
 
 SHARDED_ENGINES = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank
@@ -50,55 +50,51 @@ def distributed_problems(
     engine = section.engine
     processes = (section.num_processes or 1) * section.num_nodes
     for leaf in ("num_processes", "num_nodes") if engine == "single" else ():
-        number, key = getattr(section, leaf), f"distributed.{leaf}"
-        if (number or 1) > 1:
-            what = f"{key} = {number}, and distributed.engine = single is one process"
-            fix = f"distributed=ddp (or zero2, fsdp2) {key}={number}"
-            yield Problem(what, key, "single trains in one process on one device", fix)
+        number, key = getattr(section, leaf) or 1, f"distributed.{leaf}"
+        why, fix = (
+            "it is one process on one device",
+            f"distributed=ddp (or zero2, fsdp2) {key}={number}",
+        )
+        yield from clash_problems(
+            "distributed.engine=single", [(number > 1, key, f"{key}={number}", why, fix)]
+        )
     if engine != "single":
         yield from prompts_per_rank_problems(prompts_per_step, processes)
-    if engine not in ENGINES_WITH_OFFLOAD.get(section.offload, (engine,)):
-        key, engines = "distributed.offload", ENGINES_WITH_OFFLOAD[section.offload]
-        what = f"{key} = {section.offload} is not possible with {engine}"
-        why = f"distributed.engine = {engine}; it needs one of: {', '.join(engines)}"
-        fix = f"distributed={engines[-1]} {key}={section.offload}"
-        yield Problem(what, key, why, fix)
+    engines = ENGINES_WITH_OFFLOAD.get(section.offload, (engine,))
+    key, offload = "distributed.offload", f"distributed.offload={section.offload}"
+    why, fix = f"it needs one of: {', '.join(engines)}", f"distributed={engines[-1]} {offload}"
+    yield from clash_problems(
+        f"distributed.engine={engine}", [(engine not in engines, key, offload, why, fix)]
+    )
     yield from _shards(engine, model)
     if section.rdzv is not None and parse_address(section.rdzv) is None:
-        yield Problem(
-            f"distributed.rdzv = {section.rdzv!r} is not host:port",
-            "distributed.rdzv",
-            "the port is a number from 0 (any that is free) to 65535",
-            "distributed.rdzv=null, or distributed.rdzv=HOST:29500",
-        )
+        what, why = "is not host:port", "the port is a number from 0 (any that is free) to 65535"
+        fix = "null, or distributed.rdzv=HOST:29500"
+        yield value_problem("distributed.rdzv", repr(section.rdzv), what, fix, why)
 
 
 def _shards(engine: str, model: ModelConfig) -> Iterator[Problem]:
     """Keys that need whole weights, with an engine that shards them."""
     if engine not in SHARDED_ENGINES:
         return
+    why = f"{engine} keeps the weights in shards, and this needs them whole on each process"
     needs_whole = {  # key -> whether it is set, and a fix
         "model.quantization": (model.quantization is not None, "distributed=ddp"),
         "model.ref_sync.every": (model.ref_sync.every > 0, "distributed=zero2"),
         "model.ref_offload": (model.ref_offload, "model.ref_offload=false: it is in shards"),
     }
-    for key, (is_set, fix) in needs_whole.items():
-        if is_set:
-            what = f"{key} and distributed.engine = {engine} do not go together"
-            why = f"{engine} keeps the weights in shards, and this needs them whole on each process"
-            yield Problem(what, key, why, fix)
+    clashes = ((is_set, key, key, why, fix) for key, (is_set, fix) in needs_whole.items())
+    yield from clash_problems(f"distributed.engine={engine}", clashes)
 
 
 def prompts_per_rank_problems(prompts: int, processes: int) -> Iterator[Problem]:
     """Fewer prompts in a step than processes: one of them would have nothing to train on."""
     if prompts < processes:
-        yield Problem(
-            f"train.prompts_per_step = {prompts} is less than the {processes} processes",
-            "train.prompts_per_step",
-            f"a prompt's completions stay on one process: {processes - prompts} would have none",
-            f"train.prompts_per_step={processes}, or train in {prompts} processes: "
-            "distributed.num_processes and distributed.num_nodes",
-        )
+        key = "train.prompts_per_step"
+        why = f"a prompt's completions stay on one process: {processes - prompts} would have none"
+        fix = f"{processes}, or train in {prompts} processes: "
+        fix += "distributed.num_processes and distributed.num_nodes"
+        yield value_problem(key, prompts, f"is less than the {processes} processes", fix, why)
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
@@ -113,20 +109,17 @@ def data_problems(data: DataConfig, held_out: Mapping[str, DataConfig]) -> Itera
     """Everything wrong with where a run's examples come from."""
     named = list(data.mixture_sources)
     if (data.path is None) != bool(named):
-        values = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
-        yield Problem(
-            "examples come either from data.path or from the sources of data.mixture",
-            "data.mixture" if named else "data.path",
-            f"found {values}",
-            "data.path=null" if named else "data.path=PATH",
-        )
+        why = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
+        key, fix = ("data.mixture", "null") if named else ("data.path", "PATH")
+        what = "examples come either from data.path or from the sources of data.mixture"
+        yield Problem(what, key, f"found {why}", f"data.path={fix}")
     elif named and data.eval_split is not None and not held_out.keys() - {""}:
-        yield Problem(
-            "data.eval_split is a split of data.path, and a mixture has none",
-            "data.eval_split",
+        fix = "null, and eval.sets.NAME={path: ..., split: ...} for what is held out"
+        what, why = (
+            "is a split of data.path, and a mixture has none",
             f"sources: {', '.join(named)}",
-            "data.eval_split=null, and eval.sets.NAME={path: ..., split: ...} for what is held out",
         )
+        yield value_problem("data.eval_split", data.eval_split, what, fix, why)
     for key, source in configured_splits(data, held_out).items():
         yield from _streaming(key, source)
         yield from _template(key, source)
@@ -147,9 +140,9 @@ def _task(key: str, source: DataConfig) -> Iterator[Problem]:
         fix = "data.shuffle=false, or curriculum: null"
         yield Problem(f"{key}.task.curriculum is set", f"{key}.task.curriculum", why, fix)
     if source.task.curriculum == []:
-        fix = "curriculum: null, or [{max_digits: 1}, {max_digits: 2}]"
-        why = "found [], and at least one difficulty was expected: the questions are its parts"
-        yield Problem(f"{key}.task.curriculum is empty", f"{key}.task.curriculum", why, fix)
+        why = "at least one difficulty was expected: the questions are its parts"
+        fix = "null, or [{max_digits: 1}, {max_digits: 2}]"
+        yield value_problem(f"{key}.task.curriculum", "[]", "has no difficulty", fix, why)
     names = [*source.task.difficulty, *(n for s in source.task.curriculum or () for n in s)]
     for name in sorted({*names} & {"seed", "size"}):
         where = f"{key}.task.difficulty"
@@ -161,15 +154,12 @@ def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
     if not source.streaming:
         return
     if source.max_samples is None:
-        yield Problem(
-            f"{key}.streaming needs {key}.max_samples",
-            f"{key}.max_samples",
-            "examples are read one by one up to that number; without it all of them would be",
-            f"{key}.max_samples=10000, or {key}.streaming=false",
-        )
+        why = "examples are read one by one up to that number; without it all of them would be"
+        fix = f"10000, or {key}.streaming=false"
+        yield value_problem(f"{key}.max_samples", "null", f"with {key}.streaming", fix, why)
     elif synthetic.row_source(source.path or "") is not None:
         why = f"{source.path} is made here: there is nothing to read one by one"
-        yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
+        yield value_problem(f"{key}.streaming", "true", "has nothing to read", "false", why)
 
 
 def _template(key: str, source: DataConfig) -> Iterator[Problem]:
@@ -270,32 +260,28 @@ def _warmup(train: TrainConfig, steps: int, updates_per_step: int) -> Iterator[P
     """A run that would end in its warm-up never trains with its learning rate."""
     updates = steps * updates_per_step
     if train.lr_scheduler != "constant" and train.warmup_steps >= max(updates, 1):
-        what = f"train.warmup_steps = {train.warmup_steps} is not shorter than the run"
+        key, what = "train.warmup_steps", "is not shorter than the run"
         why = f"{steps} steps of {updates_per_step} updates are {updates} updates"
-        yield Problem(what, "train.warmup_steps", why, f"train.warmup_steps={updates // 10}")
+        yield value_problem(key, train.warmup_steps, what, updates // 10, why)
 
 
 def _batch(train: TrainConfig, k: int) -> Iterator[Problem]:
-    for key in ("micro_batch_size", "no_grad_batch_size"):
-        size = getattr(train, key)
+    why = f"it counts completions, {k} per prompt (algorithm.num_generations)"
+    for name in ("micro_batch_size", "no_grad_batch_size"):
+        key, size = f"train.{name}", getattr(train, name)
         if size is not None and size % k:
             low, high = max(k, size // k * k), ceil(size / k) * k
-            near = f"train.{key}={low}" + (f" or train.{key}={high}" if high != low else "")
-            yield Problem(
-                f"train.{key} = {size} does not hold whole groups",
-                f"train.{key}",
-                f"it counts completions, {k} per prompt (algorithm.num_generations)",
-                near,
-            )
+            near = f"{low} or {key}={high}" if high != low else low
+            yield value_problem(key, size, "does not hold whole groups", near, why)
 
 
 def _rewards(rewards: Mapping[str, RewardConfig]) -> Iterator[Problem]:
     for name, entry in rewards.items():
         if entry.workers > 1 and entry.scope == "batch":
-            key = f"reward.{name}.workers"
-            what = f"{key} = {entry.workers} would share out one call"
-            why = f"reward.{name}.scope = batch: all completions of a step are one call"
-            yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
+            scope = f"reward.{name}.scope"
+            why = f"{scope} = batch: all completions of a step are one call"
+            key, what = f"reward.{name}.workers", "would share out one call"
+            yield value_problem(key, entry.workers, what, f"1, or {scope}=row", why)
         rules = getattr(registry.registered_module("rewards", entry.type), "problems", None)
         yield from rules(entry, f"reward.{name}") if rules else ()
 
@@ -320,9 +306,8 @@ def _optimizer(train: TrainConfig) -> Iterator[Problem]:
         if ":" in value:
             yield from rules_code.code_problems(key, value)
         elif value not in names:
-            what, why = f"{key} = {value!r} is unknown", f"one of: {', '.join(names)}"
-            why += "; or file.py:name of your own"
-            yield Problem(what, key, why, f"{key}={guess_name(value, names)}")
+            why = f"one of: {', '.join(names)}; or file.py:name of your own"
+            yield value_problem(key, repr(value), "is unknown", guess_name(value, names), why)
 
 
 def local_model_config(path: str) -> JsonObject:
@@ -335,26 +320,23 @@ def local_model_config(path: str) -> JsonObject:
 def _evaluation(evaluation: EvalConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[Problem]:
     k, pass_at, reward = evaluation.num_generations, evaluation.pass_at, evaluation.pass_reward
     if pass_at is not None and (too_many := [n for n in pass_at if n > k]):
-        yield Problem(
+        why = f"each prompt has {k} completions (eval.num_generations)"
+        what, fix = (
             f"eval.pass_at asks for pass@{max(too_many)}",
-            "eval.pass_at",
-            f"each prompt has {k} completions (eval.num_generations)",
             f"eval.num_generations={max(too_many)}",
         )
+        yield Problem(what, "eval.pass_at", why, fix)
     if reward is not None and reward not in rewards:
-        yield Problem(
-            f"eval.pass_reward = {reward!r} is not a reward of this run",
-            "eval.pass_reward",
-            f"rewards: {', '.join(rewards)}",
-            f"eval.pass_reward={guess_name(reward, rewards)}",
-        )
+        what, why = "is not a reward of this run", f"rewards: {', '.join(rewards)}"
+        near = guess_name(reward, rewards)
+        yield value_problem("eval.pass_reward", repr(reward), what, near, why)
 
 
 def _compiled(train: TrainConfig, generation: GenerationConfig) -> Iterator[Problem]:
     if train.compile and generation.samples_here:
         why = "the same layers sample, one token at a time, and would be compiled for that anew"
-        fix = "train.compile=false, or generation=vllm_server"
-        yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)
+        what, fix = "needs a sampler of its own", "false, or generation=vllm_server"
+        yield value_problem("train.compile", "true", what, fix, why)
 
 
 def _context(model: ModelConfig, longest_prompt: int | None, longest: int) -> Iterator[Problem]:
@@ -395,9 +377,6 @@ def _attention(model: ModelConfig) -> Iterator[Problem]:
 def _sampling(generation: GenerationConfig) -> Iterator[Problem]:
     least, most = generation.min_tokens, generation.max_completion_length
     if least > most:
-        yield Problem(
-            f"generation.min_tokens = {least} is more than a completion may have",
-            "generation.min_tokens",
-            f"generation.max_completion_length = {most}: none could end by itself",
-            f"generation.min_tokens={most}",
-        )
+        what = "is more than a completion may have"
+        why = f"generation.max_completion_length = {most}: none could end by itself"
+        yield value_problem("generation.min_tokens", least, what, most, why)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rloo_cli.config import registry
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, value_problem
 
 # Packages that rloo depends on: none has a reward, and some load and run their arguments.
 DEPENDENCIES = (
@@ -29,7 +29,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         package, is_reward = where.partition(".")[0], key.startswith(REWARD_KEYS)
         if package in sys.stdlib_module_names or (package in DEPENDENCIES and is_reward):
             why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
-            yield Problem(f"{key} = {spec!r} is not code of yours", key, why, f"{key}=file.py:name")
+            yield value_problem(key, repr(spec), "is not code of yours", "file.py:name", why)
         return
     path = Path(where)
     if not path.is_file():

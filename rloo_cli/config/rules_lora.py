@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rloo_cli.config.hf_cache import ADAPTER_CONFIG_FILE
 from rloo_cli.config.schema import GenerationConfig, LoraConfig, ModelConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems, value_problem
 
 LAYER_KEYS = {"target_modules", "exclude_modules", "modules_to_save"}
 WHOLE_ENGINES = ("single", "ddp")
@@ -44,21 +44,18 @@ def adapter_problems(
 
 
 def _adapter(model: ModelConfig, keys: LoraConfig, needs_reference: bool) -> Iterator[Problem]:
-    if keys.dropout and model.disable_dropout:
-        yield Problem(
-            f"model.lora.dropout = {keys.dropout} and model.disable_dropout = true",
-            "model.lora.dropout",
-            "one asks for dropout, the other for none",
-            "model.lora.dropout=0, or model.disable_dropout=false",
-        )
+    dropout = model.disable_dropout and keys.dropout > 0
+    key, found = "model.lora.dropout", f"model.lora.dropout={keys.dropout}"
+    fix = f"{key}=0, or model.disable_dropout=false"
+    clash = (dropout, key, found, "one asks for dropout, the other for none", fix)
+    yield from clash_problems("model.disable_dropout=true", [clash])
     if keys.bias != "none" and model.ref_path is None and needs_reference:
-        what = f"model.lora.bias = {keys.bias} leaves no reference"
         why = (
             "the reference is the model without its adapter, and biases that are trained are"
             " part of the model itself"
         )
-        fix = "model.lora.bias=none, or model.ref_path=... for a model of its own"
-        yield Problem(what, "model.lora.bias", why, fix)
+        fix = "none, or model.ref_path=... for a model of its own"
+        yield value_problem("model.lora.bias", keys.bias, "leaves no reference", fix, why)
 
 
 def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
@@ -66,22 +63,18 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
     if keys.path is None:
         return
     where, file = "model.lora.path", Path(keys.path) / ADAPTER_CONFIG_FILE
-    if not file.is_file():
-        why, fix = f"there is no {file.absolute()}", "a folder that peft or rloo saved"
-        yield Problem(f"{keys.path} is not an adapter", where, why, fix)
-        return
     try:
-        adapter = json.loads(file.read_text())
+        adapter = json.loads(file.read_text()) if file.is_file() else {}
         kind = adapter["peft_type"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        why, fix = "expected JSON with a peft_type", "a folder that peft or rloo saved"
-        yield Problem(f"{file} is not the config of an adapter", where, why, fix)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        why = f"expected JSON with a peft_type in {file.absolute()}"
+        fix = "FOLDER, that peft or rloo saved"
+        yield value_problem(where, keys.path, "is not an adapter", fix, why)
         return
     if kind != keys.peft_type:
         why = f"its peft_type is {kind}, and model.lora.peft_type is {keys.peft_type}"
-        yield Problem(
-            f"{keys.path} is another kind of adapter", where, why, f"model.lora.peft_type={kind}"
-        )
+        fix = f"model.lora.peft_type={kind}"
+        yield Problem(f"{keys.path} is another kind of adapter", where, why, fix)
         return
     if kind != "LORA":
         return  # `policy/lora.py` compares its arguments, whose defaults are peft's
@@ -92,7 +85,7 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
             key = f"model.lora.{name}"
             value = str(found).lower() if isinstance(found, bool) else found
             why = f"the adapter in {keys.path} was made with {value}"
-            yield Problem(f"{key} = {ours} is not the adapter's", key, why, f"{key}={value}")
+            yield value_problem(key, ours, "is not the adapter's", value, why)
 
 
 def _other_kinds(model: ModelConfig, keys: LoraConfig, engine: str) -> Iterator[Problem]:
@@ -109,28 +102,30 @@ def _other_kinds(model: ModelConfig, keys: LoraConfig, engine: str) -> Iterator[
     if keys.peft_type == "LORA":
         return
     key = "model.lora.peft_type"
-    alone = f"{key}=LORA"
-    refused = {  # what it does not go with -> whether it is so, why, the way out
-        f"distributed.engine = {engine}": (
+    clashes = [
+        (
             engine not in WHOLE_ENGINES,
+            "distributed.engine",
+            f"distributed.engine={engine}",
             "tensors in shards are put together by rules that are LoRA's",
-            "distributed=ddp",
+            f"distributed=ddp, or {key}=LORA",
         ),
-        "model.quantization": (
+        (
             model.quantization is not None,
+            "model.quantization",
+            "model.quantization",
             "weights of a few bits are merged with LoRA's products alone",
-            "model.quantization=null",
+            f"model.quantization=null, or {key}=LORA",
         ),
-        "model.ref_sync.every": (
+        (
             bool(model.ref_sync.every) and model.ref_path is None,
+            "model.ref_sync.every",
+            f"model.ref_sync.every={model.ref_sync.every}",
             "the average of two adapters' tensors is defined for LoRA's factors",
-            "model.ref_sync.every=0",
+            f"model.ref_sync.every=0, or {key}=LORA",
         ),
-    }
-    for where, (is_odd, why, way_out) in refused.items():
-        if is_odd:
-            what = f"{key} = {keys.peft_type} and {where} do not go together"
-            yield Problem(what, where.partition(" ")[0], why, f"{way_out}, or {alone}")
+    ]
+    yield from clash_problems(f"{key}={keys.peft_type}", clashes)
 
 
 def _engine(generation: GenerationConfig, keys: LoraConfig) -> Iterator[Problem]:
@@ -146,16 +141,15 @@ def _engine(generation: GenerationConfig, keys: LoraConfig) -> Iterator[Problem]
         "bias": (keys.bias != "none", "vLLM takes no biases from an adapter", "none"),
         "r": (keys.r > top, f"vLLM makes room for ranks up to {top}", top),
     }
+    backend = f"generation={generation.backend}"
     for name, (is_odd, why, good) in odd.items():
-        if is_odd:
-            key = f"model.lora.{name}"
-            what = f"{key} = {getattr(keys, name)} cannot be sampled by {generation.backend}"
-            yield Problem(what, key, why, f"generation=transformers, or {key}={good}")
-    section, engine = f"generation.{generation.section}", generation.own_keys
-    if engine.transfer in ("nccl", "ipc"):
-        key = f"{section}.transfer"
+        key, fix = f"model.lora.{name}", f"generation=transformers, or model.lora.{name}={good}"
+        clash = (bool(is_odd), key, f"{key}={getattr(keys, name)}", why, fix)
+        yield from clash_problems(backend, [clash])
+    key, transfer = f"generation.{generation.section}.transfer", generation.own_keys.transfer
+    if transfer in ("nccl", "ipc"):
         why = "an adapter is small: it travels as bytes, over a connection of its own"
-        yield Problem(f"{key} = {engine.transfer} sends whole models", key, why, f"{key}=auto")
+        yield value_problem(key, transfer, "sends whole models", "auto", why)
 
 
 def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Problem]:
@@ -165,40 +159,54 @@ def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Pro
     if model.lora is None:
         why = "weights of a few bits take no gradient; an adapter over them does"
         yield Problem("model.quantization needs model.lora", where, why, "lora=default")
-    if generation.is_engine:
-        why = "the engine would sample from weights that are not the trainer's, which are rounded"
-        what = f"{where} cannot be sampled by {generation.backend}"
-        yield Problem(what, where, why, "generation=transformers, or model.quantization=null")
-    if model.ref_offload:
-        why, key = "quantised weights stay where they were made", "model.ref_offload"
-        yield Problem(f"{key} = true and {where}", key, why, f"{key}=false")
+    key, rounded = "model.ref_offload", "its weights are rounded, and the engine's would not be"
+    clashes = [
+        (
+            generation.is_engine,
+            where,
+            f"generation={generation.backend}",
+            rounded,
+            f"generation=transformers, or {where}=null",
+        ),
+        (
+            model.ref_offload,
+            key,
+            f"{key}=true",
+            "quantised weights stay where they were made",
+            f"{key}=false",
+        ),
+    ]
+    yield from clash_problems(where, clashes)
 
 
 def _reference(model: ModelConfig) -> Iterator[Problem]:
     if model.ref_offload and model.ref_path is None:
-        key, why = "model.ref_offload", "the reference is the model itself, without its adapter"
-        yield Problem(f"{key} = true: there is no second model", key, why, f"{key}=false")
-    if model.ref_sync.every and model.ref_path is not None:
-        key = "model.ref_sync.every"
+        why = "the reference is the model itself, without its adapter"
+        what = "has no second model to move"
+        yield value_problem("model.ref_offload", "true", what, "false", why)
+    if (every := model.ref_sync.every) and model.ref_path is not None:
         why = "the reference of model.ref_path has no adapter that could follow the policy's"
-        fix = f"{key}=0, or model.ref_path=null"
-        yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
+        what, fix = "does not go with model.lora", "0, or model.ref_path=null"
+        yield value_problem("model.ref_sync.every", every, what, fix, why)
 
 
 def supervised_adapter_problems(model: ModelConfig, section: str) -> Iterator[Problem]:
     """Adapter keys that a `section` (sft, reward_model) does not take."""
+    setting, where, bits = (
+        f"rloo {section.replace('_', '-')}",
+        "model.lora.path",
+        "model.quantization",
+    )
     if model.quantization is not None:
-        what, where = f"model.quantization is not for {section}", "model.quantization"
-        yield Problem(
-            what, where, "it trains an adapter over weights that are whole", f"{where}=null"
-        )
+        why = "it trains an adapter over weights that are whole"
+        yield from clash_problems(setting, [(True, bits, bits, why, f"{bits}=null")])
     keys = model.lora
     if keys is None:
         return
     yield from _saved_adapter_problems(keys)
-    if section == "reward_model" and keys.path is not None:
-        what, where = "reward_model begins with a new adapter", "model.lora.path"
-        yield Problem(what, where, "the adapter of a language model has no head", f"{where}=null")
+    headless = section == "reward_model" and keys.path is not None
+    why = "the adapter of a language model has no head, and this one begins with a new one"
+    yield from clash_problems(setting, [(headless, where, where, why, f"{where}=null")])
 
 
 def adapter_package_problems(model: ModelConfig) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rloo_cli.config import hf_cache
 from rloo_cli.config.pasted import paste_setting
 from rloo_cli.config.schema import GenerationConfig, ModelConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
 # One of these is in the folder of every tokenizer.
@@ -73,16 +73,11 @@ def model_file_problems(
     `needs_reference`: the algorithm compares with one. `allow_moe`: generation.allow_moe.
     """
     policy = _values(model.path, model.revision)
-    if why := wrong_head_reason(policy):
-        fix = "model.path=ORG/NAME or a folder, of a language model"
-        yield Problem(f"{model.path} is not a language model", "model.path", why, fix)
+    yield from _head_problems("model.path", model.path, policy)
     yield from expert_problems(model, allow_moe)
     if model.ref_path is not None and needs_reference:
         reference = _values(model.ref_path)
-        if why := wrong_head_reason(reference):
-            what = f"{model.ref_path} is not a language model"
-            fix = "model.ref_path=ORG/NAME or a folder, of a language model"
-            yield Problem(what, "model.ref_path", why, fix)
+        yield from _head_problems("model.ref_path", model.ref_path, reference)
         ours, theirs = _vocabulary(policy), _vocabulary(reference)
         if ours and theirs and ours != theirs:
             why = f"the policy knows {ours} tokens, the reference {theirs}"
@@ -90,6 +85,12 @@ def model_file_problems(
             fix = "model.ref_path=ORG/NAME or a folder, of a model with the policy's tokens"
             yield Problem(what, "model.ref_path", why, fix)
     yield from _tokenizer(model)
+
+
+def _head_problems(key: str, path: str, values: JsonObject) -> Iterator[Problem]:
+    if why := wrong_head_reason(values):
+        fix = "ORG/NAME or a folder, of a language model"
+        yield value_problem(key, path, "is not a language model", fix, why)
 
 
 def wrong_head_reason(values: JsonObject) -> str:

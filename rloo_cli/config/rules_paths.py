@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 from rloo_cli.config import hf_cache, synthetic, value_model
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
-from rloo_cli.config.pasted import guess_name
+from rloo_cli.config.pasted import guess_name, unknown_name_problem
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 MODEL_PATH_KEYS = (
@@ -118,9 +118,9 @@ def _synthetic_path_problems(named: NamedPath) -> Iterator[Problem]:
     synthetic_names = models if named.kind == "model" else data
     if name not in synthetic_names:
         kind = "model" if named.kind == "model" else "data set"
-        why = f"one of: {', '.join(synthetic.MAKE_PREFIX + n for n in sorted(synthetic_names))}"
+        paths = [f"{synthetic.MAKE_PREFIX}{each}" for each in synthetic_names]
         fix = f"{key}={synthetic.MAKE_PREFIX}{guess_name(name, synthetic_names)}"
-        yield Problem(f"{key} = {named.path!r}: rloo has no such {kind}", key, why, fix)
+        yield unknown_name_problem(key, named.path, kind, paths, fix)
 
 
 def _adapter_folder_problem(key: str, folder: Path) -> Problem:
@@ -136,54 +136,57 @@ def _adapter_folder_problem(key: str, folder: Path) -> Problem:
 
 
 def _local_path_problems(key: str, value: str, data: bool) -> Iterator[Problem]:
-    path = Path(value).expanduser()
-    looked, fix = f"looked at {path.absolute()}", f"{key}=ORG/NAME for the hub, or a path"
+    path, problem = Path(value).expanduser(), ""
+    looked, fix = f"looked at {path.absolute()}", "ORG/NAME for the hub, or a path"
     try:
         exists = path.exists()
     except OSError as error:
-        yield Problem(f"{key} is not a path", key, f"{error.strerror}: {value[:80]!r}...", fix)
+        why = f"{error.strerror}: {value[:80]!r}..."
+        yield Problem(f"{key} is not a path", key, why, f"{key}={fix}")
         return
     if not exists and looks_like_path(value):
-        yield Problem(f"{key} = {value!r} does not exist", key, looked, f"{fix} that exists")
+        problem, fix = "does not exist", f"{fix} that exists"
     elif not exists and not hf_cache.is_hub_name(value):
-        why = f"{looked}; a hub name is ORG/NAME, of letters, digits, -, _ and ."
-        yield Problem(f"{key} = {value!r} is neither a path nor a hub name", key, why, fix)
+        problem = "is neither a path nor a hub name"
+        looked += "; a hub name is ORG/NAME, of letters, digits, -, _ and ."
     elif exists and not data and path.is_file() and path.suffix == synthetic.GGUF_SUFFIX:
         return
     elif exists and not path.is_dir() and not (data and path.is_file()):
-        kind = "a file" if path.is_file() else "neither a file nor a folder"
-        yield Problem(f"{key} = {value!r} is {kind}", key, looked, f"{fix} of the right kind")
+        problem = f"is {'a file' if path.is_file() else 'neither a file nor a folder'}"
+        fix += " of the right kind"
     elif exists and key in MODEL_PATH_KEYS and not (path / "config.json").exists():
         if (path / hf_cache.ADAPTER_CONFIG_FILE).exists():
             yield _adapter_folder_problem(key, path)
             return
-        yield Problem(f"{key} = {value!r} has no config.json: it is not a model", key, looked, fix)
+        problem = "has no config.json: it is not a model"
+    if problem:
+        yield value_problem(key, repr(value), problem, fix, looked)
 
 
 def _template(value: str) -> Iterator[Problem]:
     path, key = synthetic.template_path(value), "model.chat_template"
     if value.startswith(synthetic.MAKE_PREFIX) and not path.is_file():
-        names = ", ".join(synthetic.MAKE_PREFIX + n for n in synthetic.SYNTHETIC_TEMPLATES)
-        yield Problem(f"{key} = {value!r} is not known", key, f"there is {names}", f"{key}={names}")
+        names = [f"{synthetic.MAKE_PREFIX}{name}" for name in synthetic.SYNTHETIC_TEMPLATES]
+        fix = f"{key}={' or '.join(names)}"
+        yield unknown_name_problem(key, value, "template", names, fix)
         return
-    fix = f"{key}=null for the tokenizer's own, or a text file"
+    fix = "null for the tokenizer's own, or a text file"
     if not path.is_file():
-        yield Problem(f"{key} = {value!r} is not a file", key, f"looked at {path.absolute()}", fix)
+        looked = f"looked at {path.absolute()}"
+        yield value_problem(key, repr(value), "is not a file", fix, looked)
         return
     try:
         path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        yield Problem(f"{key} = {value!r} cannot be read", key, str(error), fix)
+        yield value_problem(key, repr(value), "cannot be read", fix, str(error))
 
 
 def _root(root: str) -> Iterator[Problem]:
     path = Path(root).absolute()
     try:
         above = next(p for p in (path, *path.parents) if p.exists())
+        why = "" if above.is_dir() else f"{above} is a file"
     except OSError as error:
-        why = f"{error.strerror}: {root[:80]!r}..."
-        yield Problem("root is not a path", "root", why, "root=runs")
-        return
-    if not above.is_dir():
-        why = f"{above} is a file"
-        yield Problem(f"root = {root!r} is not a folder", "root", why, "root=runs")
+        why = str(error.strerror)
+    if why:
+        yield value_problem("root", f"{root!r:.80}", "is not a folder", "runs", why)

@@ -17,7 +17,7 @@ from rloo_cli.config.schema import (
     TrainingConfig,
     TrainingData,
 )
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
 TRAINING_SECTIONS = ("sft", "reward_model")
@@ -66,24 +66,22 @@ def training_problems(training: SupervisedTraining) -> Iterator[Problem]:
         yield from rules_paths.named_path_problems(named)
     key = f"{section}.data.path"
     if training.data.path is None:
-        what, why = f"{section} reads one data set", "data.mixture is not a data set of its own"
-        yield Problem(what, key, why, f"{key}=...")
+        why = f"{section} reads one data set, and data.mixture is several"
+        yield value_problem(key, "null", "names no data set", "PATH", why)
     if settings.data.path is not None:
         named = NamedPath(key, settings.data.path, settings.data.revision, "dataset")
         yield from rules_paths.named_path_problems(named)
     if settings.revision is not None and settings.path is None:
-        what, why = (
-            f"{section}.revision is set without {section}.path",
-            "the model is model.path, which has a revision of its own",
-        )
-        fix = "model.revision=..., or say which model it is of"
+        what = f"{section}.revision is set without {section}.path"
+        why = "the model is model.path, which has a revision of its own"
+        fix = f"model.revision={settings.revision}, or {section}.path=MODEL"
         yield Problem(what, f"{section}.revision", why, fix)
     yield from rules_lora.supervised_adapter_problems(training.model, section)
     size, batch_size = settings.micro_batch_size, settings.batch_size
     if size is not None and size > batch_size:
         key = f"{section}.micro_batch_size"
         why = f"a step has {batch_size} examples ({section}.batch_size)"
-        yield Problem(f"{key} = {size} is more than a step has", key, why, f"{key}={batch_size}")
+        yield value_problem(key, size, "is more than a step has", batch_size, why)
 
 
 def split_batch(settings: TrainingConfig, ranks: int) -> tuple[int, int]:
@@ -102,13 +100,13 @@ def spread_problems(training: SupervisedTraining, engine: str, ranks: int) -> It
     section, size = training.section, training.settings.batch_size
     key = f"{section}.batch_size"
     if size % ranks:
-        what, why = f"{key} = {size} cannot be shared", f"{ranks} processes take equal parts of it"
-        yield Problem(what, key, why, f"{key}={-(-size // ranks) * ranks}")
+        why, more = f"{ranks} processes take equal parts of it", -(-size // ranks) * ranks
+        yield value_problem(key, size, "cannot be shared", more, why)
     if ranks > 1 and training.model.lora is not None and engine not in rules_lora.WHOLE_ENGINES:
-        what = f"distributed.engine = {engine} and model.lora do not go together in {section}"
+        what = f"does not go with model.lora in {section}"
         why = "the adapter is merged into weights that a process has whole"
-        fix = "distributed.engine=ddp, or model.lora=null"
-        yield Problem(what, "distributed.engine", why, fix)
+        fix = "ddp, or model.lora=null"
+        yield value_problem("distributed.engine", engine, what, fix, why)
 
 
 def training_download_problems(training: SupervisedTraining) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from rloo_cli.config import registry, rules
 from rloo_cli.config.agent import agent_config
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, refuse
 from rloo_cli.utils.exit_guard import guard_import
 
 PACKAGE = os.path.dirname(os.path.abspath(rloo_cli.__file__)) + os.sep
@@ -53,11 +53,11 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
         file = spec.rpartition(":")[0]
         what, fix = f"{file} could not be imported", f"correct {file}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
-        raise ConfigError(Problem(what, where, why, fix)) from None
+        refuse(where, what, fix, why)
     if not callable(code):
         why = f"it is a {type(code).__name__}: {code!r:.80}"
         fix = f"name a function: {where}={spec.rpartition(':')[0]}:NAME"
-        raise ConfigError(Problem(f"{spec} is not callable", where, why, fix))
+        refuse(where, f"{spec} is not callable", fix, why)
     return code  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ from rloo_cli.config import mistakes
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.provenance import broken_yaml_problem, read_user_yaml
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import ConfigError, Problem, refuse
 
 APPENDED_GROUPS = ("recipe", "debug")  # groups that conf/config.yaml does not name
 USER_RECIPE_FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
@@ -38,7 +38,7 @@ def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
         if not folder.is_dir():
             what, why = f"--config-dir {folder} is not a folder", f"looked at {folder.absolute()}"
             fix = "--config-dir FOLDER, which exists"
-            raise ConfigError(Problem(what, "command line", why, fix))
+            refuse("command line", what, fix, why)
         for path in sorted(folder.rglob("*.yaml")):
             try:
                 problems += _forbidden_content(path, read_user_yaml(path))
@@ -59,7 +59,7 @@ def register_recipe_file(path: Path, where: str, groups: Groups) -> str:
     if not path.exists():
         names = ", ".join(paths.recipe_files())
         why, fix = f"looked at {path.absolute()}", f"+recipe=NAME, with NAME one of: {names}"
-        raise ConfigError(Problem(f"recipe file {path} does not exist", where, why, fix))
+        refuse(where, f"recipe file {path} does not exist", fix, why)
     root = read_user_yaml(path)
     if problems := [*_forbidden_content(path, root), *_chosen(path, root, groups)]:
         raise ConfigError(*problems)

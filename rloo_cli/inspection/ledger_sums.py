@@ -15,7 +15,7 @@ from rloo_cli.reporting.prompt_ledger import (
     position_after,
     read_ledger_entries,
 )
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -90,5 +90,4 @@ def read_ledger_sums(folder: Path) -> JsonObject:
         what = "a line of the ledger is not an entry" if number else "the ledger is empty"
         why = f"{type(error).__name__}: {error}" if number else "a run writes its header first"
         fix = "put it back as the run wrote it; if nobody changed it, please report it"
-        where = f"{path}:{number}" if number else str(path)
-        raise DataError(Problem(what, where, why, fix)) from None
+        refuse(f"{path}:{number}" if number else str(path), what, fix, why, error=DataError)

@@ -22,7 +22,7 @@ from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.policy.model import Policy
 from rloo_cli.run import Run
 from rloo_cli.train.build import RunBuilder
-from rloo_cli.utils.errors import ConfigError, DataError, GenerationError, Problem
+from rloo_cli.utils.errors import DataError, GenerationError, refuse
 
 
 class NoSampler(GeneratorBase):
@@ -78,13 +78,12 @@ class ReplayBuilder(RunBuilder):
         if head["tokenizer"] != tokenizer_digest(self.tokenizer):
             what = "the tokenizer is not the one that the rollouts were recorded with"
             why = f"tokens have other ids than in step {self.record.step}"
-            fix = "the tokenizer as it was when the run was trained"
-            raise ConfigError(Problem(what, "model.tokenizer", why, fix))
+            refuse("model.tokenizer", what, "the tokenizer as it was when the run was trained", why)
         if head["fingerprint"] != prompts.fingerprint:
             what = "the data are not those that the rollouts were recorded with"
             why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; in step"
             why += f" {self.record.step} there were {head['num_prompts']}, {head['fingerprint']}"
-            raise DataError(Problem(what, "data.path", why, "the data as they were then"))
+            refuse("data.path", what, "the data as they were then", why, error=DataError)
 
     def check_images(self) -> None:
         """Do nothing: what sampled the completions took the images."""
@@ -112,7 +111,7 @@ def recorded_groups(run: Run, record: RecordedStep) -> list[Group]:
             what = f"draw {recorded.prompt_offset} has another prompt than in the record"
             why = "its completions were sampled for the recorded one"
             fix = "the data and the chat template as they were then"
-            raise DataError(Problem(what, f"step {record.step}", why, fix))
+            refuse(f"step {record.step}", what, fix, why, error=DataError)
         group.take_rollouts(recorded.rollouts)
         groups.append(group)
     return groups

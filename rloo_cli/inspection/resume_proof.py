@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rloo_cli.inspection.first_difference import FirstDifference, find_first_difference
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE
-from rloo_cli.utils.errors import Problem, RunError
+from rloo_cli.utils.errors import Problem, RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
 STRAIGHT, KILLED = "straight", "killed"
@@ -102,7 +102,7 @@ def _run_training(
     if codes is None and done.returncode == 0:
         what = "the run was not killed: it ended before the point where it should have been"
         why = "found exit code 0, expected an end by SIGKILL"
-        raise RunError(Problem(what, "rloo verify-resume", why, "a smaller --kill-in-step"))
+        refuse("rloo verify-resume", what, "a smaller --kill-in-step", why, error=RunError)
     if codes is not None and done.returncode not in codes:
         said = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
         what = f"a training ended with {done.returncode}"

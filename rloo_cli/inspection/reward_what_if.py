@@ -26,12 +26,11 @@ from rloo_cli.data.rollout_record import RecordedStep, read_rollout_record
 from rloo_cli.distributed.world import cpu_world
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.inspection.replay_builder import NoSampler
-from rloo_cli.inspection.step_replay import read_attempt_config
+from rloo_cli.inspection.step_replay import check_recorded_steps, read_attempt_config
 from rloo_cli.reporting.metrics_lines import read_training_lines
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.run import Run, RunState
 from rloo_cli.train.advantages import finish_advantages
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.timers import StepTimer
 
@@ -136,16 +135,7 @@ def judge_reward(
 
 def _chosen_steps(folder: Path, steps: Sequence[int] | None) -> list[int]:
     recorded = rollout_files.list_rollout_files(folder)
-    if not recorded:
-        why = "logging.rollouts_every is 0 by default, and nothing is recorded then"
-        fix = "logging.rollouts_every=1 in the next run"
-        raise ConfigError(Problem(f"{folder} has no recorded rollouts", "command line", why, fix))
-    for step in steps or ():
-        if step not in recorded:
-            why = f"recorded are the steps {rollout_files.step_ranges(recorded)}"
-            near = min(recorded, key=lambda other: abs(other - step))
-            what = f"step {step} is not recorded"
-            raise ConfigError(Problem(what, "--step", why, f"--step {near}"))
+    check_recorded_steps(folder, steps or [], recorded)
     return list(steps or recorded)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 RUNS_ROOT = Path("runs")  # where a run is if its config does not say otherwise
 RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's
@@ -34,10 +34,10 @@ def find_run_folder(name_or_path: str | None, verb: str) -> Path:
     fix = f"rloo {verb} {close[0] if close else 'RUN'}"
     there = f"runs here: {', '.join(known[:20])}" if known else f"there is no run in {RUNS_ROOT}/"
     if name_or_path is None:
-        raise ConfigError(Problem(f"rloo {verb} needs a run", "command line", there, fix))
+        refuse("command line", f"rloo {verb} needs a run", fix, there)
     looked = " or ".join(str(folder) for folder in here)
     why = f"looked at {looked}: no {RUN_FILES[0]} there\n{there}"
-    raise ConfigError(Problem(f"there is no run {name_or_path!r}", "command line", why, fix))
+    refuse("command line", f"there is no run {name_or_path!r}", fix, why)
 
 
 def find_compared_runs(patterns: Sequence[str]) -> list[Path]:

@@ -21,7 +21,7 @@ from rloo_cli.config.judge import AGAINST_REFERENCE
 from rloo_cli.reporting import eval_lines
 from rloo_cli.reporting.metrics_lines import MetricsMapping, MetricsReader, read_metrics_lines
 from rloo_cli.utils.child_process import is_process_alive
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.errors import RunError, refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
 FIRST_SET = "held out"  # the name that judge.json has for the set of data.eval_split
@@ -177,7 +177,7 @@ def read_run_record(folder: Path) -> RunRecord:
         raise
     except READ_ERRORS as error:
         why, fix = f"{type(error).__name__}: {error}", f"rloo doctor {folder}"
-        raise ConfigError(Problem(f"{folder} is damaged", "command line", why, fix)) from None
+        refuse("command line", f"{folder} is damaged", fix, why)
 
 
 def _read_whole_record(folder: Path) -> RunRecord:
@@ -186,8 +186,7 @@ def _read_whole_record(folder: Path) -> RunRecord:
     sections = ("algorithm", "train")
     if values is None or not all(isinstance(values.get(name), dict) for name in sections):
         where, why = str(folder / "config.yaml"), "its sections algorithm and train were expected"
-        fix = "name a run that `rloo runs` lists"
-        raise ConfigError(Problem(f"{folder} is not a training run", where, why, fix))
+        refuse(where, f"{folder} is not a training run", "name a run that `rloo runs` lists", why)
     path = folder / "metrics.jsonl"
     metrics = read_metrics_lines(path) if path.is_file() else []
     return RunRecord(
@@ -207,8 +206,7 @@ def _whole_metadata(folder: Path) -> JsonObject:
     metadata = _usable_metadata(_read_object(path) if path.is_file() else {}, folder, problems)
     if problems:
         why = f"expected objects: {', '.join(SECTIONS)}; and plan.max_steps a number or null"
-        fix = f"rloo doctor {folder}"
-        raise ConfigError(Problem(problems[0], str(folder / "run.json"), why, fix))
+        refuse(str(folder / "run.json"), problems[0], f"rloo doctor {folder}", why)
     return metadata
 
 

@@ -8,8 +8,8 @@ import json
 import re
 from pathlib import Path
 
-from rloo_cli.config.pasted import guess_name
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.config.pasted import refuse_unknown_name
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 SampleRecord = JsonObject
@@ -51,22 +51,19 @@ def find_samples_file(
         fix = "wait for its first step that writes some (logging.samples_every)"
         if held_out:
             fix = f"rloo samples {folder} for its steps'; data.eval_split=NAME in the next run"
-        raise ConfigError(Problem(f"{folder} has no {what}", "command line", why, fix))
+        refuse("command line", f"{folder} has no {what}", fix, why)
     wanted = set_name or ("" if "" in files else next(iter(files)))
     if wanted not in files or (set_name is None and wanted and len(files) > 1):
         names = [name for name in files if name]
-        why = f"held-out sets: {', '.join(names)}" if names else "there is only one, without a name"
-        what = f"there is no held-out set {set_name!r}" if set_name else "which held-out set?"
-        fix = f"--set {guess_name(set_name or '', names)}" if names else "--eval"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        kind, fix = ("held-out set", "--set NAME") if names else ("named held-out set", "--eval")
+        refuse_unknown_name(kind, set_name, names, fix)
     steps = files[wanted]
     if step is None:
         return steps[max(steps)]
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
-        what = f"step {step} has no {what}"
         why = f"the nearest that have: {' and '.join(map(str, near))}"
-        raise ConfigError(Problem(what, "command line", why, f"--step {near[0]}"))
+        refuse("command line", f"step {step} has no {what}", f"--step {near[0]}", why)
     return steps[step]
 
 
@@ -80,9 +77,8 @@ def read_sample_records(path: Path) -> list[SampleRecord]:
         try:
             samples.append(_checked_sample(json.loads(line, parse_constant=lambda _: None)))
         except (ValueError, RecursionError) as error:
-            where, why = f"{path}:{number}", str(error)
             fix = f"take the file away (rm {path}); the other files are not touched by it"
-            raise DataError(Problem("a line is not a sample", where, why, fix)) from None
+            refuse(f"{path}:{number}", "a line is not a sample", fix, str(error), error=DataError)
     return samples
 
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import io
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,7 @@ from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils import process_exit, rng
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
 PYTHON_PATH = "python:"  # of a reward that was a callable of the process that trained
@@ -100,32 +100,46 @@ def _base_candidates(folder: Path) -> Iterator[ReplayBase]:
             yield ReplayBase(position[0], path)
 
 
+def check_recorded_steps(
+    folder: Path,
+    steps: Sequence[int],
+    recorded: Collection[int],
+    usable: Collection[int] = (),
+) -> None:
+    """Raises ConfigError where nothing or not all of `steps` is recorded, with the nearest of
+    `usable`, or else of all that are."""
+    if not recorded:
+        why = "logging.rollouts_every is 0 by default, and nothing is recorded then"
+        fix = "logging.rollouts_every=1 in the next run"
+        where = "--step" if steps else "command line"
+        refuse(where, f"{folder} has no recorded rollouts", fix, why)
+    for step in steps:
+        if step not in recorded:
+            why = f"recorded are the steps {rollout_files.step_ranges(recorded)}"
+            near = min(usable or recorded, key=lambda other: abs(other - step))
+            refuse("--step", f"step {step} is not recorded", f"--step {near}", why)
+
+
 def find_replay_base(folder: Path, step: int) -> ReplayBase:
     """Where a recorded step is computed from. Raises ConfigError, which names the steps that can be
     replayed, and DataError for a damaged record."""
     recorded, bases = rollout_files.list_rollout_files(folder), replay_bases(folder)
     able = rollout_files.step_ranges(bases)
-    if not recorded:
-        why = "logging.rollouts_every is 0 by default, and nothing is recorded then"
-        fix = "logging.rollouts_every=1 in the next run"
-        raise ConfigError(Problem(f"{folder} has no recorded rollouts", "--step", why, fix))
+    check_recorded_steps(folder, [step], recorded, bases)
     near = min(bases or recorded, key=lambda other: abs(other - step))
-    if step not in recorded:
-        why = f"recorded are the steps {rollout_files.step_ranges(recorded)}"
-        raise ConfigError(Problem(f"step {step} is not recorded", "--step", why, f"--step {near}"))
     base = bases.get(step)
     if base is None:
         what = f"step {step} cannot be computed again"
         why = "no checkpoint lies before it from which on every step is recorded;"
         why += f" steps that can be replayed: {able}"
         fix = f"--step {near}" if bases else "logging.rollouts_every=1 in the next run"
-        raise ConfigError(Problem(what, "--step", why, fix))
+        refuse("--step", what, fix, why)
     if base.checkpoint and (wrong := manifest.checkpoint_problem(base.checkpoint)) is not None:
         others = [s for s, b in bases.items() if b.checkpoint != base.checkpoint]
         fix = "logging.rollouts_every=1 in the next run"
         if others:
             fix = f"--step {min(others, key=lambda other: abs(other - step))}"
-        raise ConfigError(Problem(f"{base.checkpoint} cannot be used", "--step", wrong, fix))
+        refuse("--step", f"{base.checkpoint} cannot be used", fix, wrong)
     return base
 
 
@@ -219,7 +233,7 @@ def _check_same_config(
     if changed:
         what = f"step {step} cannot be computed from {base.name}"
         why = f"step {other} between them was trained with other values of {', '.join(changed)}"
-        raise ConfigError(Problem(what, "--step", why, f"--step {base.step + 1}"))
+        refuse("--step", what, f"--step {base.step + 1}", why)
 
 
 def _weights_depend_on(key: str, lr_scheduler: str) -> bool:

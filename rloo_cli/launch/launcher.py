@@ -28,7 +28,7 @@ from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.idle_keys import idle_notes
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.launch import nodes, preflight, processes, rollout_server
+from rloo_cli.launch import leftovers, nodes, preflight, processes, rollout_server
 from rloo_cli.launch.nodes import NodeCoordinator
 from rloo_cli.launch.topology import (
     ProcessTopology,
@@ -333,8 +333,8 @@ def _check_not_running(folder: Path) -> None:
     facts = run_folder.read_run_metadata(folder)
     if facts.get("host", platform.node()) != platform.node():
         return
-    if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
-        raise ConfigError(_folder_busy_problem(folder, facts["pid"]))
+    if leftovers.is_run_alive(facts):
+        leftovers.refuse_busy_folder(folder, facts["pid"])
     limit = time.monotonic() + LEFTOVER_TIMEOUT_S
     for process in filter(None, [*facts.get("ranks", []), facts.get("server")]):
         child_process.kill_leftover_process(process, max(0.0, limit - time.monotonic()))
@@ -351,7 +351,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise ConfigError(_folder_busy_problem(folder, "?")) from None
+        leftovers.refuse_busy_folder(folder, "?")
     except OSError:  # a file system without locks
         pass
     try:
@@ -359,11 +359,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.close(handle)
-
-
-def _folder_busy_problem(folder: Path, pid: object) -> Problem:
-    why = "one process at a time writes to a run's folder"
-    return Problem(f"{folder} is being trained by process {pid}", "name", why, "name=OTHER")
 
 
 def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -21,7 +22,7 @@ from rloo_cli.checkpoint.run_folder import RUN_FILE, read_run_metadata
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.launch.processes import RUN_MARK_VARIABLE
 from rloo_cli.utils import child_process
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
 SERVER_LOG_VARIABLE = "RLOO_SERVER_LOG"  # in the environment of a server: a file in its run's logs
@@ -64,6 +65,12 @@ def is_run_alive(facts: JsonObject) -> bool:
     return facts.get("state") in RUNNING_STATES and child_process.is_process_alive(facts)
 
 
+def refuse_busy_folder(folder: Path, pid: object) -> NoReturn:
+    """Refuse to write to a run's folder to which another process writes."""
+    why = "one process at a time writes to a run's folder"
+    refuse("name", f"{folder} is being trained by process {pid}", "name=OTHER", why)
+
+
 def check_run_ended(folder: Path) -> None:
     """Raises ConfigError for a run that goes on, and for one of another machine."""
     facts = read_run_metadata(folder)
@@ -71,12 +78,11 @@ def check_run_ended(folder: Path) -> None:
     if host != platform.node():
         what, why = f"{folder} ran on {host}", f"its processes are not seen from {platform.node()}"
         fix = f"ssh {host}, and there: rloo doctor --kill-orphans {folder}"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", what, fix, why)
     if is_run_alive(facts):
-        what = f"{folder} is being trained by process {facts['pid']}"
         why = "it still runs, so nothing of it is left over"
         fix = f"kill {facts['pid']}, which saves and ends it"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", f"{folder} is being trained by process {facts['pid']}", fix, why)
 
 
 def end_leftovers(leftovers: list[LeftoverProcess]) -> list[LeftoverProcess]:

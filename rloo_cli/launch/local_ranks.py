@@ -17,7 +17,7 @@ from rloo_cli.launch.topology import (
     open_store_socket,
     rank_process_specs,
 )
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 
 
 def count_local_ranks(run: RunConfig) -> int:
@@ -32,10 +32,9 @@ def check_not_a_rank(verb: str, environment: Mapping[str, str] = os.environ) -> 
     """Raise ConfigError where another launcher started this process as one of several ranks."""
     if environment.get("RANK") and environment.get("WORLD_SIZE", "1") != "1":
         number = environment["WORLD_SIZE"]
-        what = f"rloo {verb} was started as one of {number} processes"
         why = f"RANK and WORLD_SIZE are set; rloo {verb} starts its processes itself"
         fix = f"rloo {verb} ... distributed=ddp distributed.num_processes={number}"
-        raise ConfigError(Problem(what, "environment", why, fix))
+        refuse("environment", f"rloo {verb} was started as one of {number} processes", fix, why)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rloo_cli.config.rules import parse_address
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import preflight, processes
 from rloo_cli.launch.topology import ProcessTopology, rank_process_specs
-from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import GenerationError, MachineError, RunError, refuse
 from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 POLL_S = 0.2
@@ -155,12 +155,10 @@ class NodeWorker:
             time.sleep(min(POLL_S, limit))
         rank = f"this is the launcher of rank {self.first_rank}"
         what = f"rank 0 did not begin in {limit:g} s ({rank})"
-        why = (
-            f"waited for {self.coordinator_path.absolute()}, which rank 0's launcher writes; "
-            "it died, or root is not on a disk that all nodes share"
-        )
+        why = f"waited for {self.coordinator_path.absolute()}, which rank 0's launcher writes;"
+        why += " it died, or root is not on a disk that all nodes share"
         fix = "root=FOLDER that every node sees, or a longer distributed.timeout_s"
-        raise GenerationError(Problem(what, "distributed.timeout_s", why, fix))
+        refuse("distributed.timeout_s", what, fix, why, error=GenerationError)
 
     def poll_failure(self) -> int | None:
         """The exit code of rank 0's launcher, if it has failed."""
@@ -214,11 +212,9 @@ def _run_ranks(
     total, coordinator_host, host = message["total"], message["host"], platform.node()
     if total != topology.world_size:
         what, key = "nodes do not agree how many processes train", "distributed.num_processes"
-        why = (
-            f"{coordinator_host} expects {total} in all, {host} {topology.world_size}: one per GPU,"
-            " and the nodes differ in their GPUs"
-        )
-        raise MachineError(Problem(what, key, why, f"{key}=N"))
+        why = f"{coordinator_host} expects {total} in all, {host} {topology.world_size}:"
+        why += " one per GPU, and the nodes differ in their GPUs"
+        refuse(key, what, f"{key}=N", why, error=MachineError)
     store_host, port = parse_address(topology.store_address) or message["store"] or ("", 0)
     env = message["env"] if coordinator_host == host else {}
     specs = add_environment(rank_process_specs(topology, store_host, port, None), env)

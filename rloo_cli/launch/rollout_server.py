@@ -39,7 +39,14 @@ from rloo_cli.utils.child_process import (
     start_child,
     wait_for_group,
 )
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import (
+    ConfigError,
+    GenerationError,
+    MachineError,
+    Problem,
+    RunError,
+    refuse,
+)
 from rloo_cli.utils.files import JsonObject, update_json, write_text
 from rloo_cli.utils.scratch_folder import ScratchFolder
 
@@ -265,7 +272,7 @@ def split_gpus(gpus: list[str], ranks: int, server_gpus: int) -> tuple[Environme
             f"the trainer takes {ranks}, a server {server_gpus}; each would take the other's memory"
         )
         fix = f"distributed.num_processes={left}" if left > 0 else alone
-        raise MachineError(Problem(what, "generation.backend", why, fix))
+        refuse("generation.backend", what, fix, why, error=MachineError)
     ours, theirs = gpus[:ranks], gpus[ranks : ranks + server_gpus]
     return {VISIBLE_DEVICES_VARIABLE: ",".join(ours)}, {VISIBLE_DEVICES_VARIABLE: ",".join(theirs)}
 
@@ -285,11 +292,11 @@ def gpus_left_by_server(
     if not left:
         what = f"server and trainer would share GPU {', '.join(gpus)}"
         fix = "generation=vllm_colocate, or start the server under CUDA_VISIBLE_DEVICES=OTHERS"
-        raise ConfigError(Problem(what, "generation.backend", why, fix))
+        refuse("generation.backend", what, fix, why)
     if len(left) < local_ranks:
         key, processes = "distributed.num_processes", f"{local_ranks} processes"
         what = f"server and trainer would share a GPU: {len(left)} are left for {processes}"
-        raise ConfigError(Problem(what, key, why, f"{key}={len(left)}"))
+        refuse(key, what, f"{key}={len(left)}", why)
     return {VISIBLE_DEVICES_VARIABLE: ",".join(left)}
 
 

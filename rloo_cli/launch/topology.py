@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from rloo_cli.config import rules
 from rloo_cli.config.rules import parse_address
@@ -17,7 +18,7 @@ from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.launch.processes import ProcessSpec
 from rloo_cli.utils.environment import Environment, check_environment_numbers, environment_number
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, refuse
 from rloo_cli.utils.ports import bind_tcp_socket
 
 LAUNCHER_VARIABLE = "RLOO_LAUNCHER"  # is set in the processes that we start: RANK is ours there
@@ -64,9 +65,9 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
         place = ProcessTopology(num_started=count, world_size=count, local_world_size=count)
         if given.num_nodes > 1:
             how = "in a step of one node" if step else "by itself"
-            raise ConfigError(_started_once(given, how))
+            _refuse_lone_launcher(given, how)
     elif given.num_nodes not in (1, nodes):
-        raise ConfigError(_other_step(given, nodes))
+        _refuse_other_step(given, nodes)
     elif tasks == nodes:
         count = device_count.local_process_count(run.distributed, run.generation)
         place = _slurm_node_topology(env, count, nodes)
@@ -78,7 +79,7 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
         if problems := [*rules.run_problems(run)]:
             raise ConfigError(*problems)
     if distributed.engine == "single" and place.world_size > 1:
-        raise ConfigError(_single_engine_problem(place))
+        _refuse_many_processes(place)
     distributed, more = _with_numbers(distributed, place)
     if env.get("RANK") and not env.get("WORLD_SIZE"):
         more.append(f"RANK={env['RANK']} is not used, for WORLD_SIZE is not set; unset RANK")
@@ -154,7 +155,7 @@ def _torchrun_topology(env: Environment) -> ProcessTopology:
     if missing and total > 1:
         why = f"RANK={rank} and WORLD_SIZE={total} are set, as torchrun sets them"
         fix = "unset RANK WORLD_SIZE, or start it with torchrun"
-        raise ConfigError(Problem(f"{missing[0]} is not set", "environment", why, fix))
+        refuse("environment", f"{missing[0]} is not set", fix, why)
     store = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
     parts = (store, env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""))
     return ProcessTopology(
@@ -231,34 +232,34 @@ def _per_node(text: str) -> list[int]:
     return counts
 
 
-def _single_engine_problem(topology: ProcessTopology) -> Problem:
+def _refuse_many_processes(topology: ProcessTopology) -> NoReturn:
     started = f"{topology.launched_by} started {topology.world_size} processes"
-    return Problem(
-        f"distributed.engine = single, and {started}",
+    refuse(
         "distributed.engine",
-        "one process trains alone; each of the others would train the same run again",
+        f"distributed.engine = single, and {started}",
         "distributed=ddp, distributed=zero2 or distributed=fsdp2",
+        "one process trains alone; each of the others would train the same run again",
     )
 
 
-def _started_once(distributed: DistributedConfig, how: str) -> Problem:
+def _refuse_lone_launcher(distributed: DistributedConfig, how: str) -> NoReturn:
     nodes = distributed.num_nodes
-    return Problem(
-        f"distributed.num_nodes = {nodes}, and this process was started {how}",
+    refuse(
         "distributed.num_nodes",
-        "each node needs a launcher of its own, and nothing here starts the others",
+        f"distributed.num_nodes = {nodes}, and this process was started {how}",
         f"srun --nodes={nodes} --ntasks-per-node=1 rloo train ...\n"
         f"or on each node: torchrun --nnodes={nodes} --nproc-per-node=N "
         "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m rloo_cli train ...",
+        "each node needs a launcher of its own, and nothing here starts the others",
     )
 
 
-def _other_step(distributed: DistributedConfig, nodes: int) -> Problem:
-    return Problem(
-        f"distributed.num_nodes = {distributed.num_nodes}, and this Slurm step has {nodes}",
+def _refuse_other_step(distributed: DistributedConfig, nodes: int) -> NoReturn:
+    refuse(
         "distributed.num_nodes",
-        "which of the two is meant cannot be known",
+        f"distributed.num_nodes = {distributed.num_nodes}, and this Slurm step has {nodes}",
         f"distributed.num_nodes={nodes}, or srun --nodes={distributed.num_nodes}",
+        "which of the two is meant cannot be known",
     )
 
 
@@ -292,7 +293,7 @@ def open_store_socket(rdzv: str | None, topology: ProcessTopology) -> socket.soc
         what = f"the processes cannot meet at {address[0]}:{address[1]}"
         why = f"rank 0 is on {platform.node()} and cannot listen there: {error}"
         fix = f"{key}=null" if key == "distributed.rdzv" else "unset MASTER_ADDR MASTER_PORT"
-        raise MachineError(Problem(what, key, why, fix)) from error
+        refuse(key, what, fix, why, error=MachineError)
 
 
 def _given_store_address(rdzv: str | None, env: Environment) -> tuple[tuple[str, int] | None, str]:

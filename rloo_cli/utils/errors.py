@@ -8,6 +8,7 @@ import errno
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from typing import NoReturn
 
@@ -97,6 +98,19 @@ def value_problem(key: str, value: object, what: str, instead: object, why: str)
     """The problem of a key's value, for a rule: `KEY = VALUE` and what is wrong with it, and
     `KEY=INSTEAD`, where `instead` may go on with other ways out."""
     return Problem(f"{key} = {value} {what}", key, why, f"{key}={instead}")
+
+
+def clash_problems(
+    setting: str, clashes: Iterable[tuple[bool, str, str, str, str]]
+) -> Iterator[Problem]:
+    """The problems of what does not go with a setting, such as `generation.overlap=carry`.
+
+    clashes: of each whether the config has it, the key to name, what does not go with the setting,
+    why, and what to write instead.
+    """
+    for is_there, key, other, why, fix in clashes:
+        if is_there:
+            yield Problem(f"{other} does not go with {setting}", key, why, fix)
 
 
 def _first_lines(error: BaseException) -> str:
@@ -201,9 +215,16 @@ def require_package(key: str, package: str, extra: str, why: str, module: str = 
     extra: of rloo-cli, that brings it. why: what needs it. module: its name in Python, where that
     is another.
     """
-    if importlib.util.find_spec(module or package.replace("-", "_")) is None:
+    if _is_missing(module or package.replace("-", "_")):
         fix = f"pip install 'rloo-cli[{extra}]'"
         refuse(key, f"{package} is not installed", fix, why, error=MachineError)
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # of the package that it is in
+        return True
 
 
 def require_packages(extra: str, what: str, *modules: str) -> None:

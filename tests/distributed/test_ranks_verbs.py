@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose_config
-from rloo_cli.config.supervised import spread_problems
+from rloo_cli.config.supervised import spread_problems, supervised_training
 from rloo_cli.launch import local_ranks
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
@@ -159,8 +159,9 @@ def test_a_rank_of_another_launcher_is_told_that_the_verb_starts_its_own():
 
 def test_a_batch_that_ranks_cannot_share_is_refused_with_one_that_they_can():
     run = check.check_config(compose_config(["+recipe=smoke", "sft.batch_size=7"]))
-    assert not [*spread_problems(run, "sft", 1)]
-    (problem,) = spread_problems(run, "sft", 2)
+    training = supervised_training(run, "sft")
+    assert not [*spread_problems(training, "single", 1)]
+    (problem,) = spread_problems(training, "ddp", 2)
     assert problem.where == "sft.batch_size" and problem.fix == "sft.batch_size=8"
 
 

@@ -7,12 +7,13 @@ right, so it cannot be off; and what the policy was when it sampled is known fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rloo_cli.algorithms.common.config import Switches, correction_mode
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems
 
+TURNS = "algorithm.turn_rewards"
 ENVIRONMENT = "environment"  # the type of the reward through which turns' rewards are scored
 
 
@@ -20,7 +21,6 @@ def sibling_problems(config: Switches) -> Iterator[Problem]:
     """Settings that compare a completion with its siblings mean nothing where it has none."""
     if config.num_generations > 1:
         return
-    alone = "a prompt's only completion has no sibling whose score could differ"
     refused = {  # key -> whether it is set so, what it would do, the way out
         "zero_std_groups": (
             config.zero_std_groups != "keep",
@@ -38,14 +38,7 @@ def sibling_problems(config: Switches) -> Iterator[Problem]:
             "batch",
         ),
     }
-    for name, (odd, what, fix) in refused.items():
-        if odd:
-            yield Problem(
-                f"{name}={getattr(config, name)} needs siblings",
-                f"algorithm.{name}",
-                f"num_generations=1: {alone}; {what}",
-                f"algorithm.{name}={fix}",
-            )
+    yield from switch_problems(config, "a prompt's only completion (num_generations=1)", refused)
 
 
 def sibling_warnings(config: Switches) -> Iterator[str]:
@@ -72,18 +65,21 @@ def turn_reward_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
         return
     if run.agent is None or not any(r.type == ENVIRONMENT for r in run.rewards.values()):
         why = "agent is null" if run.agent is None else "no reward is of the type environment"
-        yield Problem(
-            f"turn_rewards={how}, and no turn can have a reward",
-            "algorithm.turn_rewards",
-            f"{why}; an environment's turns are scored by reward=environment",
-            "agent=class reward=environment, or algorithm.turn_rewards=sum",
-        )
+        why += "; an environment's turns are scored by reward=environment"
+        fix = "agent=class reward=environment, or algorithm.turn_rewards=sum"
+        yield Problem(f"turn_rewards={how}, and no turn can have a reward", TURNS, why, fix)
     if how == "credit":
         yield from _credit_problems(config)
 
 
 def _credit_problems(config: Switches) -> Iterator[Problem]:
     """Settings under which a turn has no advantage of its own, or which look at one score only."""
+    setting = f"{TURNS}=credit"
+    if config.name in ("ppo", "reinforce_pp"):
+        why = f"{config.name} gives every token a credit of its own"
+        fix = f"{TURNS}=sum, or algorithm=rloo"
+        yield from clash_problems(setting, [(True, TURNS, f"algorithm={config.name}", why, fix)])
+        return
     fits: dict[str, tuple[bool, str]] = {  # key -> whether it fits, and the value that does
         "dialect": (config.dialect is None, "null"),
         "baseline": (config.baseline in ("loo", "none"), "loo"),
@@ -96,71 +92,80 @@ def _credit_problems(config: Switches) -> Iterator[Problem]:
         "zero_std_groups": (config.zero_std_groups == "keep", "keep"),
         "ratio_level": (config.has_token_terms, "token"),
     }  # fmt: skip
-    if config.name in ("ppo", "reinforce_pp"):
-        yield Problem(
-            f"{config.name} gives every token a credit of its own",
-            "algorithm.turn_rewards",
-            f"turn_rewards=credit with algorithm.name={config.name}",
-            "algorithm.turn_rewards=sum, or algorithm=rloo",
-        )
-        return
-    for name, (fit, value) in fits.items():
-        if not fit:
-            yield Problem(
-                "turn_rewards=credit gives every turn an advantage of its own",
-                f"algorithm.{name}",
-                f"found {getattr(config, name)}, which is for one advantage of a whole completion",
-                f"algorithm.{name}={value}, or algorithm.turn_rewards=sum",
-            )
+    why = "it is for one advantage of a whole completion, and here every turn has one of its own"
+    refused = {n: (not fit, why, f"{value}, or {TURNS}=sum") for n, (fit, value) in fits.items()}
+    yield from switch_problems(config, setting, refused)
+
+
+def switch_problems(
+    config: Switches, setting: str, refused: Mapping[str, tuple[bool, str, str]]
+) -> Iterator[Problem]:
+    """The problems of switches of the algorithm that do not go with a setting.
+
+    refused: switch -> whether its value is refused, why, and the value to give it instead.
+    """
+    for name, (is_refused, why, value) in refused.items():
+        key, found = f"algorithm.{name}", getattr(config, name)
+        shown = str(found).lower() if isinstance(found, bool) else found
+        clash = (is_refused, key, f"{key}={shown}", why, f"{key}={value}")
+        yield from clash_problems(setting, [clash])
+
+
+def needed_value_problems(
+    config: Switches, setting: str, needed: Mapping[str, object], why: str
+) -> Iterator[Problem]:
+    """`switch_problems` of the switches that have another value than the one in `needed`."""
+    texts = {n: "null" if v is None else str(v).lower() for n, v in needed.items()}
+    refused = {n: (getattr(config, n) != v, why, texts[n]) for n, v in needed.items()}
+    yield from switch_problems(config, setting, refused)
 
 
 def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
     """What an algorithm's settings cannot do with completions that older weights sampled."""
-    generation = run.generation
+    generation, overlap = run.generation, "generation.overlap"
     if generation.overlap == "none":
         return
-    asked = f"generation.overlap={generation.overlap}"
     passes, parts = config.num_iterations, config.num_minibatches
-    updates = passes * parts
-    if updates > 1:
-        yield Problem(
-            f"{asked} makes one update of each step's completions",
-            f"algorithm.{'num_iterations' if passes > 1 else 'num_minibatches'}",
-            f"num_iterations * num_minibatches = {passes} * {parts} = {updates}: the next"
-            f" completions would be {updates} updates old, and not one",
-            "algorithm.num_iterations=1 algorithm.num_minibatches=1, or generation.overlap=none",
-        )
-    if config.by_token or config.baseline == "value":
-        yield Problem(
-            f"{asked} knows no advantages of single tokens",
-            "generation.overlap",
-            f"algorithm={config.name} computes them from the trainer's own log-probabilities and"
-            " values, which older weights did not have",
-            "generation.overlap=none",
-        )
-    if config.needs_greedy and generation.overlap == "carry":
-        yield Problem(
-            f"{asked} samples no greedy completions",
-            "generation.overlap",
-            f"algorithm={config.name} compares a prompt's completions with its greedy one, which"
-            " would be of other weights than they are",
-            "generation.overlap=ahead",
-        )
     measured = config.needs_reference or config.teacher_server is not None
-    if measured and config.kl_temperature == "one" and generation.temperature != 1:
-        yield Problem(
-            f"{asked} measures the KL where the completions were sampled",
-            "algorithm.kl_temperature",
-            f"the sampler's log-probabilities are at temperature {generation.temperature:g}, and"
-            " kl_temperature=one asks for those at 1",
-            "algorithm.kl_temperature=sampling, or generation.temperature=1",
-        )
     mode = correction_mode(config, generation.backend, generation.overlap)
-    if mode == "none" and not generation.allow_uncorrected:
-        yield Problem(
-            f"{asked} without algorithm.correction",
+    clashes = [
+        (
+            passes * parts > 1,
+            f"algorithm.{'num_iterations' if passes > 1 else 'num_minibatches'}",
+            "more than one update of a step's completions",
+            f"num_iterations * num_minibatches = {passes} * {parts} = {passes * parts}: the next"
+            f" completions would be {passes * parts} updates old, and not one",
+            f"algorithm.num_iterations=1 algorithm.num_minibatches=1, or {overlap}=none",
+        ),
+        (
+            config.by_token or config.baseline == "value",
+            overlap,
+            f"algorithm={config.name}",
+            "advantages of single tokens need values that older weights did not have",
+            f"{overlap}=none",
+        ),
+        (
+            config.needs_greedy and generation.overlap == "carry",
+            overlap,
+            f"algorithm={config.name}",
+            "it compares completions with a greedy one, which would be of other weights",
+            f"{overlap}=ahead",
+        ),
+        (
+            measured and config.kl_temperature == "one" and generation.temperature != 1,
+            "algorithm.kl_temperature",
+            "algorithm.kl_temperature=one",
+            "the KL is measured with the sampler's log-probabilities, which are at temperature"
+            f" {generation.temperature:g}",
+            "algorithm.kl_temperature=sampling, or generation.temperature=1",
+        ),
+        (
+            mode == "none" and not generation.allow_uncorrected,
             "algorithm.correction.mode",
+            "algorithm.correction.mode=none",
             "the completions are of older weights than those that are trained: without a weight"
             " the gradient is of another objective",
             "algorithm.correction.mode=auto, or generation.allow_uncorrected=true for a comparison",
-        )
+        ),
+    ]
+    yield from clash_problems(f"{overlap}={generation.overlap}", clashes)

@@ -39,12 +39,11 @@ def dialect_problems(run: RunConfig, name: DialectName | None) -> Iterator[Probl
     """The problem of a dialect with another algorithm than rloo."""
     if name is None or run.algorithm.name == "rloo":
         return
-    yield Problem(
-        f"{name} is a dialect of rloo",
-        "algorithm.dialect",
+    why, fix = (
         f"algorithm.name is {run.algorithm.name}",
         "algorithm=rloo, or algorithm.dialect=null",
     )
+    yield Problem(f"{name} is a dialect of rloo", "algorithm.dialect", why, fix)
 
 
 def dialect_differences(run: RunConfig, name: DialectName | None) -> Iterator[str]:

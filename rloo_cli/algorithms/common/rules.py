@@ -14,7 +14,7 @@ from rloo_cli.algorithms.common import config as common_config
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
 from rloo_cli.config.schema import GenerationConfig, RunConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, value_problem
 
 OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # baseline -> the only algorithm that has it
 TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
@@ -30,52 +30,36 @@ def choice_problems(config: Switches) -> Iterator[Problem]:
 def whitening_problems(config: Switches) -> Iterator[Problem]:
     """Settings that centre or divide advantages which the algorithm's whitening replaces."""
     plain = {"advantage_scale": "none", "normalize_advantages": False, "kl_in_baseline": False}
-    for name, value in plain.items():
-        found = getattr(config, name)
-        if found != value:
-            yield Problem(
-                f"{config.name} whitens the advantages of the step's tokens, and nothing else does",
-                f"algorithm.{name}",
-                f"found {str(found).lower()}; it would do nothing",
-                f"algorithm.{name}={str(value).lower()}",
-            )
+    why = "the advantages of the step's tokens are whitened by nothing else: it would do nothing"
+    setting = f"algorithm={config.name}"
+    yield from completion_rules.needed_value_problems(config, setting, plain, why)
 
 
 def _loss_problems(config: Switches) -> Iterator[Problem]:
     for part in common_config.PARTS:
         if getattr(config, part) is None:
-            yield Problem(
-                f"{part} is not set",
-                f"algorithm.{part}",
-                "it is null, and so is algorithm.loss_type, which would set it",
-                "algorithm.loss_type=dapo",
-            )
+            why = "it is null, and so is algorithm.loss_type, which would set it"
+            fix = "algorithm.loss_type=dapo"
+            yield Problem(f"{part} is not set", f"algorithm.{part}", why, fix)
     if config.policy_loss == "cispo" and (config.epsilon_high or 0) < 1:
-        yield Problem(
-            "CISPO's epsilon_high is the cap of its weights, not what 1 is exceeded by",
-            "algorithm.epsilon_high",
-            f"found {config.epsilon_high}: every weight of 1 and more would be cut",
-            "algorithm.epsilon_high=5.0",
-        )
+        key, what = "algorithm.epsilon_high", "is not a cap of CISPO's weights"
+        why = "it is no distance from 1, but the cap: every weight of 1 and more would be cut"
+        yield value_problem(key, config.epsilon_high, what, "5.0", why)
     if config.policy_loss == "luspo" and config.ratio_level == "token":
-        yield Problem(
-            "LUSPO weighs a completion's one ratio by its length",
-            "algorithm.ratio_level",
-            "ratio_level=token with policy_loss=luspo",
-            "algorithm.ratio_level=geometric",
-        )
+        what, why = "gives no ratio of a completion", "with policy_loss=luspo its length weighs it"
+        yield value_problem("algorithm.ratio_level", "token", what, "geometric", why)
 
 
 def _baseline_problems(config: Switches) -> Iterator[Problem]:
     for baseline, name in OWN_BASELINES.items():
         if (config.baseline == baseline) != (config.name == name):
             baseline_of = {algorithm: b for b, algorithm in OWN_BASELINES.items()}
-            yield Problem(
-                f"baseline={config.baseline} is not one of algorithm={config.name}",
-                "algorithm.baseline",
+            instead, why = (
+                baseline_of.get(config.name, "loo"),
                 f"baseline={baseline} is what {name} is",
-                f"algorithm.baseline={baseline_of.get(config.name, 'loo')}",
             )
+            what = f"is not one of algorithm={config.name}"
+            yield value_problem("algorithm.baseline", config.baseline, what, instead, why)
 
 
 def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
@@ -139,20 +123,17 @@ def clipped_by_noise(config: Switches, num_tokens: int) -> float:
 
 def _kl_problems(config: Switches) -> Iterator[Problem]:
     if config.kl_ratio_weighted and config.kl_estimator == "k2":
-        yield Problem(
-            "a ratio-weighted k2 has the gradient of no KL",
-            "algorithm.kl_ratio_weighted",
-            "kl_ratio_weighted=true is exact for k1 and k3 only; kl_estimator is k2",
-            "algorithm.kl_ratio_weighted=false, or algorithm.kl_estimator=k3",
+        what, why = (
+            "has the gradient of no KL with kl_estimator=k2",
+            "it is exact for k1 and k3 only",
         )
+        fix = "false, or algorithm.kl_estimator=k3"
+        yield value_problem("algorithm.kl_ratio_weighted", "true", what, fix, why)
     alone = config.kl_estimator == "k1" and not config.kl_ratio_weighted
     if config.kl_in == "loss" and alone and config.beta > 0:
-        yield Problem(
-            "k1 in the loss does not pull towards the reference",
-            "algorithm.kl_estimator",
-            "kl_in=loss with kl_estimator=k1: its expected gradient is zero",
-            "algorithm.kl_estimator=k3 (or k2), or algorithm.kl_in=reward",
-        )
+        what = "does not pull towards the reference with kl_in=loss"
+        why, fix = "its expected gradient is zero", "k3 (or k2), or algorithm.kl_in=reward"
+        yield value_problem("algorithm.kl_estimator", "k1", what, fix, why)
     if config.kl_credit != "to_go":
         return
     needs = {
@@ -177,76 +158,55 @@ def _kl_problems(config: Switches) -> Iterator[Problem]:
 def _ratio_problems(config: Switches) -> Iterator[Problem]:
     n = num_updates_per_step(config)
     if config.policy_loss == "reinforce" and n > 1 and not config.allow_stale:
-        yield Problem(
-            "reinforce has no ratio, so later updates of a step are off-policy",
-            "algorithm.policy_loss",
+        what = "has no ratio, so later updates of a step are off-policy"
+        why = (
             f"num_iterations * num_minibatches = {config.num_iterations} *"
-            f" {config.num_minibatches} = {n} updates per step; reinforce is exact for 1",
-            "algorithm.policy_loss=clip, or algorithm.allow_stale=true",
+            f" {config.num_minibatches} = {n} updates per step; reinforce is exact for 1"
         )
+        fix = "clip, or algorithm.allow_stale=true"
+        yield value_problem("algorithm.policy_loss", "reinforce", what, fix, why)
     if config.delta is not None and config.delta <= config.upper:
-        yield Problem(
-            "delta would cut into the clip range",
-            "algorithm.delta",
-            f"found {config.delta:g}; must be above 1 + epsilon_high = {config.upper:g}",
-            "algorithm.delta=null, or a larger one",
-        )
+        what, found = "would cut into the clip range", f"{config.delta:g}"
+        why = f"found {found}; must be above 1 + epsilon_high = {config.upper:g}"
+        yield value_problem("algorithm.delta", found, what, "null, or a larger one", why)
     by_sequence = config.ratio_level == "sequence" and config.policy_loss == "clip"
     if config.epsilon_tokens is not None and (not by_sequence or config.delta is not None):
-        yield Problem(
-            "epsilon_tokens widens the clip range of a completion's own ratio alone",
-            "algorithm.epsilon_tokens",
-            f"policy_loss is {config.policy_loss}, ratio_level {config.ratio_level}, delta"
-            f" {config.delta}",
-            "algorithm.ratio_level=sequence algorithm.policy_loss=clip algorithm.delta=null, or"
-            " algorithm.epsilon_tokens=null",
-        )
+        what = "epsilon_tokens widens the clip range of a completion's own ratio alone"
+        why = f"policy_loss is {config.policy_loss}, ratio_level {config.ratio_level}"
+        why += f", delta {config.delta}"
+        fix = "algorithm.ratio_level=sequence algorithm.policy_loss=clip algorithm.delta=null, or"
+        fix += " algorithm.epsilon_tokens=null"
+        yield Problem(what, "algorithm.epsilon_tokens", why, fix)
 
 
 def _shaping_problems(config: Switches) -> Iterator[Problem]:
     limits, overlong, eos = config.reward_clip_range, config.overlong_penalty, config.eos_penalty
     if limits is not None and limits[0] >= limits[1]:
-        yield Problem(
-            "reward_clip_range is empty",
-            "algorithm.reward_clip_range",
-            f"found [{limits[0]:g}, {limits[1]:g}]; the first must be below the second",
-            f"algorithm.reward_clip_range=[{limits[1]:g},{limits[0]:g}], or null",
-        )
+        key, found = "algorithm.reward_clip_range", f"[{limits[0]:g}, {limits[1]:g}]"
+        fix, why = f"[{limits[1]:g},{limits[0]:g}], or null", "the first must be below the second"
+        yield value_problem(key, found, "is empty", fix, why)
     if eos.mode == "subtract" and eos.value < 0:
-        yield Problem(
-            "missing_eos_penalty would reward truncation",
-            "algorithm.missing_eos_penalty",
-            f"{eos.value:g} is subtracted from the score; must be 0 or more",
-            f"algorithm.missing_eos_penalty={-eos.value:g}, or"
-            f" {{mode: replace, value: {eos.value:g}}}",
-        )
+        key, what = "algorithm.missing_eos_penalty", "would reward truncation"
+        why = "it is subtracted from the score; must be 0 or more"
+        fix = f"{-eos.value:g}, or {{mode: replace, value: {eos.value:g}}}"
+        yield value_problem(key, f"{eos.value:g}", what, fix, why)
     if overlong is not None and overlong.cache > overlong.max_length:
-        yield Problem(
-            "overlong_penalty starts below no tokens at all",
-            "algorithm.overlong_penalty.cache",
-            f"cache {overlong.cache} is more than max_length {overlong.max_length}",
-            f"algorithm.overlong_penalty.cache={overlong.max_length // 5 or 1}",
-        )
+        key, what = "algorithm.overlong_penalty.cache", "is more than the penalty's max_length"
+        why = f"max_length is {overlong.max_length}: it would start below no tokens at all"
+        yield value_problem(key, overlong.cache, what, overlong.max_length // 5 or 1, why)
 
 
 def _correction_problems(config: Switches, generation: GenerationConfig) -> Iterator[Problem]:
     rule = config.correction
     if rule.floor > rule.cap:
-        yield Problem(
-            "no correction weight can be kept",
-            "algorithm.correction.floor",
-            f"floor {rule.floor:g} is above cap {rule.cap:g}",
-            "algorithm.correction.floor=0",
-        )
+        what, why = "leaves no weight to keep", f"floor {rule.floor:g} is above cap {rule.cap:g}"
+        yield value_problem("algorithm.correction.floor", f"{rule.floor:g}", what, 0, why)
     region = rule.geometric_range
     if region is not None and not region[0] <= 1 <= region[1]:
-        yield Problem(
-            "geometric_range leaves out completions whose policy has not moved",
-            "algorithm.correction.geometric_range",
-            f"found [{region[0]:g}, {region[1]:g}]; 1, the weight without any difference, must be"
-            " inside",
-            "algorithm.correction.geometric_range=[0.8,1.25], or null",
-        )
+        key, what = "algorithm.correction.geometric_range", "leaves out a policy that has not moved"
+        why = f"1, the weight without any difference, is not in {region[0]:g} to {region[1]:g}"
+        shown = f"[{region[0]:g}, {region[1]:g}]"
+        yield value_problem(key, shown, what, "[0.8,1.25], or null", why)
     mode = common_config.correction_mode(config, generation.backend, generation.overlap)
     filters = inexact_settings(generation)
     if mode == "none" or not filters:
@@ -272,14 +232,10 @@ def _minibatch_problems(config: Switches, num_prompts: int) -> Iterator[Problem]
     divisors = [d for d in range(1, num_prompts + 1) if num_prompts % d == 0]
     near = [max(d for d in divisors if d < n), min((d for d in divisors if d > n), default=0)]
     valid = " or ".join(str(d) for d in near if d)
-    yield Problem(
-        "the step's prompts do not divide into equal mini-batches",
-        "algorithm.num_minibatches",
-        f"train.prompts_per_step = {num_prompts} = {num_prompts // n} * {n} + {num_prompts % n}",
-        f"algorithm.num_minibatches={valid}, or "
-        f"train.prompts_per_step={n * (num_prompts // n) or n}"
-        f" or {n * (num_prompts // n + 1)}",
-    )
+    key, what = "algorithm.num_minibatches", "does not divide the step's prompts"
+    why = f"train.prompts_per_step = {num_prompts} = {num_prompts // n} * {n} + {num_prompts % n}"
+    low, high = n * (num_prompts // n) or n, n * (num_prompts // n + 1)
+    yield value_problem(key, n, what, f"{valid}, or train.prompts_per_step={low} or {high}", why)
 
 
 def _kl_warnings(config: Switches) -> Iterator[str]:

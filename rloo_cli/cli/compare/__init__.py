@@ -24,12 +24,12 @@ from rloo_cli.cli.compare import charts, configurations, results, tables
 from rloo_cli.cli.compare.configurations import Configuration
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.config.pasted import guess_name
+from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.inspection import first_difference, run_folders, run_record
 from rloo_cli.inspection.first_difference import FirstDifference
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.reporting.panel import clean_line
-from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
+from rloo_cli.utils.errors import FOUND_CODE, ConfigError, refuse
 from rloo_cli.utils.files import JsonObject, write_json, write_text
 
 USAGE = "rloo compare RUN ... [flags]"
@@ -40,10 +40,6 @@ def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for runs not found, not finished or not comparable."""
     options = parse_verb("compare", args)
     tolerance = options.tolerance or 0.0
-    if not 0 <= tolerance < 1:
-        what = f"--tolerance {tolerance:g}: from 0 (bit for bit) to 1"
-        why = "it is relative, and absolute too: from 1 on all small numbers would be equal"
-        raise ConfigError(Problem(what, "command line", why, "--tolerance 1e-5"))
     folders = run_folders.find_compared_runs(options.run)
     if options.first_difference:
         return _print_first_difference(folders, tolerance, options.json)
@@ -72,8 +68,7 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
     if len(folders) != 2:
         what = f"--first-difference compares two runs, and {len(folders)} are named"
         why = f"found {', '.join(map(str, folders[:5])) or 'no name of a run'}"
-        fix = "rloo compare A B --first-difference"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", what, "rloo compare A B --first-difference", why)
     result = first_difference.find_first_difference(folders[0], folders[1], tolerance)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
@@ -85,13 +80,11 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
 
 def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configuration]:
     if len(runs) < 2:
-        what, why = "rloo compare needs two runs or more", f"found {len(runs)}"
-        raise ConfigError(Problem(what, "command line", why, USAGE))
+        refuse("command line", "rloo compare needs two runs or more", USAGE, f"found {len(runs)}")
     configs = configurations.group_by_configuration(runs, unfinished)
     if not any(config.runs for config in configs):
         why = "\n".join(f"{run.folder}: {run.status_text}" for run in runs)
-        fix = "rloo compare ... --unfinished"
-        raise ConfigError(Problem("none of the runs is finished", "command line", why, fix))
+        refuse("command line", "none of the runs is finished", "rloo compare ... --unfinished", why)
     return configs
 
 
@@ -104,7 +97,7 @@ def _metric(configs: list[Configuration], wanted: str | None) -> str | None:
         close = nearest_names(wanted, metrics)
         why = f"all have: {', '.join(metrics) or 'no evaluation at all'}"
         fix = f"--metric {close[0]}" if close else "leave --metric out"
-        raise ConfigError(Problem(f"not every run has {wanted!r}", "--metric", why, fix))
+        refuse("--metric", f"not every run has {wanted!r}", fix, why)
     return wanted
 
 
@@ -122,9 +115,7 @@ def _baseline_index(configs: list[Configuration], label: str | None) -> int:
     if label is None:
         return next(i for i, one in enumerate(configs) if one.runs)
     if label not in labels:
-        fix = f"--against {guess_name(label, labels)!r}"
-        why = f"configurations: {', '.join(labels)}"
-        raise ConfigError(Problem(f"there is no configuration {label!r}", "--against", why, fix))
+        refuse_unknown_name("configuration", label, labels, "--against 'NAME'", key="--against")
     return labels.index(label)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check, messages
 from rloo_cli.inspection.run_record import RunRecord
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 NEUTRAL_SECTIONS = (
@@ -95,7 +95,7 @@ def group_by_configuration(
         if pair := _repeated_seed(counted, runs):
             what = f"seed {runs[pair[0]].seed} is there twice in one configuration"
             why = "\n".join(str(runs[i].folder) for i in pair)
-            raise ConfigError(Problem(what, "seed", why, "name one of the two"))
+            refuse("seed", what, "name one of the two", why)
         one.runs = sorted((runs[i] for i in counted), key=lambda run: run.seed)
         one.excluded_runs = [runs[i] for i in group if i not in counted]
     _set_labels(configs)

@@ -20,7 +20,7 @@ from rloo_cli.cli.reward.probe import RewardProbe
 from rloo_cli.cli.reward.subject import ProbeSubject, compose_subject, open_subject
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import hf_cache
-from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
+from rloo_cli.utils.errors import FOUND_CODE, refuse
 from rloo_cli.utils.files import JsonObject
 
 
@@ -63,7 +63,7 @@ def _compare_with(
     other = _open(name, options, options.reward)
     if len(other.rewards) != 1:
         why, fix = f"found {len(other.rewards)}", "--against NAME, or --against FILE.py:NAME"
-        raise ConfigError(Problem("--against takes one reward", "command line", why, fix))
+        refuse("command line", "--against takes one reward", fix, why)
     other.rows = subject.rows
     second = probe.probe_reward(other.rewards[0], other)
     agreement = {one.name: probe.compare_orders(one.values, second.values) for one in probes}

@@ -7,7 +7,7 @@ No torch is imported unless a reward reads tokens or loads a model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rloo_cli.cli.reward import completions
 from rloo_cli.cli.reward.completions import SHORTEST_FILLER, ProbeCompletion
@@ -25,7 +25,7 @@ from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.rewards.engine.ready import run_ready_hooks
 from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ def compose_subject(
         elif name in choices:
             extra = [f"reward={name}"]
         else:
-            raise ConfigError(_unknown_reward(name, [*own, *choices]))
+            _refuse_unknown_reward(name, [*own, *choices])
     if extra and any(word.startswith("reward=") for word in overrides):
         what = f"{name} is tried, and reward=... is given too"
         why = f"both choose the rewards: one is {extra[0]}, the other is on the command line"
-        raise ConfigError(Problem(what, "command line", why, "leave one of the two out"))
+        refuse("command line", what, "leave one of the two out", why)
     composed = compose.compose_config([*extra, *overrides])
     config = check.check_config(composed)
     return composed, config, chosen or list(config.rewards)
@@ -129,20 +129,20 @@ def _quoted(path: str) -> str:
     return f"'{escaped}'"
 
 
-def _unknown_reward(name: str, known: Sequence[str]) -> Problem:
+def _refuse_unknown_reward(name: str, known: Sequence[str]) -> NoReturn:
     close = nearest_names(name, known)
     fix = f"did you mean {' or '.join(close)}?" if close else "rloo reward list"
     if name.endswith(".py"):
         fix = f"{name}:FUNCTION"
     why = "it is neither a reward of the recipe nor a choice of conf/reward; file.py:name is yours"
-    return Problem(f"there is no reward {name!r}", "command line", why, fix)
+    refuse("command line", f"there is no reward {name!r}", fix, why)
 
 
 def open_subject(config: RunConfig, names: Sequence[str], num_rows: int) -> ProbeSubject:
     """Build the rewards `names` and read `num_rows` rows of the training data. Raises RunError."""
     if not names:
         why = "found no entry under reward, and no reward on the command line"
-        raise ConfigError(Problem("the config has no reward", "reward", why, "reward=accuracy"))
+        refuse("reward", "the config has no reward", "reward=accuracy", why)
     chosen = [build_reward(name, config.rewards[name]) for name in names]
     sources = splits.split_configs(config, training=True)
     opened = _open_rows(sources, num_rows)
@@ -193,7 +193,7 @@ def _read_rows(
     if not any(parts):
         why = f"read 0 rows of {', '.join(str(sources[name].path) for name in opened)}"
         fix = "name data with at least one row"
-        raise DataError(Problem("the data has no rows", "data.path", why, fix))
+        refuse("data.path", "the data has no rows", fix, why, error=DataError)
     return _take_in_turns(parts)[:num_rows], conversational
 
 

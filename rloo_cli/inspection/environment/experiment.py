@@ -180,9 +180,7 @@ def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
     with lines.noting_refusal("folder"):
         facts = run_folder.read_run_metadata(folder)
         if facts.get("host") == platform.node() and leftovers.is_run_alive(facts):
-            what = f"{folder} is being trained by process {facts['pid']}"
-            why = "one process at a time writes to a run's folder"
-            raise ConfigError(Problem(what, "name", why, "name=OTHER"))
+            leftovers.refuse_busy_folder(folder, facts["pid"])
         plan = resume.plan_resume(folder, run)
         begins = f"goes on from {plan.checkpoint.name}" if plan.checkpoint else "begins anew"
         if plan.done:

@@ -22,7 +22,7 @@ from rloo_cli.inspection.diagnosis import diagnose_evidence
 from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
 from rloo_cli.inspection.report import charts, sections
 from rloo_cli.inspection.run_record import inspect_run_folder
-from rloo_cli.utils.errors import ConfigError, Problem, require_packages
+from rloo_cli.utils.errors import refuse, require_packages
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
     if not run.record.config and not run.record.run_metadata and not run.steps:
         why = "neither config.yaml nor run.json nor metrics.jsonl can be read"
         what, fix = f"{folder} holds nothing of a run", "name a run that `rloo runs` lists"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", what, fix, why)
     diagnosis = diagnose_evidence(run)
     built = sections.build_sections(run, diagnosis)
     groups = _drawn_charts(run, diagnosis.advice)

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.launch.sweep import rules
@@ -17,7 +18,7 @@ from rloo_cli.launch.sweep.running import Sweep
 from rloo_cli.launch.sweep.state import SweepState, Trial, override_key, running_process
 from rloo_cli.launch.sweep.table import SweepDisplay
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
-from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem, refuse
 from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 BOUNDARY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
@@ -28,7 +29,7 @@ def answer_request(sweep: Sweep, request: JsonObject) -> str:
     trial = sweep.sweep_state.find_trial(str(request["member"]))
     if sweep.signals:
         fix = f"once it has ended: rloo sweep resume {sweep.sweep_state.folder}, then this again"
-        raise ConfigError(Problem("the sweep is ending", "command line", "it was asked to", fix))
+        refuse("command line", "the sweep is ending", fix, "it was asked to")
     process = next((p for p in sweep.trial_processes if p.trial is trial and p.is_open), None)
     match request["do"]:
         case "stop":
@@ -41,7 +42,7 @@ def answer_request(sweep: Sweep, request: JsonObject) -> str:
 
 def _stop(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str:
     if trial_process is None or trial_process.stop_reason:
-        raise ConfigError(_ended(trial, trial_process))
+        _refuse_ended_trial(trial, trial_process)
     trial_process.stop_reason = "rloo sweep stop"
     if trial_process.phase == TrialPhase.NEW:
         trial_process.phase = TrialPhase.DONE
@@ -54,7 +55,7 @@ def _stop(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str
 
 def _promote(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str:
     if trial_process is None or trial_process.stop_reason:
-        raise ConfigError(_ended(trial, trial_process))
+        _refuse_ended_trial(trial, trial_process)
     trial.share += 1
     trial_process.fair_share.share = trial.share
     sweep.save_state()
@@ -80,14 +81,13 @@ def _clone(
         if trial_process.phase not in BOUNDARY_PHASES and _in_last_slice(trial_process):
             why = f"it is in its last chunk, and ends at step {trial_process.max_steps}"
             what = f"{trial.name} has no boundary any more"
-            raise ConfigError(Problem(what, "command line", why, "the same, once it has ended"))
+            refuse("command line", what, "the same, once it has ended", why)
         trial_process.requested_clones.append(clone)
         return f"{name} begins where {trial.name} stands {_when(trial_process)}"
     newest, _ = manifest.newest_checkpoint(sweep.sweep_state.trial_folder(trial))
     if newest is None:
-        what, why = f"{trial.name} cannot be cloned", "it has no checkpoint"
         fix = f"from the start: rloo train {' '.join(request['words'])} name={name}"
-        raise ConfigError(Problem(what, "command line", why, fix))
+        refuse("command line", f"{trial.name} cannot be cloned", fix, "it has no checkpoint")
     _add_clone(sweep, trial, clone, newest)
     return f"{name} begins from {newest}"
 
@@ -107,11 +107,11 @@ def _when(trial_process: TrialProcess) -> str:
     return f"at its next boundary, step {trial_process.slice_end}"
 
 
-def _ended(trial: Trial, trial_process: TrialProcess | None) -> Problem:
+def _refuse_ended_trial(trial: Trial, trial_process: TrialProcess | None) -> NoReturn:
     state = "ending" if trial_process is not None else trial.state
     reason = trial_process.stop_reason if trial_process is not None else trial.why
     why = f"it is {state}" + ("" if state == "finished" else f" ({reason})")
-    return Problem(f"{trial.name} does not train any more", "command line", why, "rloo sweep show")
+    refuse("command line", f"{trial.name} does not train any more", "rloo sweep show", why)
 
 
 def act_at_boundary(trial_process: TrialProcess, show: SweepDisplay) -> None:
@@ -210,7 +210,7 @@ def send_request(folder: Path, **request: object) -> str:
     runs = running_process(folder)
     why = f"no answer in {ANSWER_TIMEOUT_S:.0f} s" if runs else "it ended meanwhile"
     fix = f"rloo sweep show {folder}"
-    raise GenerationError(Problem(f"{folder} did not answer", "command line", why, fix))
+    refuse("command line", f"{folder} did not answer", fix, why, error=GenerationError)
 
 
 def serve_requests(folder: Path, handler: Callable[[JsonObject], str]) -> None:

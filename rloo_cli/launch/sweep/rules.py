@@ -12,12 +12,12 @@ from rloo_cli.config import check, hf_cache, messages
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.schema import DistributedConfig, GenerationConfig, RunConfig
 from rloo_cli.distributed import device_count
-from rloo_cli.launch import preflight
+from rloo_cli.launch import leftovers, preflight
 from rloo_cli.launch.launcher import KEYS_OF_SAME_JOB
 from rloo_cli.launch.sweep.state import Rung, Trial, override_key
 from rloo_cli.launch.sweep.time_slices import MINIMIZE_SUFFIX
-from rloo_cli.utils import child_process, environment
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils import environment
+from rloo_cli.utils.errors import ConfigError, Problem, RunError, refuse, value_problem
 from rloo_cli.utils.files import JsonObject, read_json
 
 OFFLOADED_GPU_SHARE = 0.125  # of a GPU, for trials that wait: plans leave more than that unused
@@ -53,7 +53,7 @@ def early_stopping_rungs(
     if len(keep) != len(at) or len(by) not in (0, 1, len(at)):
         why = f"found {len(keep)} --keep, {len(at)} --at, {len(by)} --by"
         fix = "--keep 4 --at 20 --keep 2 --at 40 --by reward"
-        raise ConfigError(Problem("each --keep has its --at", "command line", why, fix))
+        refuse("command line", "each --keep has its --at", fix, why)
     metrics = [*by] if len(by) == len(at) else [*by, "reward"][:1] * len(at)
     done = [replace(rung, done=False) for rung in old_rungs if rung.done]
     rungs = [Rung(*rung) for rung in zip(keep, at, metrics, strict=True)]
@@ -104,12 +104,12 @@ def vllm_trial_problems(generation: GenerationConfig, has_gpu: bool) -> Iterator
     own = "each member has an engine of its own"
     if keys.is_server and keys.server.base_url is not None:
         key, why = "generation.server.base_url", f"{own}; a server has the weights of one trainer"
-        what = f"{key} = {keys.server.base_url} is not for a sweep"
-        yield Problem(what, key, why, f"{key}=null, or generation=transformers")
+        instead = "null, or generation=transformers"
+        yield value_problem(key, keys.server.base_url, "is not for a sweep", instead, why)
     elif keys.is_server and keys.server.num_nodes:
         key, why = "generation.server.num_nodes", f"{own}, on this machine"
-        what = f"{key} = {keys.server.num_nodes} is not for a sweep"
-        yield Problem(what, key, why, f"{key}=0, or rloo train --multirun ...")
+        instead = "0, or rloo train --multirun ..."
+        yield value_problem(key, keys.server.num_nodes, "is not for a sweep", instead, why)
     elif keys.is_server and has_gpu:
         key, why = "generation.backend", "its server would hold a GPU while other members train"
         fix = "generation=vllm_colocate generation.colocate.sleep=weights, generation=transformers"
@@ -118,8 +118,8 @@ def vllm_trial_problems(generation: GenerationConfig, has_gpu: bool) -> Iterator
     elif keys.shares_device and has_gpu and keys.colocate.sleep != "weights":
         key = "generation.colocate.sleep"
         why = "the engine would hold weights or keys and values on the GPU while others train"
-        what = f"{key} = {keys.colocate.sleep} is not for a sweep on GPUs"
-        yield Problem(what, key, why, f"{key}=weights, or generation=transformers")
+        instead = "weights, or generation=transformers"
+        yield value_problem(key, keys.colocate.sleep, "is not for a sweep on GPUs", instead, why)
     elif keys.shares_device and has_gpu and not keys.allow_untested:
         key = "generation.backend"
         why = "engines that take turns on one GPU were not yet tried on one"
@@ -181,7 +181,8 @@ def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
         try:
             folder = Path(run.root, trial.name)
             facts = read_json(folder / "run.json")
-            _refuse_training(folder, facts)
+            if leftovers.is_run_alive(facts):
+                leftovers.refuse_busy_folder(folder, facts["pid"])
             resume.plan_resume(folder, run.model_copy(update={"resume": "auto"}) if facts else run)
             with hf_cache.recorded_command(trial.words):
                 preflight.check_machine(run)
@@ -192,21 +193,13 @@ def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
         raise min(kinds, key=lambda kind: kind.code)(*problems)
 
 
-def _refuse_training(folder: Path, facts: JsonObject) -> None:
-    """Raises ConfigError where a run with these facts is being trained."""
-    if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
-        what = f"{folder} is being trained by process {facts['pid']}"
-        why = "one process at a time writes to a run's folder"
-        raise ConfigError(Problem(what, "name", why, "wait for it, or name=OTHER"))
-
-
 def check_distinct_names(names: Sequence[str]) -> None:
     """Raises ConfigError where two trials would be one run."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         why = f"they differ only in keys that names leave out: {', '.join(KEYS_OF_SAME_JOB)}"
         what = f"two members would be the run {twice[0]}"
-        raise ConfigError(Problem(what, "name", why, "sweep another key, or name=a,b"))
+        refuse("name", what, "sweep another key, or name=a,b", why)
 
 
 def overrides_digest(overrides: Sequence[str]) -> str:

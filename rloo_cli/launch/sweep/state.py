@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rloo_cli.config.pasted import guess_name
 from rloo_cli.utils import child_process
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 SWEEP_FILE = "sweep.json"
@@ -102,7 +102,7 @@ class SweepState:
         names = "\n".join(f"{m.number} {m.name}" for m in (matches or self.members))
         count = "more than one member" if matches else "no member"
         what = f"{name!r} is {count} of {self.folder}"
-        raise ConfigError(Problem(what, "command line", names, "its number, or its name"))
+        refuse("command line", what, "its number, or its name", names)
 
 
 def read_sweep(folder: Path) -> SweepState:
@@ -132,7 +132,7 @@ def find_sweep(name: str, verb: str) -> Path:
     names = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
     why = f"sweeps here: {', '.join(names)}" if names else f"there is none in {ROOT}/"
     fix = f"rloo sweep {verb} {guess_name(Path(name).name, names, 'FOLDER')}"
-    raise ConfigError(Problem(f"there is no sweep {name!r}", "command line", why, fix))
+    refuse("command line", f"there is no sweep {name!r}", fix, why)
 
 
 def override_key(override: str) -> str:
