@@ -116,7 +116,7 @@ def data_problems(data: DataConfig, held_out: Mapping[str, DataConfig]) -> Itera
     elif named and data.eval_split is not None and not held_out.keys() - {""}:
         fix = "null, and eval.sets.NAME={path: ..., split: ...} for what is held out"
         what, why = (
-            "is a split of data.path, and a mixture has none",
+            "names a split of data.path, which a mixture does not have",
             f"sources: {', '.join(named)}",
         )
         yield value_problem("data.eval_split", data.eval_split, what, fix, why)

@@ -265,7 +265,7 @@ def test_an_engine_of_accelerate_launch_that_the_config_cannot_have_is_refused()
     run = check.check_config(compose_config(["+recipe=smoke", "model.ref_sync.every=4"]))
     with pytest.raises(ConfigError) as refused:
         topology.find_topology(TORCHRUN | FSDP_LAUNCH, run)
-    assert_refused(refused, 2, "distributed.engine = fsdp2")
+    assert_refused(refused, 2, "distributed.engine=fsdp2")
 
 
 def test_ranks_meet_where_master_addr_and_master_port_say(monkeypatch):

@@ -43,7 +43,7 @@ def _loss_problems(config: Switches) -> Iterator[Problem]:
             yield Problem(f"{part} is not set", f"algorithm.{part}", why, fix)
     if config.policy_loss == "cispo" and (config.epsilon_high or 0) < 1:
         key, what = "algorithm.epsilon_high", "is not a cap of CISPO's weights"
-        why = "it is no distance from 1, but the cap: every weight of 1 and more would be cut"
+        why = "it is the cap itself, not a distance from 1: every weight of 1 and more would be cut"
         yield value_problem(key, config.epsilon_high, what, "5.0", why)
     if config.policy_loss == "luspo" and config.ratio_level == "token":
         what, why = "gives no ratio of a completion", "with policy_loss=luspo its length weighs it"
