@@ -12,7 +12,7 @@ from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config.pasted import refuse_unknown_name
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.run_record import inspect_run_folder
-from rloo_cli.reporting.trackers import TrackerClient, known_tracker_runs, tracker_about
+from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.reporting.trackers.kinds import TRACKERS
 from rloo_cli.utils.errors import TrackerError, refuse
 from rloo_cli.utils.files import JsonObject
@@ -55,8 +55,8 @@ def _send_all(folder: Path, name: str, project: str | None) -> JsonObject:
         what, fix = f"{name} does not take the run", "see to its login and network, then try again"
         refuse("command line", what, fix, client.failed[name], error=TrackerError)
     (tracker,) = client.trackers
-    known = known_tracker_runs(folder)[name]
+    opened = client.ready[name]  # run.json may be damaged, and not say it
     return {
-        "tracker": name, "id": known["id"], "url": known["url"], "sent": tracker.num_sent,
+        "tracker": name, "id": opened["id"], "url": opened["url"], "sent": tracker.num_sent,
         "known": len(lines) - tracker.num_sent,
     }  # fmt: skip

@@ -272,7 +272,7 @@ def test_a_tracker_that_ends_its_process_costs_the_other_trackers_nothing(
     client.start()
     wait_for(lambda: client._num_heard() == 2)
     client.close()
-    assert client.ready == {"tensorboard"} and {*client.failed} == {"wandb"}
+    assert {*client.ready} == {"tensorboard"} and {*client.failed} == {"wandb"}
 
 
 def test_trackers_of_a_rank_of_several_join_no_process_group(

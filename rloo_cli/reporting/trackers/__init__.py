@@ -190,7 +190,7 @@ class TrackerClient:
         log = self.folder / "logs" / "trackers.log"
         self.pool = WorkerPool(TrackerWorkerCode(about), "trackers", keep=0, log=log)
         self.news: queue.SimpleQueue[tuple[str, JsonObject | None, str]] = queue.SimpleQueue()
-        self.ready: set[str] = set()
+        self.ready: dict[str, JsonObject] = {}  # by tracker: its id and address of this run
         self.failed: dict[str, str] = {}
         self.sent, self.seconds = 0, 0.0
         self.trackers = [
@@ -251,7 +251,7 @@ class TrackerClient:
             while True:
                 name, ready, warning = self.news.get_nowait()
                 if ready is not None:
-                    self.ready.add(name)
+                    self.ready[name] = ready
                     remember_tracker_run(self.folder, name, ready["id"], ready["url"])
                     if ready["url"]:
                         self.note(f"{name}: {ready['url']}")
@@ -260,7 +260,7 @@ class TrackerClient:
 
     def _num_heard(self) -> int:
         self.hear_news()
-        return len(self.ready | {*self.failed})
+        return len({*self.ready, *self.failed})
 
     def _add_failure(self, name: str, why: str) -> None:
         self.failed[name] = why
