@@ -216,7 +216,7 @@ def two_steps(tmp_path_factory):
         few, found = trainer_state.global_step == 1, digits(completion_ids)
         return [None if few and i % 8 > 2 else s for i, s in enumerate(found)]
 
-    words = (*BASE, TWO, EVERY, "train.learning_rate=0.003")
+    words = (*BASE, TWO, EVERY, "train.learning_rate=0.003", "seed=4")
     return both(tmp_path_factory.mktemp("two"), *words, rewards={"sparse": sparse}, steps=2)
 
 
