@@ -29,7 +29,7 @@ class SupervisedTraining:
 
     section: str  # sft or reward_model
     settings: TrainingConfig
-    model: ModelConfig  # that it starts from; there is no reference
+    model: ModelConfig  # that it starts from, without a reference
     data: DataConfig
     folder: Path  # of the trained model; it is not a run folder, root/name
 

@@ -192,7 +192,7 @@ class TurnSampler:
             what = f"{num_asked} lists of ids for {len(numbers)} rows; without rows=[...] there is"
             what += " one list for every prompt"
         elif wrong := [n for n in numbers if not 0 <= n < len(self._rows)]:
-            what = f"there is no row {wrong[0]}, rows are 0 to {len(self._rows) - 1}"
+            what = f"row {wrong[0]} does not exist, rows are 0 to {len(self._rows) - 1}"
         elif len({*numbers}) < len(numbers):
             twice = next(n for n in numbers if numbers.count(n) > 1)
             what = f"row {twice} is asked for twice at once; ask for its next turn after this one"

@@ -48,8 +48,8 @@ class StepTokens:
     sequence: Tensor  # (N,) the index of the token's completion
     mask: Tensor  # (N,) 1 = trained on; all of them were sampled by the policy
     old: Tensor  # (N,) old_logp, at the KL's temperature
-    ref: Tensor | None  # (N,) ref_logp; None = there is no reference
-    value: Tensor | None  # (N,) values; None = there is no value model
+    ref: Tensor | None  # (N,) ref_logp; None without a reference
+    value: Tensor | None  # (N,) values; None without a value model
     # With turn_rewards=credit, where every completion is an episode of up to U turns:
     turn: Tensor | None = None  # (N,) the index of the token's turn
     num_turns: Tensor | None = None  # (S,) turns that each has
