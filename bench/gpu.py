@@ -1,11 +1,11 @@
-"""What `rloo` does on a GPU, in one command; docs/gpu.md is made from what it measured.
+"""What `rloo` does on a GPU, in one command; docs/results/gpu.md is made from what it measured.
 
     python bench/gpu.py                        every row that is not known yet, for 40 minutes
     python bench/gpu.py --rows machine 'head*' these rows, in this order
     python bench/gpu.py --set prompts=16       other sizes, where a row has them; values are JSON
     python bench/gpu.py --rehearse             every row on the CPU with tiny sizes; keeps nothing
     python bench/gpu.py --show                 lists the rows, and why some cannot run here
-    python bench/gpu.py --make-page            only writes docs/gpu.md; --check compares it
+    python bench/gpu.py --make-page            only writes docs/results/gpu.md; --check compares it
 
 The rows are data, in gpu_table.py. Each runs in a process of its own that appends its facts to
 bench/gpu.jsonl (or --raw FILE) after every round, and is killed at its limit: a row that hangs or
@@ -50,7 +50,7 @@ from rloo_cli.generation.vllm.versions import installed_vllm_version, version_nu
 Result = dict[str, Any]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-RAW, PAGE = HERE / "gpu.jsonl", ROOT / "docs" / "gpu.md"
+RAW, PAGE = HERE / "gpu.jsonl", ROOT / "docs" / "results/gpu.md"
 NO_GPU = (
     "bench/gpu.py needs a GPU, and this machine has none; --rehearse tries every row on the CPU"
 )
@@ -371,7 +371,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--make-page", action="store_true", help="only write the page")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the page differs")
     parser.add_argument("--raw", type=Path, help="file of the results; bench/gpu.jsonl")
-    parser.add_argument("--page", type=Path, help="file of the page; docs/gpu.md")
+    parser.add_argument("--page", type=Path, help="file of the page; docs/results/gpu.md")
     parser.add_argument("--keep", type=Path, help="folder for what the rows print and leave")
     parser.add_argument("--table", default="gpu_table", help=argparse.SUPPRESS)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""docs/gpu.md from what `gpu.py` measured: machine, versions, every row, losses included."""
+"""docs/results/gpu.md from what `gpu.py` measured: machine, versions, every row, losses too."""
 
 import re
 import textwrap

@@ -1,8 +1,10 @@
-"""What the intervals and verdicts of the product cover, simulated; docs/compare.md cites the rows.
+"""What the intervals and verdicts of the product cover, simulated.
+
+docs/results/compare.md cites the rows.
 
     python bench/intervals.py               all parts, into bench/intervals.jsonl; then the page
     python bench/intervals.py verdicts      one part
-    python bench/intervals.py --page        the table of docs/compare.md, from what is there
+    python bench/intervals.py --page        the table of docs/results/compare.md, from what is there
 
     win_rates  the win rate's interval over mixes of wins, ties and losses. Exact: every outcome
                with its probability. Also that no end rises when a win becomes a tie
@@ -38,7 +40,7 @@ from rloo_cli.reporting.statistics import (
 )
 
 HERE = Path(__file__).resolve().parents[1]
-RAW, PAGE = HERE / "bench" / "intervals.jsonl", HERE / "docs" / "compare.md"
+RAW, PAGE = HERE / "bench" / "intervals.jsonl", HERE / "docs" / "results/compare.md"
 BEGIN, END = "<!-- intervals -->", "<!-- end of intervals -->"
 SECTION = """\
 ## What an interval and a verdict are worth
@@ -230,14 +232,14 @@ def summary(covered: Sequence[float]) -> Row:
 
 
 def page() -> None:
-    """Write what stands between the marks of docs/compare.md, from the newest rows."""
+    """Write what stands between the marks of docs/results/compare.md, from the newest rows."""
     text = PAGE.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     PAGE.write_text(f"{head}\n\n" + "\n".join(page_lines()) + f"\n\n{tail}", encoding="utf-8")
 
 
 def section_lines() -> list[str]:
-    """The section of docs/compare.md, with its marks."""
+    """The section of docs/results/compare.md, with its marks."""
     return [*SECTION.splitlines(), "", BEGIN, "", *page_lines(), "", END]
 
 

@@ -1,7 +1,7 @@
 """What much at once and very large files take: seconds and memory, and whether it grows in line.
 
     python bench/load.py [--rows WORD ...]     those rows (all), and lines of bench/load.jsonl
-    python bench/load.py --page                the table of docs/endurance.md, from those lines
+    python bench/load.py --page  the table of docs/results/endurance.md, from those lines
 
 Each row is a command as a user gives it, at three sizes, the largest as the page tells it; `growth`
 is how seconds grow from the second size to the third, by the share that sizes do: 1 is in line, 10
@@ -25,7 +25,7 @@ import results
 
 ROWS = Path(__file__).with_name("load.jsonl")
 HERE = Path(__file__).resolve().parents[1]
-PAGE, BEGIN, END = HERE / "docs/endurance.md", "<!-- made: load -->", "<!-- end: load -->"
+PAGE, BEGIN, END = HERE / "docs/results/endurance.md", "<!-- made: load -->", "<!-- end: load -->"
 RLOO = (sys.executable, "-P", "-m", "rloo_cli")
 SMOKE = ("train", "+recipe=smoke", "logging.console=plain", "distributed.threads=1")
 

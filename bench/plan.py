@@ -1,4 +1,4 @@
-"""Peak memory of real steps against what `rloo plan` says of them, on a CPU; makes docs/plan.md.
+"""Peak memory of real steps against what `rloo plan` says of them, on a CPU; makes docs/scale.md.
 
     python bench/plan.py                  measures every configuration that can run here
     python bench/plan.py NAME [NAME ...]  these alone
@@ -33,7 +33,7 @@ from rloo_cli.planning.peak_memory import PeakMemory
 from rloo_cli.planning.plan_inputs import PlanInputs
 
 ROOT = Path(__file__).resolve().parents[1]
-RAW, PAGE = Path(__file__).with_name("plan.jsonl"), ROOT / "docs" / "plan.md"
+RAW, PAGE = Path(__file__).with_name("plan.jsonl"), ROOT / "docs" / "scale.md"
 MARKS = ("<!-- table -->", "<!-- end of table -->")
 GIB = 2**30
 QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
@@ -303,7 +303,7 @@ def main() -> None:
     made = page(text, results.read(RAW))
     if given.check:
         raise SystemExit(
-            "docs/plan.md is not what bench/plan.py would write" if made != text else 0
+            "docs/scale.md is not what bench/plan.py would write" if made != text else 0
         )
     PAGE.write_text(made, encoding="utf-8")
 

@@ -3,7 +3,7 @@
     python bench/race.py --search                TRL's fastest size of a forward, two steps each
     python bench/race.py --proof                 the first update's gradient, of `rloo` and TRL
     python bench/race.py [--minutes 12] [--seeds 1 2 3]
-    python bench/race.py --page                  docs/race.md and its picture, from what is there
+    python bench/race.py --page  docs/results/race.md and its picture, from what is there
 
 SmolLM2-135M-Instruct on `recipes/smollm2_arithmetic.yaml`: the same weights, prompts in the same
 order, reward, completions a step, learning rate and schedule; both cores, float32. One process at
@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 SIDE = Path(__file__).with_name("race_side.py")
 RESULTS = Path(__file__).with_name("race.jsonl")
-PAGE, PICTURE = HERE / "docs" / "race.md", HERE / "docs" / "race.svg"
+PAGE, PICTURE = HERE / "docs" / "results/race.md", HERE / "docs" / "race.svg"
 TOOLS = {"rloo": "rloo", "trl_rloo": "TRL RLOOTrainer", "trl_grpo": "TRL GRPOTrainer"}
 COLORS = {"rloo": "#0b6e4f", "trl_rloo": "#c44536", "trl_grpo": "#7a6ff0"}
 MATCH = 1e-4  # relative distance of two gradients in float32
@@ -129,7 +129,7 @@ def reached(curve: list[dict[str, float]], score: float) -> float | None:
 
 
 def page() -> None:
-    """docs/race.md between its marks, and the picture."""
+    """docs/results/race.md between its marks, and the picture."""
     rows = [row for row in results() if row["kind"] == "race"]
     draw(rows)
     begin, end = "<!-- table -->", "<!-- end of table -->"

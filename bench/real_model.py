@@ -1,4 +1,4 @@
-"""A real chat model trained on two CPU cores: the runs, tables and samples of docs/real_model.md.
+"""A real chat model trained on two CPU cores: runs, tables and samples of its page.
 
     python bench/real_model.py                     all stages; what was cut goes on
     python bench/real_model.py --stages rates      some: rates, lengths, arithmetic, constraints,
@@ -236,8 +236,8 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
 
 
 def page() -> None:
-    """Write what stands between the marks of docs/real_model.md, and the pictures."""
-    path = DOCS / "real_model.md"
+    """Write what stands between the marks of docs/results/real_model.md, and the pictures."""
+    path = DOCS / "results/real_model.md"
     text = path.read_text(encoding="utf-8")
     for stage in (*STAGES, "plan"):
         rows = rows_of(stage)

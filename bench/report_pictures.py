@@ -1,4 +1,4 @@
-"""Pictures of a run's report in a headless Chromium, for docs/looking.md.
+"""Pictures of a run's report in a headless Chromium, for docs/inspect.md.
 
     python bench/report_pictures.py RUN [--out docs]    report-390-dark.png and three more
 

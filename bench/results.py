@@ -1,6 +1,6 @@
 """bench/results.jsonl: figures as they were measured, one JSON object a line, only appended to.
 
-`docs/speed.md` is made from it, and from nothing else. No torch here: the page is checked in CI.
+`docs/results/speed.md` is made from it, and from nothing else. No torch here: CI checks it.
 """
 
 import json

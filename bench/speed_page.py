@@ -1,10 +1,10 @@
-"""Makes docs/speed.md from bench/results.jsonl: every figure of the page is a row of that file.
+"""Makes docs/results/speed.md from bench/results.jsonl: each figure is a row there.
 
     python bench/speed_page.py            writes the page
     python bench/speed_page.py --check    exits with 1 where the page is not what would be written
 
 Of each workload on each device the latest run is shown, all of its rows: also those where `rloo`
-loses, marked. Workloads for a GPU are on docs/gpu.md. No torch is imported.
+loses, marked. Workloads for a GPU are on docs/results/gpu.md. No torch is imported.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from ratios import crowded, ratio
 from results import Row
 from shapes import SHAPES, Shape
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "speed.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results/speed.md"
 LOSES = "**`rloo` loses**"
 NAMES = {"default": "TRL default", "best": "TRL best found", "untouched": "TRL untouched"}
 HEAD = """\
@@ -59,7 +59,7 @@ def page(rows: Sequence[Row]) -> str:
         parts.append(f"## {shape.name}: {shape.title}\n\n{shape}.\n")
         found = latest(shape, rows)
         if shape.device == "cuda":
-            parts.append("On a GPU: [docs/gpu.md](gpu.md).\n")
+            parts.append("On a GPU: [docs/results/gpu.md](gpu.md).\n")
         elif not found:
             parts.append("Not yet run.\n")
         parts += [section(run) for run in found]
@@ -183,7 +183,9 @@ def main() -> None:
     if not args.check:
         PAGE.write_text(made, encoding="utf-8")
     elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made:
-        sys.exit("docs/speed.md is not made from bench/results.jsonl: python bench/speed_page.py")
+        sys.exit(
+            "docs/results/speed.md is not made from bench/results.jsonl: python bench/speed_page.py"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TL;DR in miniature, believed: three seeds, three betas, the judge, and docs/tldr_mini.md.
+"""TL;DR in miniature, believed: three seeds, three betas, the judge, and docs/results/tldr_mini.md.
 
     python bench/tldr_mini.py [--seeds 1 2 3] [--betas 0.1 0.05 0.002] [--steps 100 100 300]
 
@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 ROOT = Path("runs/tldr_mini_bench")
-PAGE = HERE / "docs" / "tldr_mini.md"
+PAGE = HERE / "docs" / "results/tldr_mini.md"
 JUDGED = ["judge=tldr_mini", "data.eval_split=test", "eval.max_samples=500"]
 AGAINST = "eval.judge.against=make:tldr_sft"
 PROXY, GOLD, KL = "reward/tldr_mini_rm/mean", "reward/tldr_mini_gold/mean", "objective/kl"
@@ -91,7 +91,7 @@ def spread(values: list[float]) -> str:
 
 
 def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
-    """The whole of docs/tldr_mini.md."""
+    """The whole of docs/results/tldr_mini.md."""
     sft = verdict(ROOT / "sft", "reference")
     lines = [
         "# TL;DR in miniature: what came out",

@@ -1,4 +1,4 @@
-"""Records a finished step's rollouts, for `rloo replay` (docs/replay.md)."""
+"""Records a finished step's rollouts, for `rloo replay` (docs/inspect.md)."""
 
 from importlib import metadata
 

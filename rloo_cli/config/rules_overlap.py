@@ -1,6 +1,6 @@
 """What `generation.overlap` does not go together with, apart from the algorithm's own settings.
 
-The table of docs/overlap.md, as messages: each says what would work instead. What an algorithm's
+The table of docs/generation.md, as messages: each says what would work instead. What an algorithm's
 settings forbid stands with them, in algorithms/common/completion_rules.py.
 """
 

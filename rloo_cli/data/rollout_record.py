@@ -60,7 +60,7 @@ LOST_TYPE = "lost"  # of a value of any other type, of which only its text was k
 class RecordedStep:
     """One step as it was trained."""
 
-    head: JsonObject  # whose step it is, and how it was computed (docs/replay.md)
+    head: JsonObject  # whose step it is, and how it was computed (docs/inspect.md)
     batch: Batch  # with the log-probabilities and advantages of its updates
 
     @property

@@ -1,4 +1,4 @@
-"""Seconds of a step, by a cost model, with its assumptions (docs/plan.md).
+"""Seconds of a step, by a cost model, with its assumptions (docs/scale.md).
 
     step = prefill + decode + passes without gradient + passes with it + reward models
 

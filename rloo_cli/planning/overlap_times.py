@@ -2,7 +2,7 @@
 
 The sampler decodes in lock step: an iteration gives every active completion one token, and takes as
 long as `iteration_s` says of their number. Trainer and sampler have hardware of their own. Nothing
-is random: the same parts give the same seconds (docs/overlap.md, When it pays).
+is random: the same parts give the same seconds (docs/generation.md, When it pays).
 """
 
 import heapq

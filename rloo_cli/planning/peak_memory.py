@@ -28,7 +28,7 @@ from rloo_cli.policy.token_budget import (
 
 FIRST_KV_POSITIONS = 64  # completion positions that decoding's first cache has
 SAMPLING_BYTES_PER_LOGIT = 16  # the model's own, in float32, processed, and its probability
-# Measured on a CPU (docs/plan.md): what libraries take that are loaded later, and the share of
+# Measured on a CPU (docs/scale.md): what libraries take that are loaded later, and the share of
 # activations that glibc keeps in pieces which the next micro-batch does not fit into.
 LATE_LIBRARY_BYTES, FRAGMENTED_SHARE = 0.1 * 2**30, 0.5
 IMAGE_LIBRARY_BYTES = 0.1 * 2**30  # more of them where a model sees images

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rloo_cli.config.schema import GenerationConfig
 
 ACTIVATION_SHARE = 0.8
-# On a CPU, where glibc keeps half of the activations again in pieces (docs/plan.md), and beside a
+# On a CPU, where glibc keeps half of the activations again in pieces (docs/scale.md), and beside a
 # sampler that decodes while we train: its keys and values are in the same memory.
 CROWDED_ACTIVATION_SHARE = 0.5
 KEPT_LOGITS_SHARE = 0.125  # of the free memory that logits may take at most

@@ -27,7 +27,7 @@ class UpdatePlan:
     groups: list[int]  # indices of those that are trained on, forwarded or not
     num_tokens: int  # unmasked tokens of completions with an advantage; 0 = nothing to learn from
     num_all_tokens: int  # unmasked tokens of every completion, at least 1
-    denominator: float  # what the summed loss is divided by (docs/OBJECTIVES.md, Loss types)
+    denominator: float  # what the summed loss is divided by (docs/algorithms.md, Loss types)
 
     @property
     def micro_batches(self) -> list[list[GroupSlice]]:

@@ -1,4 +1,4 @@
-"""The environment of a server that docs/agents_elsewhere.md shows, with its client."""
+"""The environment of a server that docs/agents.md shows, with its client."""
 
 import re
 
@@ -8,7 +8,7 @@ from environment_servers import program_started
 
 from rloo_cli.utils.paths import PACKAGE
 
-PAGE = PACKAGE.parent / "docs" / "agents_elsewhere.md"
+PAGE = PACKAGE.parent / "docs" / "agents.md"
 
 pytestmark = pytest.mark.process
 

@@ -57,7 +57,7 @@ def sigmoid(x: Any) -> Any:
     return 1 / (1 + cmath.exp(-x))
 
 
-# The parts of an objective (docs/OBJECTIVES.md).
+# The parts of an objective (docs/algorithms.md).
 
 
 def clip(ratio: Any, a: float, high: float = EPSILON, delta: float | None = None) -> Any:

@@ -240,7 +240,7 @@ def test_the_page_is_made_from_the_results():
 
 def test_a_page_that_says_something_else_is_found(tmp_path, capsys):
     page = tmp_path / "gpu.md"
-    page.write_text((ROOT / "docs/gpu.md").read_text() + "more\n")
+    page.write_text((ROOT / "docs/results/gpu.md").read_text() + "more\n")
     assert gpu.main(["--check", "--page", str(page)]) == 1
     assert gpu.main(["--make-page", "--page", str(page)]) == 0
     assert gpu.main(["--check", "--page", str(page)]) == 0

@@ -167,7 +167,7 @@ def test_a_word_that_a_shell_would_read_is_quoted() -> None:
 
 
 def test_what_the_page_says_can_be_said() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "slurm.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "scale.md").read_text()
     lines = page.replace("\\\n", " ").splitlines()
     rendering = [line.split() for line in lines if re.match("rloo slurm (render|submit) ", line)]
     assert len(rendering) == 4

@@ -182,7 +182,7 @@ def test_the_report_of_a_thousand_steps_is_small_quick_and_equal_wherever_it_lie
     for folder in (runs / "long", shutil.copytree(runs / "long", tmp_path / "elsewhere/copy")):
         assert main.find_verb(["report", str(folder), "--out", str(tmp_path / "p.html")])() == 0
         pages.append((tmp_path / "p.html").read_bytes())
-    assert time.monotonic() - start < 60  # five seconds are meant, for one (docs/looking.md)
+    assert time.monotonic() - start < 60  # five seconds are meant, for one (docs/inspect.md)
     assert pages[0] == pages[1] and len(pages[0]) < 3_000_000
 
 

@@ -62,7 +62,7 @@ def test_every_printed_script_and_reward_is_run_by_a_test():
         assert row.get("script", next(iter(scripts))) in scripts
         for name in row.get("reward", ()):
             assert f"def {name}(" in rewards
-        assert {"run", "script", "reward", "python"} & row.keys() or "plan.md" in row["becomes"]
+        assert {"run", "script", "reward", "python"} & row.keys() or "scale.md" in row["becomes"]
 
 
 def table() -> str:

@@ -1,7 +1,7 @@
 """`make fuzz MINUTES=30`: the tests of this folder again and again, on other cases each time.
 
     python tests/fuzz/hunt.py --minutes 30 [--cases 300] [WORD ...]
-    python tests/fuzz/hunt.py --page      the table of docs/endurance.md, from bench/fuzz.jsonl
+    python tests/fuzz/hunt.py --page  the table of docs/results/endurance.md, from bench/fuzz.jsonl
 
     WORD     only tests whose name has one of these words
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "bench/fuzz.jsonl"
-PAGE, BEGIN, END = ROOT / "docs/endurance.md", "<!-- made: fuzz -->", "<!-- end: fuzz -->"
+PAGE, BEGIN, END = ROOT / "docs/results/endurance.md", "<!-- made: fuzz -->", "<!-- end: fuzz -->"
 GUIDED, GUIDED_S = ("calls", "command", "settings", "yaml", "json"), 20
 
 

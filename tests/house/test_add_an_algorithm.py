@@ -1,4 +1,4 @@
-"""docs/ADD_AN_ALGORITHM.md does what it says: its two files, put where it says, train."""
+"""docs/algorithms.md does what it says: its two files, put where it says, train."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from rloo_cli.utils.errors import ConfigError
 
 pytestmark = pytest.mark.wide
 
-PAGE = "ADD_AN_ALGORITHM.md"
+PAGE = "algorithms.md"
 MEDIAN = ("--config-dir=my_conf", "algorithm=median")
 
 

@@ -99,7 +99,7 @@ def run(command: Command, forked: Forked) -> None:
         assert code in ((0, FOUND_CODE) if finds else (0,)), shown
 
 
-QUICK = ("README.md", "tutorial.md")  # test_docs.py composes the commands of all pages
+QUICK = ("README.md", "start.md")  # test_docs.py composes the commands of all pages
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/speed.md says what was measured, and all of it."""
+"""docs/results/speed.md says what was measured, and all of it."""
 
 import subprocess
 import sys
@@ -74,7 +74,7 @@ def test_a_page_that_says_something_else_is_found(monkeypatch, tmp_path, page):
 
 @pytest.mark.parametrize("name", ["W5", "W6", "W7"])
 def test_a_workload_for_a_gpu_refers_to_the_page_of_the_gpu(page, name):
-    assert "On a GPU: [docs/gpu.md](gpu.md)." in section(page(both([2.0], [1.0])), name)
+    assert "On a GPU: [docs/results/gpu.md](gpu.md)." in section(page(both([2.0], [1.0])), name)
 
 
 def test_a_workload_without_rows_is_said_to_be_not_yet_run(page):

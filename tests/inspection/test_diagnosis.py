@@ -398,7 +398,7 @@ def test_damaged_and_empty_runs_are_read_as_far_as_they_can_be() -> None:
 
 
 def test_every_finding_has_its_line_in_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/inspect.md").read_text()
     titles = [rule.title for rule in HEALTH_RULES.values() if rule.found]
     assert len(titles) == len({*titles}) == 18
     for title in titles:

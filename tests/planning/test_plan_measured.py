@@ -22,7 +22,7 @@ def test_the_page_is_what_the_bench_would_write_and_its_median_is_under_15_perce
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}", "PATH": ""}
     ended = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    text = (ROOT / "docs" / "plan.md").read_text()
+    text = (ROOT / "docs" / "scale.md").read_text()
     count, _, rest = text.partition("Median error of ")[2].partition(" configurations: **")
     assert int(count) >= 10 and float(rest.partition("%")[0]) < 15
 
@@ -67,7 +67,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def test_a_plan_is_within_15_percent_of_every_measured_run(bench: Any) -> None:
     latest = {row["name"]: row["measured_bytes"] for row in rows("plan.jsonl")}
-    del latest["fsdp2"]  # its plan leaves out what loading takes (docs/plan.md)
+    del latest["fsdp2"]  # its plan leaves out what loading takes (docs/scale.md)
     planned = {name: bench.predict(bench.SETTINGS[name]).peak_bytes for name in latest}
     assert len(planned) >= 14 and planned == pytest.approx(latest, rel=0.15)
 

@@ -1,4 +1,4 @@
-"""`make scorecard`: puts every promise to the test by a command, and writes docs/RELIABILITY.md.
+"""`make scorecard`: puts each promise to the test, and writes docs/results/scorecard.md.
 
     python tests/scorecard/run_scorecard.py [--only WORD ...] [--quick] [--anew] [--processes 2]
 

@@ -1,4 +1,4 @@
-"""docs/RELIABILITY.md: what is promised, and what each row of the scorecard came to."""
+"""docs/results/scorecard.md: what is promised, and what each row of the scorecard came to."""
 
 import datetime
 import os
@@ -9,7 +9,7 @@ from importlib import metadata
 from judge import Outcome
 from scorecard_rows import HERE, ROOT, Row, Scorecard
 
-PAGE = ROOT / "docs" / "RELIABILITY.md"
+PAGE = ROOT / "docs" / "results/scorecard.md"
 HEAD = HERE / "page_head.md"
 COLUMNS = "| id | promise | input or fault | outcome | seconds |\n|---|---|---|---|---|\n"
 

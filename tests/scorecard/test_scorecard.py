@@ -1,4 +1,4 @@
-"""docs/RELIABILITY.md has the rows of rows.yaml and no others, and what they name is there.
+"""docs/results/scorecard.md has the rows of rows.yaml and no others, and what they name is there.
 
 None of it runs a row: that is `make scorecard`.
 """

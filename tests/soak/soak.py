@@ -1,7 +1,7 @@
 """`make soak MINUTES=10`: runs that are killed, stopped, starved and sent back in time.
 
     python tests/soak/soak.py --minutes 10 [--seed 1] [KIND ...]
-    python tests/soak/soak.py --page      the table of docs/endurance.md, from bench/soak.jsonl
+    python tests/soak/soak.py --page  the table of docs/results/endurance.md, from bench/soak.jsonl
 
     KIND    smoke, agents, ranks, ahead, vllm; all in turn where none is named
 
@@ -42,7 +42,7 @@ from resume_cases import differing, left, temporaries, untimed  # noqa: E402
 from rloo_cli.utils.errors import RunError  # noqa: E402
 
 ROWS = ROOT / "bench/soak.jsonl"
-PAGE, BEGIN, END = ROOT / "docs/endurance.md", "<!-- made: soak -->", "<!-- end: soak -->"
+PAGE, BEGIN, END = ROOT / "docs/results/endurance.md", "<!-- made: soak -->", "<!-- end: soak -->"
 MARK = "RLOO_SOAK"  # in the environment of every process of a soak
 SMOKE = (
     "train", "+recipe=smoke", "logging.console=plain", "distributed.threads=1", "logging.samples=2",

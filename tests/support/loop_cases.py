@@ -25,7 +25,7 @@ from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import build_run as make_run
 from rloo_cli.train.step import update_policy
 
-EXACT = 5e-6  # relative, in float32 (docs/OBJECTIVES.md, Loss types)
+EXACT = 5e-6  # relative, in float32 (docs/algorithms.md, Loss types)
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
 ENDS = f"generation.stop_token_ids={[*range(10, 258, 16)]}".replace(" ", "")
 # The gradient itself is the update, so that two of them can be compared.

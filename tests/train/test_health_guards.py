@@ -22,7 +22,7 @@ from rloo_cli.reporting.health.rules import HEALTH_RULES
 from rloo_cli.train import between_steps, loop
 from rloo_cli.utils.errors import ConfigError, GuardError
 
-DOCTOR = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCTOR = Path(__file__).parents[2] / "docs" / "inspect.md"
 # Nearly every completion of 4 tokens is cut: many_truncated speaks at the fifth line.
 CUT = ("generation.max_completion_length=4", "max_steps=7", "train.learning_rate=1e-4")
 WORDS = ("train", "+recipe=smoke", "distributed.threads=1", "logging.console=plain", *CUT)

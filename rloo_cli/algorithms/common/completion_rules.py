@@ -2,7 +2,7 @@
 
 Where older weights sampled them (generation.overlap), the importance weight is what makes an update
 right, so it cannot be off; and what the policy was when it sampled is known from the sampler alone
-(docs/overlap.md).
+(docs/generation.md).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class CorrectionConfig(Frozen):
     }
     mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
         "auto = truncate with vLLM, none with transformers, with generation.overlap as"
-        " docs/overlap.md says; bypass = old_logp is the sampler's"
+        " docs/generation.md says; bypass = old_logp is the sampler's"
     )
     level: Literal["token", "sequence", "geometric"] = key(
         "What has a weight: tokens, completions, or completions by their mean; filter: see floor"
@@ -60,7 +60,7 @@ class OverlongPenalty(Frozen):
 
 
 class Switches(AlgorithmConfig):
-    """Every switch that algorithms share (docs/OBJECTIVES.md)."""
+    """Every switch that algorithms share (docs/algorithms.md)."""
 
     only_with: ClassVar = {
         # The loss

@@ -1,4 +1,4 @@
-"""The RLOO of other frameworks, seven of which differ in what they compute (docs/OBJECTIVES.md).
+"""The RLOO of other frameworks, seven of which differ in what they compute (docs/algorithms.md).
 
 A dialect is a YAML file of switches in conf/algorithm/dialect/. The constants here are the
 differences that no switch expresses, by the dialect's name.

@@ -1,4 +1,4 @@
-"""RLOO with the switches of its relatives: KL, baseline, scale, ratio, loss (docs/OBJECTIVES.md).
+"""RLOO with the switches of its relatives: KL, baseline, scale, ratio, loss (docs/algorithms.md).
 
 `algorithms/rloo.py` has the formula without them. The order here is the same: the KL to the
 reference, rewards and advantages, the policy term, and the loss that has them all.

@@ -1,4 +1,4 @@
-"""Importance weights for a sampler that differs from the trainer (docs/OBJECTIVES.md).
+"""Importance weights for a sampler that differs from the trainer (docs/algorithms.md).
 
 The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (old_logp): other
 kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,

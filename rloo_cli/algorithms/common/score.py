@@ -1,4 +1,4 @@
-"""From the rewards' scores to one score per completion (docs/OBJECTIVES.md).
+"""From the rewards' scores to one score per completion (docs/algorithms.md).
 
 A NaN in `raw` means None: this reward does not apply to this completion. None is never 0; a
 completion for which every reward returns None is unscorable and left out of baseline and loss.

@@ -3,7 +3,7 @@
 Old trainers derive the batch from per-device numbers; here it is prompts times completions. With
 b = per_device_train_batch_size (completions), GA = gradient_accumulation_steps and W processes:
 TRL <=0.21 sampled B = b*GA*num_mini_batches*W completions per step, TRL >=0.22 and ms-swift sample
-B = b*W*steps_per_generation, and P = B/K prompts (docs/OBJECTIVES.md, Dialects).
+B = b*W*steps_per_generation, and P = B/K prompts (docs/algorithms.md, Dialects).
 """
 
 import math

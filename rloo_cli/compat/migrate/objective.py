@@ -1,6 +1,6 @@
 """Writes what an old run optimised and sampled with, where several settings become one key.
 
-A setting whose value changes by itself is in `table.py` (docs/OBJECTIVES.md, Dialects).
+A setting whose value changes by itself is in `table.py` (docs/algorithms.md, Dialects).
 """
 
 import re

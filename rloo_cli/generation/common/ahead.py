@@ -2,7 +2,7 @@
 
 Both sides are complete before the optimizer step: the thread never sees weights change, a failure
 or a stop finds the state whole, and which weights a token is of does not depend on any clock. What
-is drawn is what `Rollouts` would have drawn at the same point (docs/overlap.md).
+is drawn is what `Rollouts` would have drawn at the same point (docs/generation.md).
 """
 
 import time

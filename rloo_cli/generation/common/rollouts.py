@@ -1,6 +1,6 @@
 """Prompts -> K completions each -> scores: one step's `Batch`.
 
-Scores are combined and shaped here, before any KL, in the order of docs/OBJECTIVES.md.
+Scores are combined and shaped here, before any KL, in the order of docs/algorithms.md.
 """
 
 from collections.abc import Callable, Iterable, Sequence

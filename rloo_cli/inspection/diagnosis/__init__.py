@@ -19,13 +19,13 @@ from rloo_cli.utils.files import JsonObject
 class Finding:
     """One fault that the run's own figures show."""
 
-    name: str  # of docs/doctor.md
+    name: str  # of docs/inspect.md
     figures: str  # what was seen, with numbers
     fix: str  # what to change, with the keys
 
     @property
     def anchor(self) -> str:
-        """Where docs/doctor.md has it."""
+        """Where docs/inspect.md has it."""
         return self.name.lower().replace(" ", "-")
 
 
