@@ -46,6 +46,7 @@ WHERE = {
     "rloo fetch": "test_fetch.py: it is for machines with a network",
     "rloo sweep": "test_sweep.py: members are processes of their own",
     "distributed.num_processes=2": "test_ranks_command.py: two ranks",
+    "accelerate_config": "test_accelerate_file.py: its eight processes are too many for +debug=cpu",
     "tldr_mini": "test_tldr_mini.py: the whole pipeline takes minutes",
     "vision_mini": "test_vision_mini.py: the whole recipe, and its control",
     "compare_tldr": "bench/compare.py makes these runs",
