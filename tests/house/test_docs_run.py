@@ -57,6 +57,9 @@ WHERE = {
     "kill-orphans": "test_leftovers.py: it wants a run that was killed",
     "runs/tldr_1b": "scripts of a cluster",
     "agent=proxy": "test_external_agents_trained.py: an agent in a process of its own",
+    "agent.tools=": "test_episodes.py: +debug=cpu leaves an agent out",
+    "agent=class": "test_episodes.py: +debug=cpu leaves an agent out",
+    "agent=rollout": "test_rollout_function.py: +debug=cpu leaves an agent out",
     "turn_rewards=credit": "test_turn_credit.py: a run of several turns, which +debug=cpu has not",
     "runs/real_model": "bench/real_model.py makes these runs",
 }
