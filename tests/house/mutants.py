@@ -74,7 +74,7 @@ class Slot:
 
     def __init__(self, folder: Path):
         self.copy = folder
-        for name in COPIED:
+        for name in (*COPIED, "docs"):  # `rloo docs` prints what lies there
             shutil.copytree(ROOT / name, folder / name)
         self.mutant: Mutant | None = None
         self.text: str | None = None  # of the file as it was, while the guard is out
