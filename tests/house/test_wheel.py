@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_package_with_its_yaml_and_nothing_else(wheel: Path)
         assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
     for path in paths.DOCS.rglob("*.md"):
         assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
-    assert not [name for name in names if name.endswith((".png", ".svg"))]
+    assert not [name for name in names if name.endswith((".png", ".svg", ".css"))]
     assert not [name for name in names if "__pycache__" in name or "/runs/" in name]
 
 
