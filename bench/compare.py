@@ -265,19 +265,18 @@ def page(names: Sequence[str]) -> str:
     lines = [
         "# RLOO, GRPO, REINFORCE, REINFORCE++ and PPO, compared",
         "",
-        "Made by `python bench/compare.py`: the same task, completions, learning rate, beta and",
-        "seeds for all five, each with what else is usual for it (below each table). It does",
-        "what is done by hand with",
+        "`python bench/compare.py` trains all five on the same task with the same completions,",
+        "learning rate, beta and seeds. All else is usual for each of them; below each table are",
+        "the keys that differ. By hand this is",
         "",
         "```",
         "rloo train --multirun +recipe=compare",
         "rloo compare 'compare-*'",
         "```",
         "",
-        "One task with one set of settings says who is ahead there, and not who is better: no",
-        "learning rate was looked for, of anybody.",
-        f"All runs: {machine()}. Seconds in these two tables are of a machine that did other work",
-        "at the same time; the table of seconds further down is not.",
+        "No learning rate was tuned for any of them, so the tables do not say which one is better.",
+        f"All runs: {machine()}. The machine did other work during",
+        "the runs of the first two tables, so compare seconds in the third.",
     ]
     for name in names:
         lines += section(name)
@@ -287,8 +286,8 @@ def page(names: Sequence[str]) -> str:
         "",
         "## With Pythia 1B",
         "",
-        "The same on the real TL;DR, with the published supervised and reward model: ready, and",
-        "not run here. Each run wants eight GPUs; on a cluster with Slurm:",
+        "Not measured yet. The same on the real TL;DR data, with the published supervised and",
+        "reward model, on eight GPUs for each run. On a cluster with Slurm:",
         "",
         "```",
         "python bench/compare.py --tasks tldr_1b --words hydra/launcher=submitit_slurm",
@@ -308,7 +307,7 @@ def section(name: str) -> list[str]:
     for kind in ("png", "svg"):
         shutil.copyfile(folder / f"curves.{kind}", DOCS / f"compare_{name}.{kind}")
     lines = ["", f"## {task.title}", "", *([task.says, ""] if task.says else [])]
-    lines += [f"![curves](compare_{name}.png)", "", (folder / "table.md").read_text().rstrip()]
+    lines += [f"![curves](../compare_{name}.png)", "", (folder / "table.md").read_text().rstrip()]
     told = [share(path) for path in sorted((ROOT / name).glob("eval/sft-seed-*/*/judge.json"))]
     if told:
         lines += ["", f"The supervised models alone win {', '.join(told)}, by seed."]
@@ -335,7 +334,7 @@ def in_time(rows: Sequence[results.Row]) -> list[str]:
         "",
         "## Seconds per step, in turn",
         "",
-        "A dozen steps of the quickstart's task each, one after the other and again; the median of",
+        "Twelve steps of the quickstart's task each, in turn, two rounds; the median of",
         f"steps 3 to 12. {rows[-1]['machine']}; `python bench/compare.py --tasks seconds`.",
         "",
         "| algorithm | passes over a step's completions | seconds per step |",

@@ -17,39 +17,35 @@ HEAD = """# On a GPU
 
 {summary}
 
-One command measures every row below, each in a process of its own. It appends what it finds to
-bench/gpu.jsonl after every round, and writes this page:
+One command measures all rows, each in its own process, and writes this page from bench/gpu.jsonl:
 
 ```
 make gpu
 ```
 
 That is `python bench/gpu.py --minutes 40`. It stops in time and continues when it is started again.
-`--rows NAME` measures some rows alone, `--again` measures known rows anew, and `--show` says which
-rows this machine cannot run, and why. `--rehearse` runs the same functions on a CPU with tiny
+`--rows NAME` measures some rows, `--again` repeats known rows, and `--show` lists the rows that
+this machine cannot run, with the reason. `--rehearse` runs the same functions on a CPU with tiny
 sizes, and keeps nothing.
 
 - **confirmed**, **refuted**: the row has a criterion, and the GPU met it or did not.
-- **measured**: figures without a criterion. A ratio is TRL's seconds over those of `rloo`; a row
-  where `rloo` is slower stays, marked.
-- TRL is its order of work with gradient checkpointing and bfloat16 autocast. `trl_best` has no
-  checkpointing, bfloat16 weights, liger-kernel where it is installed, and a static cache where
-  transformers samples.
-- MFU is the share of the data sheet's peak (989 TFLOP/s on an H100), as in the metric `perf/mfu`,
-  of the work that was needed. *Of the product* is the share of a bfloat16 matrix product measured
-  beside it.
-- The floor is what the work takes at the rates of an H100, the goal is what we aim at, and what is
-  expected was written down before the first measurement.
-- vLLM has two model runners, V1 and V2. The column says which version and runner a row is about;
-  a result says nothing about another one.
+- **measured**: figures without a criterion. A ratio is TRL's seconds divided by those of `rloo`.
+  Rows that `rloo` loses are kept and marked.
+- TRL has gradient checkpointing and bfloat16 autocast. `trl_best` has no checkpointing, bfloat16
+  weights, liger-kernel if it is installed, and a static cache if transformers samples.
+- MFU is the share of the data sheet's peak (989 TFLOP/s on an H100), as in the metric `perf/mfu`.
+  *Of the product* is the share of a bfloat16 matrix product measured beside it.
+- The floor is the time of the work at an H100's rates, and the goal is the target. The expected
+  figure was written down before the first measurement.
+- vLLM has two model runners, V1 and V2. A result holds for the version and runner of its row.
 """
 # What the first sentences say, by the rows that would have to be measured.
 CLAIMS = (
-    ("the kernels and layouts against float64", ("head *", "shared *", "packed *", "padded *")),
-    ("the order of waits", ("order of waits",)),
+    ("kernels and layouts against float64", ("head *", "shared *", "packed *", "padded *")),
+    ("the order of kernels and copies", ("order of waits",)),
     ("peak memory against the plan", ("memory, *",)),
     ("weights sent to vLLM's engine on the same GPU", ("colocate, *",)),
-    ("the tests that are marked gpu", ("tests marked gpu",)),
+    ("the tests marked gpu", ("tests marked gpu",)),
     ("a whole run of `rloo train`", ("real run",)),
     ("the train phase against TRL", ("train phase *",)),
     ("a whole step against TRL", ("whole step *",)),
@@ -88,7 +84,7 @@ def summary(results: Sequence[Result]) -> str:
         lines.append(f"Not measured yet: {', '.join(claims[False])}.")
     if not any(version.startswith("0.32") for version in seen):
         lines.append("vLLM 0.32, the version that `pip install 'rloo-cli[vllm]'` installs, has"
-                     " never run on a GPU here.")  # fmt: skip
+                     " not run on a GPU yet.")  # fmt: skip
     return textwrap.fill(" ".join(lines), 100, break_long_words=False, break_on_hyphens=False)
 
 

@@ -259,7 +259,7 @@ def page() -> None:
 
 
 def pictures(stage: str) -> list[str]:
-    return [f"![held-out score by step](real_model_{stage}.svg)", ""]
+    return [f"![held-out score by step](../real_model_{stage}.svg)", ""]
 
 
 def table(stage: str, rows: Sequence[Row]) -> list[str]:

@@ -25,30 +25,25 @@ HEAD = """\
 
 <!-- Made by `python bench/speed_page.py` from bench/results.jsonl: change those, not this page. -->
 
-`rloo` and the RLOOTrainer of TRL at the same work: same model, prompts, completions per prompt,
-lengths, temperature, beta, learning rate and clipping, one optimizer step per rollout batch, same
-machine. Models are small and random, so these figures say nothing about scores: on the same
-completions both tools have the same gradient, and without that no ratio is reported.
+Seconds and memory of a training step by `rloo` and by TRL's RLOOTrainer, on a CPU. Both get the
+same model, prompts, lengths, K, temperature, beta, learning rate and clipping, on the same machine.
+The models are small and random, so the figures say nothing about scores. The benchmark reports a
+ratio only if both tools compute the same gradient on the same completions.
 
 How it is measured:
 
-- `python bench/versus_trl.py --workload W1 --rounds 3` (`W2-K4`, `W2-K2`; `--untouched`). On a CPU:
-  one thread, float32. Each tool has a process of its own and they take turns, one at work while
-  the others wait; a step before the first round is not counted.
-- **TRL default**: its defaults, with gradient checkpointing. **TRL best found**: checkpointing off
-  and the fastest of three sizes of micro-batch; the search is written down in `versus_trl.py`.
-  Both with TRL's head on the completions' rows alone, which it does on a GPU and not on a CPU: it
-  is forced here. **TRL untouched**: as it comes on a CPU.
-- The train phase is what follows once completions are scored: the passes of the old and of the
-  reference policy, forward, backward, optimizer. It is measured on identical completions.
-- Seconds are medians over the rounds, with the least and the most; a ratio is TRL's seconds by
-  `rloo`'s, with the least and the most of a round. Where more wanted to run than the machine has
-  cores, seconds are the processor's and not the wall's.
-- Memory is the most that the whole process held, and how much of it came on top of what was there
-  once everything was loaded.
-- A row where `rloo` loses stays, marked.
-
-Figures from a CPU say what the same work takes on a CPU, and nothing about a GPU.
+- Run `python bench/versus_trl.py --workload W1 --rounds 3` (also `W2-K4`, `W2-K2`; `--untouched`).
+  It uses one thread and float32. Each tool has its own process, and they take turns. A step before
+  the first round is not counted.
+- **TRL default** has gradient checkpointing. **TRL best found** has none, and the fastest of three
+  micro-batch sizes. Both compute the head on the completions' rows alone, as TRL does on a GPU.
+  **TRL untouched** is TRL as it runs on a CPU.
+- The train phase starts when completions are scored: old and reference log-probabilities, forward,
+  backward, optimizer. It is measured on identical completions.
+- Seconds are medians over the rounds, with minimum and maximum. A ratio is TRL's seconds divided by
+  those of `rloo`. On a busy machine seconds are CPU time, else wall time.
+- Memory is the peak of the whole process, and the part of it above the memory after loading.
+- Rows that `rloo` loses are kept and marked.
 """
 
 

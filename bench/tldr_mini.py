@@ -94,16 +94,17 @@ def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
     """The whole of docs/results/tldr_mini.md."""
     sft = verdict(ROOT / "sft", "reference")
     lines = [
-        "# TL;DR in miniature: what came out",
+        "# TL;DR in miniature",
         "",
-        "Made by `python bench/tldr_mini.py`; every line is from runs of the command line on two",
-        "CPU cores. Posts, references and hidden rule are synthetic (`make:tldr`): it shows that",
-        "the pipeline works as the published one, not how good a person finds a summary.",
+        "`python bench/tldr_mini.py` trains a supervised model, a reward model and RLOO policies",
+        "on two CPU cores. The posts, the references and the hidden rule that judges summaries are",
+        "synthetic (`make:tldr`): the figures show that the pipeline works, not how good summaries",
+        "are.",
         "",
         "## The judge",
         "",
-        "Share of 500 held-out posts for which the hidden rule prefers the model's greedy summary;",
-        "a tie is one half; in brackets the 95 % interval over posts.",
+        "Share of 500 held-out posts for which the hidden rule prefers the model's greedy summary.",
+        "A tie counts one half. Brackets have the 95 % interval over posts.",
         "",
         "| model | against the reference | against the supervised model |",
         "|---|---|---|",
@@ -119,9 +120,9 @@ def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
     lines += [
         "## Over-optimisation",
         "",
-        f"Means over {len(seeds)} seeds ± their standard deviation, of steps within {AROUND} of",
-        "the one named. The reward model's score is what is trained on; the hidden rule is only",
-        "watched (a reward of weight 0); KL is per completion, in nats.",
+        f"Means over {len(seeds)} seeds ± their standard deviation, over the steps within {AROUND}",
+        "of the step. The policy trains on the reward model's score; the hidden rule is only",
+        "logged (a reward of weight 0). KL is per completion, in nats.",
     ]
     for beta, last in zip(betas, steps, strict=True):
         curves = [curve(ROOT / name(beta, seed)) for seed in seeds]
@@ -133,7 +134,7 @@ def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
             lines.append(f"| {step} | {' | '.join(cells)} |")
     took = [json.loads((ROOT / name(b, s) / "took.json").read_text()) for b in betas for s in seeds]
     per = ", ".join(f"{t['train_s']:.0f}" for t in took)
-    lines += ["", f"Seconds per training, models made before, two side by side: {per}.", ""]
+    lines += ["", f"Seconds per run of RLOO, two runs at a time: {per}.", ""]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """Writes the formulas of a page as MathML, which browsers draw themselves: no script is loaded.
 
-`$...$` and `$$...$$` outside of code are LaTeX, as GitHub shows it.
+`$...$`, `$$...$$` and blocks fenced as ```math are LaTeX, as GitHub shows it; other code is kept.
 """
 
 import re
@@ -9,7 +9,8 @@ from typing import Any
 from latex2mathml.converter import convert
 
 CODE_OR_FORMULA = re.compile(
-    r"(?P<code>^```.*?^```$|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^$\n]+)\$",
+    r"^```math\n(?P<fenced>.*?)^```$|(?P<code>^```.*?^```$|`[^`\n]*`)"
+    r"|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^$\n]+)\$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -22,6 +23,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _formula(found: re.Match[str]) -> str:
     if found["code"] is not None:
         return found[0]
+    if fenced := found["fenced"]:
+        return f'<div style="overflow-x: auto">{_mathml(fenced, "block")}</div>'  # on a phone
     display = "block" if found["block"] else "inline"
-    made = convert(found["block"] or found["inline"], display=display)
-    return made.replace("\n", " ").replace("|", "&#x7C;")
+    return _mathml(found["block"] or found["inline"], display)
+
+
+def _mathml(latex: str, display: str) -> str:
+    return convert(latex, display=display).replace("\n", " ").replace("|", "&#x7C;")

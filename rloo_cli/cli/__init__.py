@@ -4,6 +4,7 @@ answers         the console of verbs, and their --json
 compare/        rloo compare
 completion      rloo completion
 config          rloo config
+docs            rloo docs
 doctor          rloo doctor
 eval            rloo eval
 eval_target     what rloo eval evaluates: a recipe, run or checkpoint

@@ -147,6 +147,8 @@ def _word_candidates(
         candidates += run_folders.list_run_names()
     elif name == "RECIPE":
         candidates += paths.recipe_files()
+    elif name == "PAGE":
+        candidates += paths.doc_pages()
     elif name == "KEY":
         return [*cached_key_values()]
     candidates += WORD_CHOICES.get(name, ())

@@ -121,7 +121,7 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[Text]:
         lines.append(Text(f"✗ {clean_line(finding.name)}", "bold red"))
         lines.append(Text(f"  seen     {clean_line(finding.figures)}"))
         lines.append(Text(f"  fix      {clean_line(finding.fix)}"))
-        lines.append(Text(f"  more     docs/inspect.md#{finding.anchor}"))
+        lines.append(Text(f"  more     rloo docs inspect#{finding.anchor}"))
     if not diagnosis.findings:
         few = "too few steps to say much: " if record.last_step < 8 else ""
         lines.append(Text(f"✓ {few}none of the known pathologies is in its files", "green"))

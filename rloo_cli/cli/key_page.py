@@ -19,6 +19,7 @@ from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.idle_keys import key_conditions, key_meaning
 from rloo_cli.config.messages import walk_values
 from rloo_cli.utils import paths
+from rloo_cli.utils.metrics import without_tags
 
 # A choice of one may have keys of its own.
 PLUGIN_GROUPS = ("algorithm", "generation", "agent", "distributed", "model")
@@ -106,6 +107,7 @@ def _key_rows(
         if key == f"reward.{ANY_REWARD}.type":
             (kind, meaning), default = REWARD_TYPE, "-"
         reason = _yaml_reason(composed, used) if used in values else ""
+        meaning, reason = without_tags(meaning), without_tags(reason)
         cells = [f"`{key}`", kind, f"`{default}`", meaning, reason]
         yield (
             "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

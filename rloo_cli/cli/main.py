@@ -20,7 +20,7 @@ from rloo_cli.utils.errors import Problem, StorageError, print_error, print_exit
 STOPPED = 75  # exit code of a run that was asked to end and has saved
 STDOUT_ONLY_VERBS = (  # verbs that write no file
     "plan", "recipes", "config", "runs", "top", "doctor", "replay", "reward", "samples", "ledger",
-    "compare", "migrate", "completion",
+    "compare", "migrate", "docs", "completion",
 )  # fmt: skip
 
 

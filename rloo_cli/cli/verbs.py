@@ -404,6 +404,14 @@ VERBS: dict[str, Verb] = {
         "one, all of the recipe's. test exits with 20 where it finds an error or an exploit.",
         flags_of={"list": ("--config-dir",)},
     ),
+    "docs": Verb(
+        "tools",
+        "print a page of the documentation, or list the pages",
+        {NEW: "[PAGE]"},
+        {"--json": "the page's text, or the titles of all pages, as JSON"},
+        ("rloo docs rewards", "rloo docs inspect#guards"),
+        "PAGE is a name of the list, or PAGE#SECTION. A pipe or a file gets the page as Markdown.",
+    ),
     "completion": Verb(
         "tools",
         "print the shell's completion script: bash, zsh or fish",

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec
 from rloo_cli.utils.errors import ConfigError, Problem, RunError, refuse
 
 ALGORITHM_KEY = "algorithm.name"
-ALGORITHM_DOCS = "docs/algorithms.md"
+ALGORITHM_DOCS = "rloo docs algorithms"
 P = ParamSpec("P")
 
 

@@ -74,7 +74,7 @@ def _algorithm_file(name: str) -> ModuleType:
 
 def _not_an_algorithm(name: str, why: str, fix: str) -> Problem:
     what = f"{name} is not an algorithm"
-    return Problem(what, "algorithm.name", why, fix, more="docs/algorithms.md")
+    return Problem(what, "algorithm.name", why, fix, more="rloo docs algorithms")
 
 
 def config_class(registry: str, name: str) -> Any:

@@ -145,6 +145,11 @@ def _merge_values(kind: str, values: Sequence[float], weights: Sequence[float]) 
     return float((total / sum(weights)) ** (1 / power))
 
 
+def without_tags(text: str) -> str:
+    """A text for a page of docs/, where `<name>` outside of code would be taken for HTML."""
+    return re.sub(r"<(?=[A-Za-z/])", "&lt;", text)
+
+
 def fill_page(text: str) -> str:
     """docs/metrics.md with the tables of its sections made anew; all else in it is kept.
 
@@ -153,7 +158,7 @@ def fill_page(text: str) -> str:
     rows: dict[str, list[str]] = {}
     for m in declared_metrics():
         table = rows.setdefault(m.section, ["| metric | unit | what it is |\n", "|---|---|---|\n"])
-        table.append(f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |\n")
+        table.append(f"| `{m.name}` | {m.unit or '-'} | {without_tags(m.meaning)} |\n")
     parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     for i, part in enumerate(parts):
         if made := rows.pop(part.partition("\n")[0].removeprefix("## "), None):

@@ -1,4 +1,4 @@
-"""The folders of YAML and batch scripts (beside the package in a checkout, in it in a wheel), and
+"""The folders of YAML, scripts and pages (beside the package in a checkout, in it in a wheel), and
 of the cache.
 """
 
@@ -16,6 +16,7 @@ ROOT = PACKAGED_YAML if PACKAGED_YAML.is_dir() else PACKAGE.parent
 CONF = ROOT / "conf"
 RECIPES = ROOT / "recipes"
 SLURM = ROOT / "scripts" / "slurm"
+DOCS = ROOT / "docs"
 
 
 def cache_folder() -> Path:
@@ -85,6 +86,12 @@ def unusable_cache_problem(why: str) -> Problem:
 def recipe_files() -> dict[str, Path]:
     """Name of every shipped recipe -> its file; `a/b` for recipes/a/b.yaml."""
     return {**_shipped_choices(CONF, RECIPES)["recipe"]}
+
+
+def doc_pages() -> dict[str, Path]:
+    """Name of every page of docs/ -> its file; `results/speed` for docs/results/speed.md."""
+    pages = sorted(DOCS.rglob("*.md"), key=lambda path: (path.parent, path.name))
+    return {str(path.relative_to(DOCS).with_suffix("")): path for path in pages}
 
 
 def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:

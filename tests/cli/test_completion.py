@@ -162,6 +162,7 @@ def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
         (["config", "explain", "algorithm.be"], {"algorithm.beta"}),
         (["recipes", "c"], {"copy"}),
         (["recipes", "show", "smok"], {"smoke"}),
+        (["docs", "rew"], {"rewards"}),
         (["sync", "mine", "ten"], {"tensorboard"}),
         (["completion", "z"], {"zsh"}),
         (["train", "nonsense"], {""}),

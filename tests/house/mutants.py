@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("rloo_cli", "conf", "recipes", "scripts")
+COPIED = ("rloo_cli", "conf", "recipes", "scripts", "docs")
 CUT = ROOT / ".mutants.json"  # what a run has found so far; removed when it is whole
 LIMIT_S = 600.0  # of one test: a guard may be against something that never ends
 TOGETHER_LIMIT_S = 7200.0  # of all tests with their guards, which run in one process
@@ -274,7 +274,7 @@ def _file_of(test: str) -> Path:
 
 def _state() -> str:
     """A digest of all that every result depends on."""
-    folders = [ROOT / name for name in (*COPIED, "tests/support")]
+    folders = [ROOT / name for name in (*COPIED, "tests/support") if name != "docs"]
     files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()]
     files = [p for p in files if "__pycache__" not in p.parts]
     return _digest([*files, ROOT / "tests/conftest.py"])

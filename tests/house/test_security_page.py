@@ -38,7 +38,7 @@ def rows() -> list[list[str]]:
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return [
         row for row in cells
-        if len(row) == 4 and not set("".join(row)) <= {"-", " "} and row[0] != "what"
+        if len(row) == 4 and not set("".join(row)) <= {"-", " "} and row[0] != "threat"
     ]  # fmt: skip
 
 

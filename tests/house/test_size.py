@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {"rloo_cli": ".py", "tests": ".py", "bench": ".py", "docs": ".md"}
 LIMITS = {"rloo_cli": 77_550, "tests": 74_010, "bench": 8_381, "docs": 6_730}
 # What was added after the limits were set: (folder, lines, what they are worth to a user).
-ADDITIONS: list[tuple[str, int, str]] = []
+ADDITIONS: list[tuple[str, int, str]] = [
+    ("rloo_cli", 108, "`rloo docs`: a wheel's users read the pages that errors name"),
+    ("tests", 140, "its tests, and those of formulas and names on the site"),
+]
 
 
 def folder_lines(folder: str) -> int:

@@ -58,6 +58,9 @@ def test_the_wheel_holds_the_package_with_its_yaml_and_nothing_else(wheel: Path)
             assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
     for path in (*paths.SLURM.iterdir(), *(ROOT / "scripts").glob("*/*.py")):
         assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
+    for path in paths.DOCS.rglob("*.md"):
+        assert f"rloo_cli/_yaml/{path.relative_to(ROOT)}" in names
+    assert not [name for name in names if name.endswith((".png", ".svg", ".css"))]
     assert not [name for name in names if "__pycache__" in name or "/runs/" in name]
 
 
@@ -80,7 +83,8 @@ def test_what_is_installed_is_the_wheel_and_not_the_checkout(installed: Rloo) ->
 def test_help_and_recipes_are_those_of_the_checkout(installed: Rloo) -> None:
     checkout = Rloo(installed.folder, installed.environment | {"PYTHONPATH": str(ROOT)})
     job = ["slurm", "render", "+recipe=tldr_1b"]
-    for words in (["--help"], ["recipes"], ["recipes", "show", "tldr_1b"], ["config"], job):
+    page = ["docs", "start"]
+    for words in (["--help"], ["recipes"], ["recipes", "show", "tldr_1b"], ["config"], page, job):
         ours, theirs = checkout(*words), installed(*words)
         assert ours.code == theirs.code == 0, theirs.said
         assert ours.out == theirs.out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rloo_cli.utils.errors import ConfigError, Problem
 
-PAGE = "docs/migrate.md"
+PAGE = "rloo docs migrate"
 PASTE = "rloo migrate -- COMMAND"
 START = "rloo train algorithm=rloo model.path=MODEL data.path=DATA reward=NAME"
 # A trainer -> a regular expression for what only its commands and configs say.

@@ -64,4 +64,4 @@ def guard_problem(name: str, step: int, figures: str) -> Problem:
     what = f"the guard {name} stopped the run after step {step}"
     where = f"guards.{name}=fail, metric {', '.join(rule.metrics)}"
     fix = f"{rule.fix}. Or guards.{name}=warn; resume=auto goes on from this step"
-    return Problem(what, where, figures, fix, "docs/inspect.md")
+    return Problem(what, where, figures, fix, "rloo docs inspect#guards")
