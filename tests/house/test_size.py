@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {"rloo_cli": ".py", "tests": ".py", "bench": ".py", "docs": ".md"}
 LIMITS = {"rloo_cli": 77_550, "tests": 74_010, "bench": 8_380, "docs": 6_700}
 # What was added after the limits were set: (folder, lines, what they are worth to a user).
-ADDITIONS: list[tuple[str, int, str]] = []
+ADDITIONS: list[tuple[str, int, str]] = [
+    (
+        "rloo_cli",
+        70,
+        "a sampler that is wrong in long contexts alone is named by doctor and report",
+    ),
+    ("tests", 60, "the same"),
+]
 
 
 def folder_lines(folder: str) -> int:
