@@ -18,6 +18,15 @@ def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
 
 
+def segment_positions(segment_ids: Tensor, num_segments: int) -> Tensor:
+    """The index of each token within its segment, from 0; segments lie in order. (N,) -> (N,)"""
+    counts = segment_ids.new_zeros(num_segments).index_add(
+        0, segment_ids, segment_ids.new_ones(segment_ids.shape)
+    )
+    starts = counts.cumsum(0) - counts
+    return segment_ids.new_ones(segment_ids.shape).cumsum(0) - 1 - starts[segment_ids]
+
+
 def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Mean over each segment's unmasked tokens; 0 for one without any. (N,), (N,), (N,) -> (n,)"""
     count = segment_sum(mask, segment_ids, num_segments).clamp(min=1)

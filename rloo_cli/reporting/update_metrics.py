@@ -10,13 +10,14 @@ from torch import Tensor
 from rloo_cli.algorithms.common.hooks import Loss, ValueLoss
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.data.packing import MicroBatch
-from rloo_cli.data.segments import segment_sum
+from rloo_cli.data.segments import segment_positions, segment_sum
 from rloo_cli.distributed.world import World
 from rloo_cli.utils.metrics import MetricValues, merge_rule
 
 if TYPE_CHECKING:
     from rloo_cli.distributed.optimizer import TrainingOptimizer
 
+DEPTHS = (0, 64, 512, 4096)  # first positions of the bins of sampling/logp_diff_from<k>
 OWN_SUM, OWN_COUNT = "algorithm/", "algorithm_count/"  # before the name of one of Loss.metrics
 
 METRICS = {"Progress and time": [  # read by utils.metrics
@@ -66,6 +67,9 @@ METRICS = {"Progress and time": [  # read by utils.metrics
      "token"),
     ("sampling/logp_diff_rms", "nats", "rms:gap_tokens", "its root mean square"),
     ("sampling/logp_diff_max", "nats", "max", "its largest value"),
+    ("sampling/logp_diff_from<k>", "nats", "rms:gap_from<k>",
+     "root mean square over the sampled tokens of completions from the k-th on, up to the next of "
+     "0, 64, 512 and 4096"),
     ("sampling/kl", "nats", "mean:sequences", "KL of the sampler to the trainer, per completion"),
     ("sampling/importance_sampling_ratio/mean", "", "mean:weights",
      "mean weight of the sampler's correction"),
@@ -97,6 +101,7 @@ SOURCES = {
     "sampling/importance_sampling_ratio/min": "weight_min",
     "sampling/importance_sampling_ratio/max": "weight",
     "sampling/capped_frac": "capped", "sampling/masked_frac": "masked",
+    **{f"sampling/logp_diff_from{first}": f"gap_sq_from{first}" for first in DEPTHS},
 }  # fmt: skip
 
 
@@ -224,6 +229,7 @@ class UpdateMetrics:
             gap = (old - behaviour).abs().where(present, 0.0)
             self.add(gap=gap.sum(), gap_sq=gap.square().sum(), gap_tokens=present.sum())
             self.add_maxima(present, gap=gap)
+            self.add(**_gap_by_depth(gap.square(), present, micro_batch))
             below = torch.where(present, behaviour - old, torch.zeros_like(old))
             self.add(sampling_kl=below.sum())
 
@@ -319,6 +325,18 @@ def _add_correction_weights(updates: UpdateMetrics, loss: Loss, micro_batch: Mic
         capped=((weight != raw) & (weight != 0) & counted).sum(),
     )  # fmt: skip
     updates.add_maxima(counted, weight=weight, weight_min=-weight)
+
+
+def _gap_by_depth(gap_sq: Tensor, present: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """Sums and counts of the squared gaps, by the token's position in its completion."""
+    position = segment_positions(micro_batch.sequence_ids, micro_batch.num_sequences)
+    bounds = torch.tensor(DEPTHS[1:], device=position.device)
+    depth = torch.bucketize(position, bounds, right=True)
+    sums = segment_sum(gap_sq, depth, len(DEPTHS))
+    counts = segment_sum(present.to(gap_sq.dtype), depth, len(DEPTHS))
+    return {f"gap_sq_from{first}": sums[i] for i, first in enumerate(DEPTHS)} | {
+        f"gap_from{first}": counts[i] for i, first in enumerate(DEPTHS)
+    }
 
 
 def _trained_sequences(micro_batch: MicroBatch) -> Tensor:

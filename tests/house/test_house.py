@@ -45,7 +45,6 @@ MOST_WHOLE_CONFIGS = 108  # functions that take the whole RunConfig; it only goe
 # Short files that are neither plug-ins nor protocols nor entry points, and why they stay.
 SHORT = {
     "generation/common/pacing.py": "the proof of carry's bound, for the planner too, without torch",
-    "data/segments.py": "sums over segments, for rooms that must not know packing",
 }
 ENTRIES = {"cli/key_values.py", "generation/vllm/plugin.py", "plugin.py"}  # named by other programs
 PLUGINS = ("agents/", "algorithms/", "rewards/", "generation/", "generation/vllm/receive/")

@@ -15,6 +15,12 @@ LIMITS = {"rloo_cli": 77_550, "tests": 74_010, "bench": 8_381, "docs": 6_730}
 ADDITIONS: list[tuple[str, int, str]] = [
     ("rloo_cli", 108, "`rloo docs`: a wheel's users read the pages that errors name"),
     ("tests", 140, "its tests, and those of formulas and names on the site"),
+    (
+        "rloo_cli",
+        70,
+        "a sampler that is wrong in long contexts alone is named by doctor and report",
+    ),
+    ("tests", 60, "the same"),
 ]
 
 

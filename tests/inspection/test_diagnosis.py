@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import loop_cases
 import pytest
 from compare_cases import write
 
@@ -175,6 +176,31 @@ def test_a_policy_that_mastered_its_prompts_repeats_itself_and_has_no_finding() 
 )
 def test_a_fault_is_named(name: str, sample: Samples, metrics: dict[str, Any]) -> None:
     assert name in named(make_run(sample, **metrics))
+
+
+LATE = "sampler and trainer disagree late in completions"
+
+
+def test_a_sampler_that_is_wrong_late_in_completions_alone_is_named(tmp_path: Path) -> None:
+    words = ["generation.max_completion_length=80", "generation.min_tokens=70"]
+    run = loop_cases.alone(tmp_path, *words)
+    batch = loop_cases.sampled(run)
+    for rollout in (r for group in batch.groups for r in group.rollouts):
+        assert rollout.behaviour_logp is not None and len(rollout.behaviour_logp) > 64
+        late = [logp - 0.3 for logp in rollout.behaviour_logp[64:]]
+        rollout.behaviour_logp = rollout.behaviour_logp[:64] + late
+    line = loop_cases.step(run, batch)[1]
+    gaps = {k.replace("/", "__"): v for k, v in line.items() if k.startswith("sampling/logp_diff")}
+    assert named(make_run(**gaps)) == [LATE]
+
+
+def test_a_gap_that_is_the_same_at_every_depth_is_not_one_of_late_tokens() -> None:
+    everywhere = {"sampling__logp_diff_from0": 0.05, "sampling__logp_diff_from64": 0.06}
+    folder = make_run(sampling__logp_diff_rms=0.05, **everywhere)
+    assert named(folder) == ["sampler and trainer disagree"]
+    shutil.rmtree(folder)
+    rounding = {"sampling__logp_diff_from0": 1e-6, "sampling__logp_diff_from64": 1e-4}
+    assert named(make_run(**rounding)) == []
 
 
 def test_data_that_stands_twice_in_the_file_or_in_the_held_out_set_is_named() -> None:
@@ -400,7 +426,7 @@ def test_damaged_and_empty_runs_are_read_as_far_as_they_can_be() -> None:
 def test_every_finding_has_its_line_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs/inspect.md").read_text()
     titles = [rule.title for rule in HEALTH_RULES.values() if rule.found]
-    assert len(titles) == len({*titles}) == 18
+    assert len(titles) == len({*titles}) == 19
     for title in titles:
         assert f'<a id="{title.lower().replace(" ", "-")}"></a>{title} |' in page
 

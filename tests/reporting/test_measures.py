@@ -220,6 +220,18 @@ def test_masked_rows_are_in_no_ratio_entropy_or_extreme():
     assert row["sampling/logp_diff_max"] == 0
 
 
+def test_the_gap_to_the_sampler_is_known_by_the_position_in_the_completion():
+    m = cases.micro([70, 3])
+    m.old_logp = torch.zeros(73, dtype=torch.float64)
+    m.behaviour_logp = torch.tensor([0.1] * 64 + [0.5] * 6 + [0.3, NAN, 0.3], dtype=torch.float64)
+    found = UpdateMetrics()
+    found.add_old_logprobs(m, None)
+    row = found.to_metrics()
+    assert row["sampling/logp_diff_from0"] == near(((64 * 0.01 + 2 * 0.09) / 66) ** 0.5)
+    assert row["sampling/logp_diff_from64"] == near(0.5)
+    assert "sampling/logp_diff_from512" not in row and "sampling/logp_diff_from4096" not in row
+
+
 def test_numbers_of_an_update_are_means_over_updates_before_clipping():
     found = UpdateMetrics()
     m = cases.micro([1])
@@ -281,8 +293,9 @@ advantages/zero_frac advantages/norm_skipped loss policy_loss kl_loss learning_r
 grad_clip_fraction objective/scores objective/kl objective/non_score_reward objective/rlhf_reward
 objective/entropy policy/approxkl_avg policy/clipfrac_avg loss/policy_avg val/ratio val/ratio_var
 ratio/min ratio/max val/num_eos_tokens eps episode epoch sampling/logp_diff_mean
-sampling/logp_diff_rms sampling/logp_diff_max sampling/missing_frac sampling/kl staleness/mean
-staleness/max groups/unscorable groups/dropped groups/resampled groups/duplicates
+sampling/logp_diff_rms sampling/logp_diff_max sampling/logp_diff_from0 sampling/missing_frac
+sampling/kl staleness/mean staleness/max groups/unscorable groups/dropped groups/resampled
+groups/duplicates
 completions/unique_ratio data/dropped_long data/truncated time/generation time/reward
 time/reference time/update time/optimizer time/data time/idle perf/completions_per_s
 perf/tokens_per_s perf/padding_frac perf/rollout_wait_frac

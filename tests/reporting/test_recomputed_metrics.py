@@ -162,7 +162,8 @@ staleness/max loss policy_loss loss/policy_avg kl_loss grad_norm grad_clip_fract
 update/changed_frac kl entropy policy/entropy_avg clip_ratio/low_mean clip_ratio/high_mean
 clip_ratio/region_mean clip_ratio/low_min clip_ratio/high_max delta_ratio policy/approxkl_avg
 policy/clipfrac_avg val/ratio val/ratio_var ratio/min ratio/max sampling/entropy
-sampling/logp_diff_mean sampling/logp_diff_rms sampling/logp_diff_max sampling/missing_frac
+sampling/logp_diff_mean sampling/logp_diff_rms sampling/logp_diff_max sampling/logp_diff_from<k>
+sampling/missing_frac
 sampling/kl perf/level perf/rows perf/padding_frac perf/forwarded_frac
 sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max rewards/<reward>/mean
 """

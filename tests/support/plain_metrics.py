@@ -194,6 +194,17 @@ class Scored:
         return len(set(values)) < 2
 
 
+def _gaps_by_depth(gaps: Sequence[Tensor]) -> Parts:
+    """Squared gaps of the tokens 0-63, 64-511, 512-4095 and the later ones of completions."""
+    parts: Parts = {}
+    for first, end in ((0, 64), (64, 512), (512, 4096), (4096, None)):
+        found = torch.cat([gap[first:end] for gap in gaps])
+        if len(found):
+            part = Part("rms", float(found.square().sum()), len(found))
+            parts[f"sampling/logp_diff_from{first}"] = part
+    return parts
+
+
 def score_rows(rows: list[Row], rules: Rules) -> Scored:
     """Weighted sums of what the rewards said, then penalties."""
     plain: list[float | None] = []
@@ -418,6 +429,7 @@ class Trainer:
             "sampling/logp_diff_mean": mean(gap.abs().sum(), len(gap)),
             "sampling/logp_diff_rms": Part("rms", float(gap.square().sum()), len(gap)),
             "sampling/logp_diff_max": Part("max", float(gap.abs().max())),
+            **_gaps_by_depth([self.old[i] - theirs[i] for i in self.forwarded]),
         }
         self.weight: dict[int, float] = {}
         if self.rules.correction is not None:

@@ -58,6 +58,12 @@ CURVES: dict[str, dict[str, str]] = {
         "sampling/logp_diff_rms": "root mean square",
         "sampling/logp_diff_mean": "mean",
     },
+    "sampler against trainer by position in the completion, nats per token": {
+        "sampling/logp_diff_from0": "tokens 0-63",
+        "sampling/logp_diff_from64": "64-511",
+        "sampling/logp_diff_from512": "512-4095",
+        "sampling/logp_diff_from4096": "4096 on",
+    },
     "value loss": {"loss/value_avg": "value loss"},
     "tokens per second": {"perf/tokens_per_s": "tokens/s"},
 }

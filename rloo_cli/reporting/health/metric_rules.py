@@ -25,6 +25,7 @@ ZERO_STD_SHARE = 0.8  # above it four fifths of the sampling is paid for without
 TRUNCATED_SHARE = 0.5  # above it most scores judge texts that were cut off
 ALL_TRUNCATED_SHARE = 0.9  # of a whole run: hardly any completion ends by itself
 ESS_SHARE = 0.5  # below it the correction's weights waste half of the batch
+DEPTH_FACTOR = 3.0  # of the sampler's gap late in completions to that of their first tokens
 LOGP_FACTOR = 3.0  # growth of logp_diff_rms: sampler and trainer compute different models
 LOGP_FLOOR = 0.04  # nats; bfloat16 alone gives .03 to .04, float32 .002
 MISMATCH_RMS = 0.02  # nats; bfloat16 on both sides has up to that, by rounding alone
@@ -243,6 +244,21 @@ def sampler_mismatch(run: Evidence) -> str | None:
         else "numerics: the sampler had the same weights, so dtype or kernels differ"
     )
     return f"sampler and trainer differ by {gap:.3g} nats a token (root mean square); {cause}"
+
+
+def mismatch_with_depth(run: Evidence) -> str | None:
+    """Sampler and trainer agree at the start of completions and part late in them."""
+    names = [f"sampling/logp_diff_from{first}" for first in (0, 64, 512, 4096)]
+    gaps = {name: gap for name in names if (gap := run.recent_mean(name)) is not None}
+    if len(gaps) < 2:
+        return None
+    (first, early), (deepest, late) = next(iter(gaps.items())), list(gaps.items())[-1]
+    if late < MISMATCH_RMS or late < DEPTH_FACTOR * early:
+        return None
+    return (
+        f"{deepest} is {late:.3g} nats and {first} {early:.3g}: sampler and trainer agree at the"
+        " start of completions and disagree late in them"
+    )
 
 
 def truncated_sampling(run: Evidence) -> str | None:

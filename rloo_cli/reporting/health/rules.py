@@ -130,6 +130,14 @@ HEALTH_RULES = {
         min_steps=1,
         silences=("logp_drift",),
     ),
+    "mismatch_with_depth": HealthRule(
+        "Compare rope scaling, sliding window and attention kernels of generation.backend with the"
+        " trainer's, or lower generation.max_completion_length",
+        found=metric_rules.mismatch_with_depth,
+        title="sampler and trainer disagree late in completions",
+        min_steps=0,
+        silences=("logp_drift",),
+    ),
     "logp_drift": HealthRule(
         "Check generation.backend and its weight transfer, use one model.dtype for both, and"
         " model.lm_head_fp32=true",
