@@ -57,7 +57,7 @@ def flip(path: Path) -> None:
 DAMAGES = {
     "a flipped byte of the weights": (
         lambda c: flip(c / "model.safetensors"),
-        "model.safetensors is not what was saved",
+        "model.safetensors has changed since it was saved",
     ),
     "a flipped byte of the optimizer": (
         lambda c: flip(c / "trainer" / "optimizer-1-of-1.safetensors"),
@@ -65,7 +65,7 @@ DAMAGES = {
     ),
     "a truncated file": (
         lambda c: (c / "model.safetensors").write_bytes(b"12345"),
-        "has 5 bytes, not",
+        "has 5 bytes instead",
     ),
     "a missing file": (lambda c: (c / "config.json").unlink(), "config.json is missing"),
     "a file more": (lambda c: (c / "more.py").write_text(""), "more.py is not listed"),

@@ -104,7 +104,7 @@ def test_a_page_of_html_is_recognised(serve: Any, status: int) -> None:
 
 def test_what_is_no_json_is_shown(serve: Any) -> None:
     (error,) = ask(serve(in_turn((200, "hello"))).url)
-    assert "answered no JSON: 'hello'" in str(error)
+    assert "did not answer with JSON: 'hello'" in str(error)
 
 
 def test_no_more_requests_than_allowed_are_under_way(serve: Any) -> None:
