@@ -167,7 +167,7 @@ def parse_answer(
 def no_answer_problem(url: str, why: str, kind: ServerKind) -> Problem:
     """The problem that nothing answers at `url`, for the reason `why`."""
     where = f"{kind.section}.base_url"
-    return Problem(f"{kind.noun} at {url} does not answer", where, why, kind.start)
+    return Problem(f"the {kind.noun} at {url} does not answer", where, why, kind.start)
 
 
 def not_a_server_problem(url: str, why: str, kind: ServerKind = ROLLOUT_SERVER) -> Problem:

@@ -189,7 +189,7 @@ def test_a_server_that_stays_away_ends_the_step(ready, fake):
     client = ready(reconnect_timeout_s=0.3)
     fake.close()
     problem = refused(lambda: client.logprobs(ROWS))
-    assert fake.url in problem.what and "no teacher answers" in problem.what
+    assert fake.url in problem.what and "does not answer" in problem.what
 
 
 def test_a_server_that_comes_back_with_another_model_is_refused(ready, fake):
