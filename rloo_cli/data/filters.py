@@ -114,7 +114,7 @@ def _load_predicate(spec: str) -> Predicate:
 
     def passes(number: int, example: ExampleDict) -> bool:
         try:
-            with contextlib.chdir(os.getcwd()):  # relative paths start at the run's folder
+            with contextlib.chdir(os.getcwd()):  # relative paths start at the run folder
                 passed = code(copy_value(example))
         except BaseException as error:  # also SystemExit and KeyboardInterrupt raised by user code
             what = f"data.filter failed at row {number}"

@@ -48,7 +48,7 @@ def _map_example(
 ) -> ExampleDict:
     where = f"data.map={spec}, row {number}"
     try:
-        with contextlib.chdir(os.getcwd()):  # relative paths start at the run's folder
+        with contextlib.chdir(os.getcwd()):  # relative paths start at the run folder
             returned = function(dict(example))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt raised by user code
         what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"

@@ -336,7 +336,7 @@ def fetch_scalars(values: dict[str, Tensor]) -> MetricValues:
 
 
 def _summed_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    """The metrics in `SOURCES`: means over the counts by which they merge, and extremes."""
+    """The metrics in `SOURCES`, means over the counts by which they merge, and extremes."""
     metrics = {}
     own = {name: name for name in sums if name.startswith(OWN_SUM)}
     for name, source in (SOURCES | own).items():

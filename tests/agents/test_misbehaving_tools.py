@@ -39,9 +39,7 @@ TOLD = {
     "prints": ("print('noise' * 1000); sys.stderr.write('more'); return 'said'", "said"),
     "changes_its_arguments": ("items.clear(); return str(items)", "[]"),
     "closes_stdout": ("os.close(1); os.close(2); return 'quiet'", "quiet"),
-    "closes_everything": (
-        "os.closerange(0, 256); return 'gone'", "its process exited during the call"
-    ),
+    "closes_everything": ("os.closerange(0, 256); return 'gone'", "exited during the call"),
 }  # fmt: skip
 AGENT = {"max_tool_s": 20.0, "max_observation_tokens": 60, "max_turns": 3}
 

@@ -159,12 +159,7 @@ def test_what_is_wrong_with_what_a_function_returned_is_named(key, sentence):
         (lambda p, s: s.sample([[1], [-1]]), {}, "entry 0 is -1", "sampler.sample"),
         (lambda p, s: 1 / 0, {}, "ZeroDivisionError", "agent.rollout"),
         (lambda p, s: exec("raise SystemExit(3)"), {}, "SystemExit: 3", "agent.rollout"),
-        (
-            lambda p, s: answers(p, s, a=[1, 2]),
-            {"fields": ("a", "b")},
-            "b is missing",
-            "agent.rollout",
-        ),
+        (lambda p, s: answers(p, s, a=[1, 2]), {"fields": ("a", "b")}, "b is", "agent.rollout"),
         (lambda p, s: answers(p, s, a=[1]), {"fields": ("a",)}, "a has 1", "agent.rollout"),
         (lambda p, s: answers(p, s, a={1}), {"fields": ("a",)}, "recorded", "agent.rollout"),
     ],

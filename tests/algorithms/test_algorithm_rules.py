@@ -93,11 +93,7 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
         ({"baseline": "value"}, "baseline", "only ppo"),
         ({"policy_loss": None}, "policy_loss", "and algorithm.loss_type"),
         ({"policy_loss": "cispo"}, "epsilon_high", "every weight of 1 or more"),
-        (
-            {"policy_loss": "luspo", "ratio_level": "token"},
-            "ratio_level",
-            "policy_loss=luspo weighs",
-        ),
+        ({"policy_loss": "luspo", "ratio_level": "token"}, "ratio_level", "luspo weighs"),
     ],
 )
 def test_a_conflict_is_named_with_its_arithmetic(

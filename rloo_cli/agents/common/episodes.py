@@ -322,7 +322,7 @@ class _EpisodeStep:
         self.arrived(i)
 
     def _shared_prompt(self, group: Group, siblings: list[Episode]) -> list[int]:
-        """The common prefix of all siblings' prompts, without the images of `reset`: those
+        """The common prefix of all siblings' prompts, without the images of `reset`, since those
         of two siblings may have the same ids."""
         shared, vision = common_prefix([e.base_ids for e in siblings]), self.rules.renderer.vision
         if vision is None or not any(e.turns and e.turns[0].images for e in siblings):

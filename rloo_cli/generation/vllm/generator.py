@@ -225,7 +225,7 @@ class VllmGenerator(GeneratorBase):
 
     @contextmanager
     def without_recovery(self) -> Iterator[None]:
-        """Let a lost engine end `generate`: another thread than the trainer's samples.
+        """Let a lost engine end `generate` here: another thread than the trainer's samples.
 
         GenerationError's cause is then EngineLost. Recovery needs the policy, which is training.
         """

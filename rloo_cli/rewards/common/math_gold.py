@@ -92,7 +92,7 @@ def is_equal_to_gold(gold: list[object], text: str) -> bool:
 
 
 class MathWorkerCode:
-    """The worker process of `math_equal`: a question has two messages, so two deadlines.
+    """The worker process of `math_equal`. A question has two messages, so two deadlines.
 
     {"gold": text} is answered by `no gold` if the gold answer cannot be read, else `read`; then
     {"text": text} by `yes` or `no`.

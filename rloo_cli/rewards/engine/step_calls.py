@@ -34,7 +34,7 @@ class StepCalls:
         self.num_completions = count  # of the whole step, including other ranks' shares
 
     def count_all_ranks(self, num_completions: int) -> None:
-        """Use this number for `max_error_rate`: the step's completions, over all ranks."""
+        """Use this number for `max_error_rate`, the step's completions, over all ranks."""
         self.num_completions = num_completions
         for _, _, calls in self.calls_by_reward:
             calls.num_completions = num_completions
