@@ -229,7 +229,7 @@ def engine_rows() -> Iterator[GpuRow]:
     yield colocated_row(
         "colocate, sampling masks", "Log-probabilities over the ids that top_k left",
         "generation.top_k=64", "generation.return_sampling_mask=true", vllm="0.32",
-        refusal="was never tried with vLLM on a GPU", runner="V2",
+        refusal="is untested with vLLM on a GPU", runner="V2",
         rehearsal="without top_k and masks: vLLM's model runner V2 needs Triton",
     )  # fmt: skip
     share = "generation.colocate.gpu_memory_utilization=0.45"
@@ -266,19 +266,19 @@ def several_gpu_rows() -> Iterator[GpuRow]:
         "colocate per rank", "An engine beside each of two processes, on its own GPU",
         "gpu_runs:compare_rank_engines", {"words": ["distributed=ddp"], "ranks": 2, "steps": 3},
         {"steps": 1}, ENGINE, gpus=2, vllm=LEAST_VLLM, seconds=500, runner=QWEN3,
-        refusal="an engine beside each of", rehearsal=IPC,
+        refusal="an engine for each of", rehearsal=IPC,
     )  # fmt: skip
     size, gloo = "generation.colocate.tensor_parallel_size=2", "generation.colocate.transfer=gloo"
     one = f"{IPC}; one process in the place of two"
     yield colocated_row("colocate, TP 2, gloo", "One engine over two GPUs", size, gloo, gpus=2,
                         model="odd", rehearsal=one)  # fmt: skip
     yield colocated_row("colocate, TP 2, IPC", "One engine over two GPUs, weights by CUDA IPC",
-                        size, gpus=2, refusal="cannot be sent weights by ipc",
+                        size, gpus=2, refusal="does not work with weight sync by ipc",
                         rehearsal=one)  # fmt: skip
     yield colocated_row("colocate, TP 2, MoE", "One engine over two GPUs, a mixture of experts",
                         size, gloo, "generation.allow_moe=true", gpus=2, model="moe",
                         rehearsal=one, runner="V1 (MoE)",
-                        refusal="was never tried with a mixture of experts")  # fmt: skip
+                        refusal="is untested with a mixture of experts")  # fmt: skip
     yield server_row("server, NCCL", "Weights to a server on another GPU", "nccl", gpus=2,
                      rehearsal="by gloo: a CPU has no NCCL")  # fmt: skip
     yield server_row("server, NCCL, TP 2", "The same to two GPUs", "nccl", 2, gpus=3, model="odd",

@@ -47,12 +47,12 @@ def train(
 
     `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of
     docs/rewards.md, by name; they replace the recipe's rewards (with replace_rewards=False they are
-    added), and their keys are set by overrides such as `reward.NAME.weight=0.5`. `events`: objects
-    that are told of the run (`plugin.Events`). A run that is finished already is not repeated.
+    added), and their keys are set by overrides such as `reward.NAME.weight=0.5`. `events`: callback
+    objects (`plugin.Events`). A finished run is not repeated.
 
-    Raises RunError (its `code` is the exit status the command would have had).
+    Raises RunError (its `code` is the exit code that the command would have had).
     """
-    fault_injection.arm_faults()  # those of an earlier run in this process are disarmed, too
+    fault_injection.arm_faults()  # also disarms those of an earlier run in this process
     composed, settings = compose_run(recipe, rewards, overrides, config_dirs, replace_rewards)
     if is_rank():
         return _train_as_rank(composed, settings, rewards, events)
@@ -75,7 +75,7 @@ def compose_run(
     config_dirs: Iterable[str | Path] = (),
     replace_rewards: bool = True,
 ) -> tuple[ComposedConfig, RunConfig]:
-    """What `train` would run, by the same arguments, composed and checked. Raises ConfigError."""
+    """The run that `train` would start with the same arguments, checked. Raises ConfigError."""
     arguments = [f"+recipe={recipe}"] if recipe is not None else []
     arguments += ["reward=[]"] if rewards and replace_rewards else []
     composed = _with(compose_config([*arguments, *overrides], [*config_dirs]), rewards or {})
@@ -85,7 +85,7 @@ def compose_run(
 def evaluate(
     settings: RunConfig, folder: Path, rewards: Mapping[str, Reward] | None = None
 ) -> JsonObject:
-    """Score the model of a composed run on what it holds out, in this process. -> the metrics
+    """Score the model of a composed run on its held-out data, in this process. -> the metrics
 
     The results are written into `folder`, as `rloo eval` writes them. Every rank calls it. Raises
     RunError.
@@ -113,7 +113,7 @@ def _train_as_rank(
     rewards: Mapping[str, Reward] | None,
     events: Sequence[Events],
 ) -> JsonObject:
-    """`train` in a process that a launcher has started beside others: rank 0 makes the folder."""
+    """`train` in a process that a launcher has started with others: rank 0 makes the folder."""
     topology, settings = launcher.find_run_topology(settings, composed)
     _no_server_of_its_own(settings.generation)
     preflight.check_machine(settings, local_ranks=topology.local_world_size)
@@ -143,18 +143,18 @@ def _record_end(folder: Path) -> Iterator[None]:
         yield
         state = "finished"
     finally:
-        if (folder / "run.json").exists():  # else somebody took the folder away
+        if (folder / "run.json").exists():  # else the folder was removed
             update_json(folder / "run.json", state=state)
 
 
 def _no_server_of_its_own(generation: GenerationConfig) -> None:
-    """Raise ConfigError for ranks that a launcher has started, and a server that none of them can
+    """Raise ConfigError for ranks from another launcher with a server that none of them can
     start: each has taken its GPU already."""
     server = getattr(generation, "server", None)
     if server is not None and server.base_url is None:
-        why = "ranks that another launcher started have their GPUs before a server could"
-        fix = "rloo vllm-serve model.path=MODEL beside it, and generation.server.base_url=http://HOST:PORT"
-        what = "generation=vllm_server without an address, and several processes"
+        why = "ranks from another launcher occupy their GPUs before a server can start"
+        fix = "rloo vllm-serve model.path=MODEL, and generation.server.base_url=http://HOST:PORT"
+        what = "generation=vllm_server without base_url does not work with several processes here"
         refuse("generation.server.base_url", what, fix, why)
 
 
@@ -163,10 +163,10 @@ def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedCo
     entries = dict(composed.values.get("reward") or {})
     for name, code in rewards.items():
         if not name.isidentifier() or not callable(code):
-            what = f"reward {name!r} is not a callable with a plain name"
-            why = "a name is of letters, digits and _, and begins with no digit"
+            what = f"reward {name!r} is not a callable with a valid name"
+            why = "a name has letters, digits and _, and does not begin with a digit"
             if not callable(code):
-                why = f"found a value of type {type(code).__name__}, a function was expected"
+                why = f"found a value of type {type(code).__name__}, expected a function"
             refuse("rewards", what, 'rewards={"NAME": FUNCTION}', why)
         keys = entries.get(name) or {}
         entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | keys
@@ -177,6 +177,6 @@ def _in_one_process(engine: str) -> None:
     """Raise ConfigError for a run of several processes."""
     if engine == "single":
         return
-    why = "a call from Python is one process, which cannot become several"
+    why = "a call from Python is one process and cannot start others"
     what = f"distributed.engine = {engine}"
-    refuse("distributed.engine", what, "the command: rloo train ..., or distributed=single", why)
+    refuse("distributed.engine", what, "use the command rloo train ..., or distributed=single", why)

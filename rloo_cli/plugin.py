@@ -1,8 +1,8 @@
-"""What your own algorithm or reward may import. Everything else may move between two versions.
+"""Names that your own algorithm or reward may import. All others may move between versions.
 
     from rloo_cli.plugin import AdvantageInputs, Advantages, Algorithm, Problem, Switches, key
 
-Only re-exports; imports no torch, so that a file of yours is read as fast as one of ours.
+Only re-exports; imports no torch, so that your own file is read as fast as a built-in one.
 """
 
 from rloo_cli.algorithms.common.base import Algorithm

@@ -39,7 +39,7 @@ from rloo_cli.utils.timers import StepTimer
 
 @dataclass
 class StepProgress:
-    """The batch of the current step, and how far the updates on it have come."""
+    """The batch of the current step, and the progress of its updates."""
 
     batch: Batch
     updates: UpdateMetrics = field(default_factory=UpdateMetrics)
@@ -54,24 +54,24 @@ class StepProgress:
         self.marked_updates, self.rng = self.updates.copy(), capture_random_states()
 
     def next_iteration(self) -> None:
-        """Go on to the next iteration over the batch."""
+        """Continue with the next iteration over the batch."""
         self.iteration, self.done = self.iteration + 1, 0
 
 
-StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 = none was begun
+StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 = not begun
 
 
 @dataclass
 class RunState:
-    """The state of a run: what a checkpoint must hold beside weights and optimizer."""
+    """The state of a run: what a checkpoint must hold besides weights and optimizer."""
 
     step: int = 0  # rollout batches done
     updates: int = 0  # optimizer updates done
-    place: int = 0  # prompts that steps have taken, over all epochs; where one draws its own, the
-    # offset of the next
+    place: int = 0  # prompts taken by steps, over all epochs; if a step draws its own, the
+    # offset of the next one
     episodes: int = 0  # completions of the steps' batches
-    sampled: int = 0  # these, those that resampling threw away, and greedy ones
-    tokens: int = 0  # of prompts (K copies) and completions, those of environments included
+    sampled: int = 0  # these, those discarded by resampling, and greedy ones
+    tokens: int = 0  # of prompts (K copies) and completions, including environments'
     empty: int = 0  # updates in a row with nothing to learn from
     nonfinite: int = 0  # updates in a row that were skipped
     evaluated: int = -1  # the step at which the held-out prompts were last answered
@@ -86,7 +86,7 @@ class RunState:
         self.tokens += batch.num_tokens
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
-        """What a reward may know of the training (docs/rewards.md), for curricula."""
+        """Training progress for rewards (docs/rewards.md), for curricula."""
         history = run.log.training_lines
         state = self.trainer_state(run.num_steps, len(run.prompts), run.config, history)
         local_zero = run.world.rank % run.world.local_world_size == 0
@@ -97,9 +97,9 @@ class RunState:
     def trainer_state(
         self, num_steps: int, num_prompts: int, config: RunConfig, history: list[JsonObject]
     ) -> TrainerState:
-        """What a reward may know of the training. `num_prompts`: in the data, 0 = not known.
+        """Training progress for rewards. `num_prompts`: in the data, 0 = unknown.
 
-        `history`: the lines logged so far, without evaluations, which must not change the training.
+        `history`: the lines logged so far, without evaluations, which must not affect the training.
         """
         per_step, size = config.train.prompts_per_step, num_prompts or math.inf
         return TrainerState(
@@ -137,12 +137,12 @@ class Run:
     eval_sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
     reference: Reference | None
-    teacher: TeacherServer | None  # in place of a reference: it is asked over HTTP
+    teacher: TeacherServer | None  # instead of a reference, over HTTP
     value_model: ValueModel | None
     generator: Generator
     rewards: Sequence[Reward]
     rollouts: Rollouts
-    source: BatchSource  # of each step's batch: the rollouts, or a sampler beside the updates
+    source: BatchSource  # of each step's batch: the rollouts, or a concurrent sampler
     optimizer: TrainingOptimizer
     clock: StepTimer
     log: RunLog
@@ -157,12 +157,12 @@ class Run:
     episodes_before: int = 0  # `state.episodes` when this attempt began
     has_atomic_rename: bool = True  # the file system renames folders atomically
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
-    tools: ToolSet | None = None  # those of the agent; None = one answer to each prompt
-    judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
+    tools: ToolSet | None = None  # of the agent; None = one answer to each prompt
+    judge: Any = None  # evaluation.judges.judge.Judge, a room above; None = no judge
 
     @property
     def position(self) -> StepPosition:
-        """Steps done, and updates done in the next one (-1: none was begun)."""
+        """Steps done, and updates done in the next one (-1: not begun)."""
         progress = self.step_progress
         if progress is None:
             return self.state.step, -1

@@ -1,9 +1,9 @@
 """Environments: classes with `reset(**row)`, whose public methods are tools.
 
-`reset` gets the row's columns and may return a text, which is put at the end of the prompt's last
-message. A method `get_reward()`, where there is one, scores the episode when it has ended
-(`reward=environment`), and an attribute `done` that is true ends it. These are the classes that
-TRL's environment_factory takes. Several are chosen from by the row's column `environment`.
+`reset` gets the row's columns and may return a text, which is appended to the prompt's last
+message. A method `get_reward()`, if there is one, scores the finished episode
+(`reward=environment`), and a true attribute `done` ends it. These are the classes that
+TRL's environment_factory takes. With several, the row's column `environment` selects one.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -27,16 +27,16 @@ class Config(ProcessAgentConfig):
         return {f"agent.environments.{name}": spec for name, spec in self.environments.items()}
 
     def scores_episodes(self) -> bool:
-        """Whether its environments may have a reward of their own: `get_reward`."""
+        """Whether its environments may define their own reward: `get_reward`."""
         return True
 
     def opens_prompts(self) -> bool:
-        """Whether an environment may say all of an episode's first turn: its reset."""
+        """Whether an environment's reset may provide the whole first turn of an episode."""
         return True
 
 
 def preflight(config: Config) -> None:
-    """Raises MachineError where an environment of ours needs a package that is not installed."""
+    """Raises MachineError if a built-in environment needs a package that is not installed."""
     for where, spec in config.code_specs().items():
         if spec.startswith(f"{TEXT_GAMES}:"):
             registry.load_code(f"{TEXT_GAMES}:require_textworld")(where)

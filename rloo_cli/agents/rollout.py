@@ -1,7 +1,7 @@
-"""Episodes that a function of the user's plays: TRL's `rollout_func`.
+"""Episodes that a user function plays: TRL's `rollout_func`.
 
 The function gets the prompts, one for each completion, and a sampler that takes token ids and gives
-token ids with their log-probabilities. What it returns is checked, and trained on as it is.
+token ids with their log-probabilities. Its rows are checked, and trained on as returned.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Config(EpisodeConfig):
-    kind: Literal["rollout"] = key("rollout: a function that plays the episodes")
+    kind: Literal["rollout"] = key("rollout: a user function plays the episodes")
     rollout: PathText = key("The function: file.py:name, which takes (prompts, sampler)")
     fields: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = key(
-        "What it returns beside ids, log-probabilities and mask, as columns for rewards"
+        "Further fields that it returns, passed to rewards as columns"
     )
 
     def code_specs(self) -> dict[str, str]:
@@ -31,18 +31,18 @@ class Config(EpisodeConfig):
         return {"agent.rollout": self.rollout}
 
     def reward_columns(self) -> list[str]:
-        """The fields, a value of each for each episode."""
+        """The fields, with one value per episode."""
         return self.fields
 
 
 def load_tools(config: Config) -> None:
-    """Nothing: the function has its tools. Raises ConfigError where it cannot be loaded."""
+    """Nothing: the function brings its own tools. Raises ConfigError if it cannot be loaded."""
     from rloo_cli.agents.rollout_function.returned_rows import OWN_FIELDS  # lazy: imports torch
 
     taken = {*OWN_FIELDS, *HIDDEN_COLUMNS, *REWARD_KWARGS}
     for field in sorted(taken & {*config.fields}):
-        what, fix = f"agent.fields names {field!r}, which means something else", f"my_{field}"
-        why = "it is a part of every episode, or an argument that every reward may ask for"
+        what, fix = f"agent.fields names {field!r}, a reserved name", f"my_{field}"
+        why = "it is a field of every episode, or a standard argument of rewards"
         refuse("agent.fields", what, fix, why)
     load_user_code(config.rollout, "agent.rollout")
 

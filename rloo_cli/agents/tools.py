@@ -1,7 +1,7 @@
-"""Python functions that the model may call. They have types and a Google docstring.
+"""Python functions that the model may call. They need types and a Google docstring.
 
-Each call is made in a process of its own kind (`processes/`), which a function may keep busy, crash
-or kill without the run noticing more than an error.
+Each call runs in a tool process (`common/tool_processes.py`): a function that hangs, crashes or is
+killed costs the run no more than an error.
 """
 
 from typing import TYPE_CHECKING, Literal

@@ -4,7 +4,7 @@
     l_t  = -min(rho_t A_i, clip(rho_t) A_i) + beta * k3_t     rho_t = pi(y_t) / pi_old(y_t)
     loss = the l_t as `loss_type` combines them (common/config.py: TRIPLES)
 
-advantage_scale: group, batch (std of the step's scores) or none (Dr. GRPO). The mean of each
+advantage_scale: group, batch (std of the step's scores) or none (Dr. GRPO). The mean over each
 completion's tokens (loss_type=grpo) favours short right and long wrong completions, because a
 token of a long completion weighs less; dapo and dr_grpo do not.
 """
@@ -20,9 +20,7 @@ from rloo_cli.config.schema import MAX_GENERATIONS, key
 
 class Config(Switches):
     name: Literal["grpo"] = key("Group-relative policy optimisation")
-    num_generations: int = key(
-        "Completions per prompt, at least 2 to compare", ge=2, le=MAX_GENERATIONS
-    )
+    num_generations: int = key("Completions per prompt, at least 2", ge=2, le=MAX_GENERATIONS)
 
 
 class GRPO(RLOO[Config]):

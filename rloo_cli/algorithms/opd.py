@@ -1,24 +1,24 @@
 """On-policy distillation: a student learns from a teacher on the student's own completions.
 
 The teacher q is the model of `model.ref_path`, frozen, with the student's vocabulary, or the model
-of a server (`teacher.base_url`), which tells log-probabilities of given tokens. kl_in=reward:
+of a server (`teacher.base_url`), which returns log-probabilities of given tokens. kl_in=reward:
 reverse KL, token by token, from the log-probabilities of the sampled tokens alone ("On-Policy
 Distillation", Thinking Machines Lab, 2025),
 
     d_t  = old_logp_t - teacher_logp_t                        k1 of KL(student || teacher)
-    A_t  = A_i - beta sum_{u >= t} kl_discount^(u-t) d_u      A_i: of the rewards alone, 0 without
+    A_t  = A_i - beta sum_{u >= t} kl_discount^(u-t) d_u      A_i: from the rewards only, 0 without
     loss = -mean_t min(rho_t A_t, clip(rho_t) A_t)            rho_t = pi(y_t) / pi_old(y_t)
 
-kl_discount 0 is the gradient of each token's own KL(pi_t || q_t); with 1 a token also answers for
-what follows, which is the gradient of the completions' KL. kl_in=loss: the generalised
+kl_discount 0 is the gradient of each token's own KL(pi_t || q_t); with 1 a token is charged for
+what follows too, which is the gradient of the completions' KL. kl_in=loss: the generalised
 Jensen-Shannon divergence over the whole vocabulary (GKD, arXiv 2306.13649, eq. 1), b = jsd_beta,
 
     m_t  = b q_t + (1 - b) pi_t
     D_t  = b KL(q_t || m_t) + (1 - b) KL(pi_t || m_t)         0: KL(q || pi); 1: KL(pi || q)
     loss = policy term of A_i + beta mean_t D_t               its gradient is through pi_t alone
 
-Without a reward, or with weights of 0 only, every score is 0, and the teacher alone teaches. A
-completion that no reward has scored is taught all the same, with A_i = 0.
+Without a reward, or with only weights of 0, every score is 0, and only the teacher counts. A
+completion without a score is still trained on, with A_i = 0.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from rloo_cli.data.packing import MicroBatch
 
 OPD = "algorithm=opd"
-WHOLE = ("single", "ddp")  # engines that leave each process its whole models
+WHOLE = ("single", "ddp")  # engines with whole models in each process
 
 
 class Config(Switches):
     name: Literal["opd"] = key("On-policy distillation from a teacher")
     kl_discount: float = key(
-        "kl_in=reward: what a token is charged of a later token's KL, to the power of their"
-        " distance; 0 = its own alone, 1 = all that follows",
+        "kl_in=reward: share of a later token's KL charged to a token, to the power of their"
+        " distance; 0 = only its own, 1 = all that follow",
         ge=0,
         le=1,
     )
@@ -61,11 +61,11 @@ class Config(Switches):
         ge=0,
         le=1,
     )
-    teacher: TeacherConfig = key("A teacher that a vLLM server has, in place of model.ref_path")
+    teacher: TeacherConfig = key("A teacher on a vLLM server, instead of model.ref_path")
 
     @property
     def teacher_server(self) -> TeacherConfig | None:
-        """The teacher's server; None where the teacher is loaded here."""
+        """The teacher's server; None if the teacher is loaded here."""
         return None if self.teacher.base_url is None else self.teacher
 
     @property
@@ -75,25 +75,25 @@ class Config(Switches):
 
     @property
     def trains_kl_of_unscored(self) -> bool:
-        """The teacher teaches in every completion."""
+        """Every completion is trained on, with the teacher's term."""
         return True
 
     @property
     def learns_without_rewards(self) -> bool:
-        """The teacher alone is enough."""
+        """The teacher's term is enough; rewards are optional."""
         return True
 
     @property
     def teacher_jsd_beta(self) -> float | None:
-        """`jsd_beta` where the teacher's whole distributions are needed; else None."""
+        """`jsd_beta` if the teacher's whole distributions are needed; else None."""
         return self.jsd_beta if self.kl_in == "loss" else None
 
 
 class OnPolicyDistillation(RLOO[Config]):
-    """Advantages of the scores alone; the teacher's part is added token by token, in the loss."""
+    """Advantages of the scores only; the teacher's part is added per token, in the loss."""
 
     def combine_rewards(self, raw: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """As everywhere, and a score of 0 for each completion if no reward has a weight.
+        """The default, but every completion gets a score of 0 if no reward has a weight.
 
         (F, P, K), F -> (P, K), (P, K) bool
         """
@@ -128,14 +128,14 @@ class OnPolicyDistillation(RLOO[Config]):
         return replace(found, total=found.total + pull, kl=pull.detach())
 
     def forward_plan(self, run: RunConfig) -> ForwardPlan:
-        """The teacher teaches in every completion, also in groups of equal scores."""
+        """Every completion is trained on, including groups of equal scores."""
         return replace(super().forward_plan(run), every_completion=True)
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """What a teacher needs, and keys of a reference that a teacher does not read."""
+        """Requirements of a teacher, and keys of a reference that a teacher ignores."""
         in_loss = self.config.kl_in == "loss"
         for problem in super().rules(run):
-            # k1 in the loss is refused because of its gradient; here the divergence has its own.
+            # k1 in the loss is refused because of its gradient; the divergence has its own.
             if not (in_loss and problem.where == "algorithm.kl_estimator"):
                 yield problem
         yield from _teacher_problems(self.config, run)
@@ -144,7 +144,7 @@ class OnPolicyDistillation(RLOO[Config]):
             yield from _whole_distribution_problems(run)
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """Without those on rewards that a distillation does without."""
+        """Without those about rewards, which a distillation may leave out."""
         return (w for w in super().warnings(run) if not w.startswith("every reward has the weight"))
 
 
@@ -157,7 +157,7 @@ def discount_later_tokens(values: Tensor, micro_batch: MicroBatch, discount: flo
         return values
     total, sequence = values.clone(), micro_batch.sequence_ids
     reach, factor = 1, discount
-    # Each round doubles how far a sum reaches: a loop over tokens would wait for each of them.
+    # Each round doubles the reach of a sum: a loop over tokens would be sequential.
     longest = int(micro_batch.sequence_ids.bincount().max()) if len(values) else 0
     while reach < longest:
         same = sequence[:-reach] == sequence[reach:]
@@ -172,35 +172,35 @@ def _teacher_problems(config: Config, run: RunConfig) -> Iterator[Problem]:
         server, ref_path = config.teacher_server, run.model.ref_path
         yield from teacher_server_problems(config, server, ref_path, run.generation)
     elif run.model.ref_path is None:
-        fix = "a larger model with the student's tokens, or algorithm.teacher.base_url=the address"
-        fix += " of a vLLM server that has one"
-        what, why = "names no teacher", "the student would be taught by a copy of itself"
+        fix = "a larger model with the student's vocabulary, or algorithm.teacher.base_url=the URL"
+        fix += " of a vLLM server with one"
+        what, why = "names no teacher", "the teacher would be a copy of the student"
         yield value_problem("model.ref_path", "null", what, fix, why)
     if config.beta == 0 or config.kl_in == "none":
         key = "algorithm.beta" if config.beta == 0 else "algorithm.kl_in"
-        why = f"beta={config.beta:g} and kl_in={config.kl_in} leave the teacher out of the loss"
+        why = f"beta={config.beta:g} and kl_in={config.kl_in} remove the teacher from the loss"
         fix = "algorithm.beta=1.0 algorithm.kl_in=reward"
         yield Problem("nothing would be distilled", key, why, fix)
     if every := run.model.ref_sync.every:
-        key, why = "model.ref_sync.every", "a teacher does not follow its student"
+        key, why = "model.ref_sync.every", "the teacher must not follow its student"
         yield value_problem(key, every, "does not go with algorithm=opd", 0, why)
 
 
 def _idle_choices(config: Config) -> Iterator[Problem]:
-    """Switches under which a token has no advantage of its own, or which are not read."""
+    """Switches that are not read, or that do not work with per-token advantages."""
     plain = {"kl_in_baseline": False, "kl_credit": "sequence", "kl_ratio_weighted": False}
     plain |= {"turn_rewards": "sum", "dialect": None}
-    why = "it is not read: kl_discount says what a token answers for"
+    why = "it is ignored: kl_discount sets what a token is charged for"
     yield from needed_value_problems(config, OPD, plain, why)
     refused = {
         "ratio_level": (
             config.kl_in == "reward" and not config.has_token_terms,
-            "the teacher gives every token an advantage, which a completion's one ratio has not",
+            "the teacher gives every token its own advantage, but a completion has only one ratio",
             "token, or algorithm.kl_in=loss",
         ),
         "zero_std_groups": (
             config.zero_std_groups != "keep",
-            "a group of equal scores is taught like any other, and would be left out",
+            "a group of equal scores is trained on like any other, but this leaves it out",
             "keep",
         ),
     }
@@ -208,21 +208,21 @@ def _idle_choices(config: Config) -> Iterator[Problem]:
 
 
 def _whole_distribution_problems(run: RunConfig) -> Iterator[Problem]:
-    """kl_in=loss needs all logits of student and teacher, side by side."""
+    """kl_in=loss needs all logits of student and teacher at the same time."""
     engine = run.distributed.engine
     clashes = [
         (
             engine not in WHOLE,
             "algorithm.kl_in",
             f"distributed.engine={engine}",
-            "a divergence over the whole vocabulary needs whole models on each process",
+            "a divergence over the whole vocabulary needs whole models in each process",
             "distributed=ddp, or algorithm.kl_in=reward",
         ),
         (
             run.model.ref_offload,
             "model.ref_offload",
             "model.ref_offload=true",
-            "the teacher would be moved for each forward pass, which needs it beside the student",
+            "each forward pass needs teacher and student together on the device",
             "model.ref_offload=false, or algorithm.kl_in=reward",
         ),
     ]

@@ -40,18 +40,18 @@ class Config(Switches):
     lam: float = key("GAE's lambda: 1 = whole returns, 0 = the next value alone", ge=0, le=1)
     vf_coef: float = key("Weight of the value model's loss", ge=0)
     epsilon_value: float = key(
-        "Clip range of value predictions, around those of the step's start", gt=0
+        "Clip range of value predictions, around those at the step's start", gt=0
     )
-    whiten_rewards: bool = key("Divide token rewards by their std over the step; their mean stays")
+    whiten_rewards: bool = key("Divide token rewards by their std over the step, without centring")
 
     @property
     def by_token(self) -> bool:
-        """Every token has an advantage of its own, which needs the whole step."""
+        """Every token has its own advantage, which needs the whole step."""
         return True
 
 
 class PPO(RLOO[Config]):
-    """Every token is compared with the value that the value model predicted."""
+    """Every token is compared with the prediction of the value model."""
 
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
         """Whitened advantages of the step's tokens by GAE (1506.02438, eq. 16), and returns.
@@ -77,7 +77,7 @@ class PPO(RLOO[Config]):
         """A micro-batch's share of the value loss: shares add up to the update's mean per token.
 
         `num_tokens` are those of the whole update, `values` (N,) have a gradient. A token without
-        a return has no loss.
+        a return is not in the loss.
         """
         config = self.config
         assert micro.returns is not None and micro.value is not None
@@ -91,12 +91,12 @@ class PPO(RLOO[Config]):
         return ValueLoss(config.vf_coef * mean, mean.detach(), far, counted)
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """The settings that PPO cannot have, besides the conflicts of every algorithm."""
+        """The settings that PPO does not support, besides the conflicts of every algorithm."""
         yield from super().rules(run)
         config = self.config
         yield from rules.whitening_problems(config)
-        gae = "GAE gives every token its advantage, which is whitened over the step"
-        refused = {  # switch -> whether it is refused, why, the way out
+        gae = "GAE gives every token its own advantage, whitened over the step"
+        refused = {  # switch -> whether it is refused, why, the fix
             "kl_credit": (in_reward(config) and config.kl_credit == "sequence", gae, "to_go"),
             "ratio_level": (config.ratio_level != "token", gae, "token"),
         }

@@ -1,4 +1,4 @@
-"""REINFORCE with a plain baseline, or with none (Williams 1992), to compare RLOO with.
+"""REINFORCE with a simple baseline, or none (Williams 1992), for comparison with RLOO.
 
     A_i  = r_i - b                             b = mean of r over the step, itself included
     loss = -1/N sum_i A_i sum_t logp_t         r_i = s_i - beta * KL_i

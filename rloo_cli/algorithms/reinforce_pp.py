@@ -6,7 +6,7 @@
     loss = -mean_t min(rho_t A_t, clip(rho_t) A_t)       rho_t = pi(y_t) / pi_old(y_t)
 
 minus_group_mean: G_t = s_i - group mean on every token, whitened likewise, and the KL (k2) in the
-loss. A step in which no two scores differ is not whitened: that would enlarge its KL.
+loss. A step whose scores are all equal is not whitened: that would enlarge its KL.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Config(Switches):
 
     @property
     def by_token(self) -> bool:
-        """Every token has an advantage of its own, which needs the whole step."""
+        """Every token has its own advantage, which needs the whole step."""
         return True
 
 
 def _own_problems(config: Config) -> Iterator[Problem]:
-    """Settings under which a token has no advantage or KL of its own, or a group no mean."""
-    refused = {  # switch -> whether it is refused, why, the way out
+    """Settings that per-token advantages or KLs, or a group mean, do not support."""
+    refused = {  # switch -> whether it is refused, why, the fix
         "baseline": (
             config.baseline != "none",
-            "there is no baseline but the mean of its tokens",
+            "its baseline is the mean over the step's tokens",
             "none, or algorithm.minus_group_mean=true",
         ),
         "ratio_level": (
             not config.has_token_terms,
-            "it gives every token an advantage, which a completion's one ratio has not",
+            "it gives every token its own advantage, but a completion has only one ratio",
             "token",
         ),
         "kl_credit": (
@@ -61,7 +61,7 @@ def _own_problems(config: Config) -> Iterator[Problem]:
         return
     mean, number = "algorithm.minus_group_mean", "algorithm.num_generations"
     no_kl = "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence"
-    why = "it leaves no token a reward of its own, in which the token's KL could be"
+    why = "no token has its own reward, to which its KL could be added"
     alone = "a group's mean needs siblings"
     clashes = [
         (in_reward(config), mean, "algorithm.kl_in=reward", why, no_kl),
@@ -92,7 +92,7 @@ class ReinforcePlusPlus(RLOO[Config]):
         return TokenAdvantages(whiten_tokens(gain, step.mask))
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """Settings that would have no effect on whitened tokens, or do not go together."""
+        """Settings without effect on whitened tokens, or in conflict."""
         yield from super().rules(run)
         yield from rules.whitening_problems(self.config)
         yield from _own_problems(self.config)

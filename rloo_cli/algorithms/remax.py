@@ -3,8 +3,8 @@
     A_i  = r_i - s(greedy completion of the prompt)        r_i = s_i - beta * KL_i
     loss = -1/N sum_i A_i sum_t logp_t
 
-Each prompt has one greedy completion more; it is scored and shaped as the others are, has no KL in
-its score, and is never trained on. A prompt whose greedy completion has no score is left out.
+Each prompt has one additional greedy completion; it is scored and shaped like the others, has no KL
+in its score, and is never trained on. A prompt whose greedy completion has no score is left out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Config(Switches):
 
 
 class ReMax(RLOO[Config]):
-    """Advantages are RLOO's, with the greedy completion's score for a baseline."""
+    """Advantages are RLOO's, with the greedy completion's score as the baseline."""
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """Settings that normalise scores, which a greedy completion's score cannot take part in."""
+        """Settings that normalise scores, which do not apply to a greedy completion's score."""
         yield from super().rules(run)
         needed = {"normalize_rewards": False, "multi_reward": "sum"}
         why = "a greedy completion's score cannot be normalised over the sampled ones"

@@ -8,10 +8,10 @@ A completion is one action. For the K completions y_i of a prompt, with scores s
     loss  = -1/B sum_i min(rho_i A_i, clip(rho_i) A_i)       clip: to [1 - epsilon, 1 + epsilon]
 
 over the B completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. Where
-the sampler is another program (vLLM), each term has a weight (`_sampler_weights`). This is what a
-config computes whose switches have the values of `PLAIN`; with others, and for the relatives of
-RLOO, `common/family.py` does. P prompts have K completions each; a micro-batch has S completions
-with N tokens, of which token n is of the completion `sequence_ids[n]`.
+the sampler is another program (vLLM), each term has a weight (`_sampler_weights`). A config whose
+switches have the values of `PLAIN` computes this; for others, and for the relatives of
+RLOO, see `common/family.py`. P prompts have K completions each; a micro-batch has S completions
+with N tokens, of which token n belongs to the completion `sequence_ids[n]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rloo_cli.data.packing import MicroBatch
 
-# The values of the switches that the formula depends on, and that make it the one above.
+# The values of the switches that make the formula the one above.
 PLAIN = {
     "dialect": None, "by_token": False,
     "kl_in": "reward", "kl_estimator": "k1", "kl_in_baseline": True, "kl_credit": "sequence",
@@ -54,7 +54,7 @@ class RLOO(Algorithm[C]):
 
     def __init__(self, config: C):
         super().__init__(config)
-        rule = self.config.correction  # of a sampler whose log-probabilities are not quite old_logp
+        rule = self.config.correction  # if the sampler's log-probabilities differ from old_logp
         truncated = rule.mode == "truncate" and rule.level == "sequence"
         corrects = truncated and rule.geometric_range is None
         plain = all(getattr(self.config, name) == value for name, value in PLAIN.items())
@@ -69,7 +69,7 @@ class RLOO(Algorithm[C]):
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """Rewards, and each minus the mean of its siblings'. (P, K) each -> (P, K) each
 
-        r_i - mean of the n - 1 siblings = n / (n - 1) * (r_i - mean of all n), which is computed. A
+        r_i - mean of the n - 1 siblings is computed as n / (n - 1) * (r_i - mean of all n). A
         completion that has no score, or no sibling with one, is not usable.
         """
         if not self.is_plain:
@@ -81,7 +81,7 @@ class RLOO(Algorithm[C]):
         n = usable.sum(-1, keepdim=True)  # (P, 1)
         mean = (reward * usable).sum(-1, keepdim=True) / n.clamp(min=1)  # (P, 1)
         advantage = (reward - mean) * n / (n - 1).clamp(min=1)  # (P, K)
-        # Equal rewards have advantages of exactly 0, and not of what rounding leaves of their mean.
+        # Equal rewards have advantages of exactly 0, not the rounding error of their mean.
         highest = reward.masked_fill(~usable, -float("inf")).amax(-1, keepdim=True)  # (P, 1)
         lowest = reward.masked_fill(~usable, float("inf")).amin(-1, keepdim=True)  # (P, 1)
         advantage = advantage.masked_fill(~(usable & (highest > lowest)), 0.0)
@@ -115,10 +115,10 @@ class RLOO(Algorithm[C]):
     def _sampler_weights(
         self, old_logp: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """pi_old(y_i) / mu(y_i) within its limits, for a sampler mu that is not quite pi_old.
+        """pi_old(y_i) / mu(y_i) within its limits, for a sampler mu that is not exactly pi_old.
 
         -> the weights, and the weights before their limits; None, None without a correction. A
-        token whose log-probability mu did not report counts as equally probable. (N,) -> (S,), (S,)
+        token without a log-probability from mu counts as equally probable. (N,) -> (S,), (S,)
         """
         rule, behaviour = self.config.correction, micro_batch.behaviour_logp
         if rule.mode == "none":

@@ -1,4 +1,4 @@
-"""Writes a model as `from_pretrained` and vLLM load it, whole or gathered unit by unit."""
+"""Writes a model that `from_pretrained` and vLLM can load, whole or gathered unit by unit."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ WriteModel = Callable[[Path], None]
 def write_model_folder(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path
 ) -> None:
-    """Write a model that this process has whole, or the adapter alone, and its tokenizer."""
+    """Write a model that this process has whole, or only the adapter, and its tokenizer."""
     if lora.has_adapter(model):
         lora.save_adapter(model, folder)
     else:
@@ -60,7 +60,7 @@ def write_gathered_model(
 ) -> None:
     """Write a sharded model: all ranks gather its weights, rank 0 writes them file by file.
 
-    An error of the disk is raised on rank 0, after all ranks have gathered everything.
+    A disk error is raised on rank 0, after all ranks have gathered everything.
     """
     files = _WeightsFiles(folder) if engine.world.is_main else None
     for unit in gather.iter_gathered_weights(engine, policy.model):
@@ -98,8 +98,8 @@ def write_gathered_merged_model(
 ) -> None:
     """Write a sharded model with its adapter merged, and the adapter to `adapter`.
 
-    All ranks gather the weights unit by unit; rank 0 puts them together in CPU memory, where it had
-    them when the model was loaded, and merges them as it would those of one process.
+    All ranks gather the weights unit by unit; rank 0 collects them in CPU memory, where it had
+    them when the model was loaded, and merges as a single process would.
     """
     whole: dict[str, Tensor] = {}
     for unit in gather.iter_gathered_weights(engine, policy.model):
@@ -122,9 +122,9 @@ def write_gathered_merged_model(
 
 
 class _WeightsFiles:
-    """Writes weights as they come, in files of at most MAX_WEIGHTS_FILE_BYTES.
+    """Writes weights as they arrive, in files of at most MAX_WEIGHTS_FILE_BYTES.
 
-    An error waits for `close`: the ranks must gather the other weights all the same.
+    An error waits for `close`: the ranks must gather the other weights in any case.
     """
 
     def __init__(self, folder: Path):
@@ -134,7 +134,7 @@ class _WeightsFiles:
         self.total_bytes = 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Keep the next weights, and write those before them once a file is full."""
+        """Buffer the next weights, and write the buffer once a file is full."""
         try:
             total = sum(t.nbytes for t in (*self.pending_tensors.values(), *tensors.values()))
             if self.pending_tensors and total > MAX_WEIGHTS_FILE_BYTES:
@@ -145,7 +145,7 @@ class _WeightsFiles:
             self.pending_tensors = {}
 
     def close(self) -> None:
-        """Write the last file, and an index if there are several. Raises what `add` kept."""
+        """Write the last file, and an index if there are several. Raises what `add` stored."""
         if self.error is not None:
             raise self.error
         self._write_file()
@@ -196,7 +196,7 @@ def save_final(
         for path in temporary.rglob("*"):
             fsync_path(path)
         fsync_path(temporary)
-        if named.exists():  # the run ended once before it was made longer
+        if named.exists():  # the run had ended before it was extended
             shutil.rmtree(trash, ignore_errors=True)
             named.rename(trash)
         temporary.rename(named)
@@ -210,7 +210,7 @@ def save_final(
         raise
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
         why = f"{error}; free: {shutil.disk_usage(folder).free / 1e9:.1f} GB"
-        fix = "make that folder writable, with space on its disk, then go on with resume=auto"
+        fix = "make that folder writable, with space on its disk, then resume=auto"
         what = f"the final save failed: {named}"
         raise StorageError(Problem(what, str(folder), why, fix)) from error
     finally:

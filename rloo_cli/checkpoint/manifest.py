@@ -1,7 +1,7 @@
-"""What makes a checkpoint a checkpoint: MANIFEST.json, written last, accounts for every file.
+"""MANIFEST.json makes a checkpoint complete: it is written last and lists every file.
 
-Imports no torch, so that the launcher finds the one to resume from, and says why it passed over
-another, before anything is loaded.
+Imports no torch, so that the launcher can find the checkpoint to resume from, and say why it
+skipped another, before anything is loaded.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def checkpoint_problem(folder: Path) -> str | None:
     if not folder.is_dir():
         return "it is not a folder"
     if not (folder / MANIFEST_FILE).is_file():
-        return f"it has no {MANIFEST_FILE}: its save did not come to its end"
+        return f"it has no {MANIFEST_FILE}: its save was interrupted"
     try:
         values = json.loads((folder / MANIFEST_FILE).read_text())
         digest = values.pop("digest")
@@ -69,7 +69,7 @@ def checkpoint_problem(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"its {MANIFEST_FILE} cannot be read"
     if version > MANIFEST_FORMAT:
-        return f"its format {version} is newer than {MANIFEST_FORMAT}, the newest this rloo reads"
+        return f"its format {version} is newer than {MANIFEST_FORMAT}, the newest for this rloo"
     if digest != _digest_values(values):
         return f"its {MANIFEST_FILE} was changed"
     try:
@@ -83,17 +83,17 @@ def _files_problem(folder: Path, files: JsonObject) -> str | None:
     found = {str(p.relative_to(folder)) for p in visible} - {MANIFEST_FILE}
     missing, more = sorted(set(files) - found), sorted(found - set(files))
     if missing or more:
-        which = f"{missing[0]} is missing" if missing else f"{more[0]} is not of it"
-        return f"it does not hold what its {MANIFEST_FILE} says: {which}"
+        which = f"{missing[0]} is missing" if missing else f"{more[0]} is not listed"
+        return f"its files do not match its {MANIFEST_FILE}: {which}"
     for path, facts in files.items():
         size = (folder / path).stat().st_size
         if size != facts["size"]:
-            return f"{path} has {size} bytes, not {facts['size']}"
+            return f"{path} has {size} bytes instead of {facts['size']}"
     with ThreadPoolExecutor(4) as pool:
         hashes = pool.map(lambda path: _hash_file(folder / path), files)
         for (path, facts), digest in zip(files.items(), hashes, strict=True):
             if digest != facts["blake2b"]:
-                return f"{path} is not what was saved (its hash differs)"
+                return f"{path} has changed since it was saved (its hash differs)"
     return _state_problem(folder)
 
 
@@ -107,10 +107,10 @@ def _state_problem(folder: Path) -> str | None:
         counts = {*known.values(), *values["journals"].values(), values["steps"]}
         texts = [values["fingerprint"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its trainer/state.json is not one of a run"
+        return "its trainer/state.json is not valid"
     kinds = [(counts, int), (sections, dict), (texts, str)]
     if not all(isinstance(v, kind) for values_of_kind, kind in kinds for v in values_of_kind):
-        return "its trainer/state.json is not one of a run"
+        return "its trainer/state.json is not valid"
     return None
 
 
@@ -122,13 +122,13 @@ def list_checkpoints(run_path: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_path: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, and why newer ones were passed over."""
+    """The newest complete checkpoint, and why newer ones were skipped."""
     skipped: list[str] = []
     for folder in list_checkpoints(run_path):
         why = checkpoint_problem(folder)
         if why is None:
             return folder, skipped
-        skipped.append(f"{folder} is passed over: {why}")
+        skipped.append(f"{folder} is skipped: {why}")
     return None, skipped
 
 
@@ -138,7 +138,7 @@ def read_manifest(checkpoint: Path) -> JsonObject:
 
 
 def read_trainer_state(checkpoint: Path) -> JsonObject:
-    """trainer/state.json: where the run stood, its config, and how long its journals were."""
+    """trainer/state.json: the run's position, its config, and the length of its journals."""
     return read_json(checkpoint / "trainer" / "state.json")
 
 

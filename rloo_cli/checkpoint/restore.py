@@ -33,7 +33,7 @@ PROMPT_CODE = ("data.map", "data.filter", "data.mixture.", "model.chat_template"
 
 
 def restore_run(run: Run, checkpoint: Path) -> None:
-    """Restore everything but the weights: the models were loaded from the checkpoint already.
+    """Restore everything but the weights: the models were already loaded from the checkpoint.
 
     Optimizer state is stored per parameter, so any number of ranks and any parallel engine may
     have written it. Raises ConfigError when the checkpoint does not fit the run.
@@ -53,7 +53,7 @@ def restore_run(run: Run, checkpoint: Path) -> None:
             plain = read_json(trainer / f"{ROLLOUTS_FILE}.json")
             run.step_progress = step_state.load_step(rollouts, plain, run.prompts)
             run.step_progress.rng = states
-            if not run.world.is_main:  # the saved ones are sums over ranks: rank 0 alone has them
+            if not run.world.is_main:  # saved as sums over ranks: only rank 0 has them
                 run.step_progress.updates = without_sums(run.step_progress.updates)
                 run.step_progress.marked_updates = run.step_progress.updates.copy()
         next_step = run.state.step + (run.step_progress is not None)
@@ -68,7 +68,7 @@ def restore_run(run: Run, checkpoint: Path) -> None:
 
 
 def _source_state(trainer: Path, prompts: Prompts) -> SourceState:
-    """What the checkpoint has of the batches after the step that it is in."""
+    """The checkpoint's data of the batches after its current step."""
     state = SourceState()
     if (trainer / f"{CARRY_FILE}.json").is_file():
         state.group_tensors = load_file(trainer / f"{CARRY_FILE}.safetensors")
@@ -85,7 +85,7 @@ def _apply_config_changes(
 ) -> None:
     """Apply the values that differ from `saved_train_config`, the checkpoint's section `train`.
 
-    Without this a changed learning rate would be recorded, and not used.
+    Otherwise a changed learning rate would be recorded, but not used.
     """
     inner, schedule = optimizer.inner, optimizer.schedule
     old = dict(saved_train_config.get("optimizer_kwargs") or {})
@@ -103,7 +103,7 @@ def _apply_config_changes(
         rate, old_rate = train_config.learning_rate, group["initial_lr"]
         if before and old_rate != before:  # a group with a rate of its own keeps its proportion
             rate = old_rate * rate / before
-        # A user's own schedule has no lambdas: take the factor that it had reached.
+        # A user's own schedule has no lambdas: use its factor at this point.
         old_factor = group["lr"] / old_rate if old_rate else 1.0
         factor = lambdas[i](schedule.last_epoch) if lambdas else old_factor
         group |= {"initial_lr": rate, "lr": rate * factor}
@@ -156,7 +156,7 @@ def start_attempt(run: Run, resume_plan: ResumePlan) -> None:
     if (checkpoint := resume_plan.checkpoint) is not None:
         run.world.run_on_all_ranks(lambda: restore_run(run, checkpoint))
         shown = paths.path_as_typed(checkpoint)
-        run.log.note(f"goes on from {shown}, step {run.state.step} of {run.num_steps}")
+        run.log.note(f"resumes from {shown}, step {run.state.step} of {run.num_steps}")
     if run.world.is_main:
         k = run.config.algorithm.num_generations
         run.ledger.open(run.prompts, k, run.state.place, run.state.step)
@@ -199,7 +199,7 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
 
 
 def template_clock_of(resume_plan: ResumePlan) -> str:
-    """The time that chat templates see in this attempt: that of the run's beginning."""
+    """The time that chat templates see in this attempt: the start of the run."""
     checkpoint = resume_plan.checkpoint
     if checkpoint is None:
         return chat_templates.local_time()
@@ -207,7 +207,7 @@ def template_clock_of(resume_plan: ResumePlan) -> str:
 
 
 def check_same_data(resume_plan: ResumePlan, prompts: Prompts, specs: Mapping[str, str]) -> None:
-    """Raises DataError when the prompts are not those that the checkpoint was trained on.
+    """Raises DataError if the prompts are not those that the checkpoint was trained on.
 
     `specs`: the user's code, key -> `file.py:name`.
     """
@@ -215,19 +215,19 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, specs: Mapping[st
         return
     before = manifest.read_trainer_state(resume_plan.checkpoint)["fingerprint"]
     if before != prompts.fingerprint:
-        what = "the data changed since the checkpoint: prompts would be skipped or repeated"
+        what = "the data has changed since the checkpoint: prompts would be skipped or repeated"
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
-        fix = "the data as it was, or resume_allow_changes=true (it is recorded)"
+        fix = "restore the data, or resume_allow_changes=true (this is recorded)"
         codes = [f"{k}={s}" for k, s in specs.items() if k.startswith(PROMPT_CODE)]
         if codes:  # check_same_code has found their files unchanged
-            why += f"\n{', '.join(codes)}: rows that depend on the time, the environment or chance"
-            why += " are other rows each time"
-            fix = f"{' and '.join(codes)} with the same rows each time, or {fix}"
+            why += f"\n{', '.join(codes)}: rows that depend on time, environment or chance"
+            why += " differ each time"
+            fix = f"{' and '.join(codes)} must return the same rows each time, or {fix}"
         refuse(f"data.path, {resume_plan.checkpoint}", what, fix, why, error=DataError)
 
 
 def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
-    """Lines about files of the user's that are not as they were at the checkpoint.
+    """Lines about user files that have changed since the checkpoint.
 
     They are rewards, algorithms, maps, filters, tools, optimizers, schedulers, callbacks and chat
     templates.
@@ -246,7 +246,7 @@ def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
         name = spec if Path(spec).is_file() else spec.rpartition(":")[0]
         what = f"{name} changed since the checkpoint: it would not be the same run"
         why = f"{key} = {spec}: sha256 {digest}; it was {before[key]}"
-        fix = "the file as it was, or resume_allow_changes=true (it is recorded)"
+        fix = "restore the file, or resume_allow_changes=true (this is recorded)"
         problems.append(Problem(what, f"{key}, {resume_plan.checkpoint}", why, fix))
     if problems and not config.resume_allow_changes:
         raise ConfigError(*problems)
@@ -254,12 +254,12 @@ def check_same_code(resume_plan: ResumePlan, config: RunConfig) -> list[str]:
 
 
 def check_same_teacher(resume_plan: ResumePlan, model: str) -> None:
-    """Raises ConfigError when a server's teacher has another name than at the checkpoint."""
+    """Raises ConfigError if a server's teacher has another name than at the checkpoint."""
     if resume_plan.checkpoint is None:
         return
     before = manifest.read_trainer_state(resume_plan.checkpoint).get("teacher") or model
     if before != model:
         what = f"the teacher was {before} at the checkpoint, and is {model} now"
         where = f"algorithm.teacher.base_url, {resume_plan.checkpoint}"
-        fix = "a server of the teacher as it was, or resume_allow_changes=true (it is recorded)"
-        refuse(where, what, fix, "it would teach something else")
+        fix = "serve the earlier teacher, or resume_allow_changes=true (this is recorded)"
+        refuse(where, what, fix, "a different teacher changes the training")

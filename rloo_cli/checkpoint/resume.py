@@ -1,4 +1,4 @@
-"""Going on where a run stopped: from which checkpoint, and with which config.
+"""Resuming: from which checkpoint, and with which config.
 
 Imports no torch. `plan_resume` only reads and refuses; `rollback.roll_back_folder` changes the
 folder later, once the worker knows that data and rewards fit.
@@ -20,7 +20,7 @@ from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
-# Keys that may change in the middle of a run: they change what is computed by rounding at most.
+# Keys that may change during a run: they affect results by rounding at most.
 CHANGEABLE_KEYS = (
     "root", "name", "resume", "resume_allow_changes", "logging", "guards", "checkpoint", "eval",
     "distributed", "data.eval_split", "train.micro_batch_size", "train.micro_batch_tokens",
@@ -34,11 +34,11 @@ ConfigChanges = dict[str, list[object]]  # key -> [before, now]
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Which checkpoint an attempt goes on from, and with which changes of the config."""
+    """The checkpoint that an attempt resumes from, and the changes of the config."""
 
     folder: Path
     attempt: int = 1
-    checkpoint: Path | None = None  # None: the run begins anew
+    checkpoint: Path | None = None  # None: the run starts from the beginning
     done: str = ""  # why there is nothing to do; empty if there is
     notes: list[str] = field(default_factory=list)  # for the user
     changes: ConfigChanges = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ResumePlan:
 
 
 def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
-    """Decide where this attempt begins. Raises ConfigError (exit 2); changes nothing."""
+    """Decide where this attempt starts. Raises ConfigError (exit 2); changes nothing."""
     run_folder.check_folder_free(folder)
     metadata = run_folder.read_run_metadata(folder)
     mode, values = run.resume, check.dump_config(run)
@@ -85,10 +85,10 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
         raise ConfigError(_folder_taken_problem(folder, before, values))
     check.check_other_version(folder / "config.yaml", before)
     checkpoint, notes = manifest.newest_checkpoint(folder)
-    if checkpoint is None and metadata.get("came_from"):  # it went on from another run's checkpoint
+    if checkpoint is None and metadata.get("came_from"):  # it resumed from another run's checkpoint
         checkpoint = Path(metadata["came_from"])
         if (wrong := manifest.checkpoint_problem(checkpoint)) is not None:
-            fix = "put that checkpoint back, whole, or begin anew: resume=never name=OTHER"
+            fix = "restore that checkpoint completely, or start over: resume=never name=OTHER"
             refuse("resume", f"{checkpoint} cannot be used", fix, wrong)
     if checkpoint is None:
         notes = _notes_without_checkpoint(folder, metadata, notes)
@@ -106,29 +106,29 @@ def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
 
 
 def _restart_notes(folder: Path, run_metadata: JsonObject) -> list[str]:
-    """A note that the last attempt trained nothing; empty if it never began."""
+    """A note that the last attempt trained nothing; empty if it never started."""
     if (last := run_metadata.get("began")) is None:
         return []
     return [
-        f"{folder}: attempt {last} ended before its first update, so this one begins anew;"
-        f" what it left is in logs/attempt_{last} and in files named *.attempt{last}.*"
+        f"{folder}: attempt {last} ended before its first update, so this one starts over;"
+        f" its output is in logs/attempt_{last} and in files named *.attempt{last}.*"
     ]
 
 
 def _notes_without_checkpoint(
     folder: Path, run_metadata: JsonObject, skipped: list[str]
 ) -> list[str]:
-    """The notes for a run that has no checkpoint yet and therefore begins anew.
+    """The notes for a run that has no checkpoint yet and therefore starts over.
 
-    Raises ConfigError if it had one: what was trained is not thrown away unasked.
+    Raises ConfigError if it had one: trained weights are not discarded silently.
     """
     saved = run_metadata.get("checkpoint")
     whole = [p for p in manifest.list_checkpoints(folder) if (p / manifest.MANIFEST_FILE).exists()]
     if saved is None and not whole:
-        return [*skipped, f"{folder} has no checkpoint yet: it begins anew"]
-    lost = skipped or [f"{saved}, the last one that was saved, does not exist any more"]
-    what = f"{folder} cannot go on: none of its checkpoints is whole"
-    fix = f"put a whole one back; or begin anew: mv {folder} {folder}.old, then the same command"
+        return [*skipped, f"{folder} has no checkpoint yet: starting over"]
+    lost = skipped or [f"{saved}, the last saved one, no longer exists"]
+    what = f"{folder} cannot resume: none of its checkpoints is complete"
+    fix = f"restore a complete one; or start over: mv {folder} {folder}.old, then the same command"
     refuse("resume", what, fix, "\n".join(lost))
 
 
@@ -175,7 +175,7 @@ def config_differences(saved_config: JsonObject, values: JsonObject) -> ConfigCh
 
 
 def _refuse_changes(changes: ConfigChanges, lr_scheduler: str) -> None:
-    """Raises ConfigError for a change that would make it another experiment."""
+    """Raises ConfigError for a change that would make it a different experiment."""
     constant = lr_scheduler in LENGTH_FREE_SCHEDULES
     wrong = [
         k
@@ -192,8 +192,8 @@ def _refuse_changes(changes: ConfigChanges, lr_scheduler: str) -> None:
         schedule = f"; train.lr_scheduler={lr_scheduler} depends on the run's length"
         why = "it would not be the same run" + (schedule if {*wrong} & {*RUN_LENGTH_KEYS} else "")
         why = "\n".join([f"{why}:", *lines[:10], *_and_more(lines)])
-        fix = "take the change back, or resume_allow_changes=true (it is recorded)"
-        refuse(wrong[0], "the config is not that of the checkpoint", fix, why)
+        fix = "undo the change, or resume_allow_changes=true (this is recorded)"
+        refuse(wrong[0], "the config differs from the checkpoint's", fix, why)
 
 
 def _and_more(lines: list[str]) -> list[str]:
@@ -201,7 +201,7 @@ def _and_more(lines: list[str]) -> list[str]:
 
 
 def _check_model_size(checkpoint: Path, model_path: str) -> None:
-    """Raises ConfigError when the config's model has other sizes than the checkpoint's."""
+    """Raises ConfigError if the config's model has other sizes than the checkpoint's."""
     path = model_path
     if path.startswith(synthetic.MAKE_PREFIX):
         made = sorted(paths.cache_folder().glob(f"{path.removeprefix(synthetic.MAKE_PREFIX)}-*"))
@@ -210,7 +210,7 @@ def _check_model_size(checkpoint: Path, model_path: str) -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     other = [k for k in sizes if k in ours and k in theirs and ours[k] != theirs[k]]
     if other:
-        what = f"resume={checkpoint} holds a model of another size"
+        what = f"resume={checkpoint} has a model of another size"
         why = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {model_path}" for k in other)
         saved = (read_run_config(checkpoint.parent) or {}).get("model") or {}
         fix = f"model.path={saved.get('path', 'a model of that size')}, or resume=null"
@@ -218,7 +218,7 @@ def _check_model_size(checkpoint: Path, model_path: str) -> None:
 
 
 def read_run_config(folder: Path) -> JsonObject | None:
-    """The config of the run in this folder; None if there is none that can be read."""
+    """The config of the run in this folder; None if there is no readable one."""
     path = folder / "config.yaml"
     try:
         values = yaml.safe_load(path.read_text()) if path.is_file() else None
@@ -238,7 +238,7 @@ def _unfinished_problem(folder: Path, run_metadata: JsonObject) -> Problem:
     state = run_metadata.get("state")
     why = f"state {state}, at step {step}, last checkpoint: {last}"
     if state == "finished":
-        why = f"it is finished at step {step}, with another length"
+        why = f"it finished at step {step}, with another length"
     choices = f"resume=auto, or name=OTHER, or move it away: mv {folder} {folder}.old"
     return Problem(f"{folder} is a run of this config", "resume", why, choices)
 
@@ -248,9 +248,9 @@ def _folder_taken_problem(
 ) -> Problem:
     changes = config_differences(saved_config, values) if saved_config else {}
     lines = [f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items()]
-    shown = "\n".join(["it is another config:", *lines[:10], *_and_more(lines)])
+    shown = "\n".join(["the config differs:", *lines[:10], *_and_more(lines)])
     choices = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
-    unread = "it is a run whose config.yaml is missing or cannot be read"
+    unread = "its config.yaml is missing or cannot be read"
     return Problem(f"{folder} exists", "name", shown if saved_config else unread, choices)
 
 

@@ -1,7 +1,7 @@
 """Rolls a run folder back to a checkpoint, and checks the disk space that saves need.
 
-Nothing is lost by it: what is cut off a journal, samples of later steps and later checkpoints are
-kept under another name. Only what is provably a temporary file of our own is removed.
+Nothing is lost: the cut-off part of a journal, samples of later steps and later checkpoints are
+kept under another name. Only files that are provably our own temporary ones are removed.
 """
 
 import os
@@ -27,7 +27,7 @@ TEMPORARY_NAME = re.compile(
     r"|\w+\.attempt\d+\.tail\.jsonl)\.(?P<pid>\d+)\.tmp"
 )
 
-LIVE_WRITE_S = 60.0  # seconds that a living process may take to write a small file
+LIVE_WRITE_S = 60.0  # seconds that a live process may take to write a small file
 
 
 def journal_lengths(folder: Path) -> dict[str, int]:
@@ -39,7 +39,7 @@ def journal_lengths(folder: Path) -> dict[str, int]:
 
 
 def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
-    """Roll a run folder back to the plan's checkpoint; what is cut off is kept.
+    """Roll a run folder back to the plan's checkpoint; everything cut off is kept.
 
     Returns notes for the user. A checkpoint of another run rolls it back to its beginning.
     """
@@ -55,7 +55,7 @@ def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        notes.append(f"removed {path.relative_to(folder)}, left by a save that was cut short")
+        notes.append(f"removed {path.relative_to(folder)}, left by an interrupted save")
     checkpoints = manifest.list_checkpoints(folder)
     later = [p for p in checkpoints if (manifest.checkpoint_position(p) or position) > position]
     if later:
@@ -73,7 +73,7 @@ def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
 
 
 def _is_own_temporary(path: Path, attempt: int) -> bool:
-    """Whether an ended save left it: the launcher beside us may be writing one this moment."""
+    """Whether an interrupted save left it: our launcher may be writing one at this moment."""
     found = TEMPORARY_NAME.fullmatch(path.name)
     if found is None or int(found["attempt"] or 0) > attempt:
         return False
@@ -86,7 +86,7 @@ def _is_own_temporary(path: Path, attempt: int) -> bool:
 
 
 def superseded_path(path: Path, attempt: int) -> Path:
-    """A free path for a checkpoint of that attempt which the run does not go on from."""
+    """A free path for a checkpoint of that attempt that the run does not resume from."""
     names = (path.with_name(f"{path.name}.attempt{k}") for k in range(max(1, attempt), 10**6))
     return next(p for p in names if not p.exists())
 
@@ -123,7 +123,7 @@ def _move_later_rollouts(folder: Path, done: int, attempt: int) -> None:
 
 
 def can_rename_folders(folder: Path, attempt: int) -> bool:
-    """Whether folders can be renamed here; if not, the manifest alone marks a checkpoint."""
+    """Whether folders can be renamed here; if not, only the manifest marks a checkpoint."""
     first, second = (folder / f".tmp-{n}-a{attempt}" for n in ("try", "final"))
     try:
         first.mkdir()
@@ -144,7 +144,7 @@ def check_disk_space(
     free = shutil.disk_usage(folder).free
     if free >= needed_bytes:
         return
-    what = f"the checkpoints of this run need about {needed_bytes / 1e9:.3g} GB"
+    what = f"this run's checkpoints need about {needed_bytes / 1e9:.3g} GB"
     why = f"{free / 1e9:.3g} GB are free on {folder}"
     if settings.on_low_disk == "warn":
         warn(f"warning: {what}, {why}")

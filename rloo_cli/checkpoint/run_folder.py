@@ -1,7 +1,7 @@
-"""Checks the folder that a run wants: is it free, a run of ours, our rollout server, or foreign?
+"""Checks the folder of a run: is it free, our own run or rollout server, or something else?
 
-Imports no torch. A foreign folder is never touched. A folder is ours by the content of its files
-and never by their names: a run has a run.json, which is the first file that its launcher writes; a
+Imports no torch. Other folders are never touched. A folder is ours by the content of its files,
+never by their names: a run has a run.json, which is the first file that its launcher writes; a
 rollout server that waits for its run has a server.json, or the config that it was started with.
 """
 
@@ -23,7 +23,7 @@ RUN_STATES = ("starting", "training", "stopped", "failed", "finished")
 CONFIG_SECTIONS = {"root", "name", "model", "generation", "algorithm", "train"}  # every run's
 SERVER_LOGS = Path("logs", "server")  # a rollout server's log and its config
 SERVER_FILE_NAME = re.compile(r"(node_\d+_)?(config\.yaml|server_\d+\.log)|\.[\w.]+\.\d+\.tmp")
-# A launcher that was killed in its very first write leaves this one.
+# Left by a launcher that was killed during its very first write.
 HALF_WRITTEN = re.compile(r"\.(run\.json|server(_\d+)?\.json)\.\d+\.tmp")
 WRITTEN_IN_PLACE = ("metrics.jsonl", "ledger.jsonl", "samples", "rollouts", "logs", "debug")
 TRAINED_PATTERNS = ("final", "summary.json", "checkpoint-*", ".tmp-*", ".trash-*")
@@ -32,7 +32,7 @@ TRAINED_PATTERNS = ("final", "summary.json", "checkpoint-*", ".tmp-*", ".trash-*
 def check_folder_free(folder: Path) -> None:
     """Raises ConfigError unless a run may use this folder. Changes nothing.
 
-    It may if there is no such folder, it is empty, or a run or rollout server of ours is in it.
+    It may if the folder does not exist, is empty, or has a run or rollout server of ours.
     """
     fix = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
     try:
@@ -47,10 +47,10 @@ def check_folder_free(folder: Path) -> None:
 
 
 def path_problem(path: Path) -> str | None:
-    """Why no folder can be at this path; None if there is one, or one can be made."""
+    """Why no folder can be at this path; None if there is one, or one can be created."""
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError) as error:  # ValueError: a character that no path has
+    except (OSError, ValueError) as error:  # ValueError: a character that is invalid in paths
         return _why_no_path(path, error)
     return None if stat.S_ISDIR(mode) else f"it is {_path_kind(mode)}"
 
@@ -59,7 +59,7 @@ def _why_no_path(path: Path, error: Exception) -> str | None:
     for above in (path, *path.parents):
         try:
             if above.is_symlink() and not above.exists():
-                return f"{above} is a link to {os.readlink(above)}, which leads to no file"
+                return f"{above} is a link to {os.readlink(above)}, a missing target"
             if not above.exists():
                 continue
         except (OSError, ValueError):
@@ -77,36 +77,34 @@ def _path_kind(mode: int) -> str:
 
 
 def foreign_folder_reason(folder: Path) -> str | None:
-    """Why an existing folder is not free for a run of ours; None where it is."""
+    """Why an existing folder is not available for our run; None if it is."""
     if (folder / RUN_FILE).exists() or (folder / RUN_FILE).is_symlink():
-        why = f"it is not a run: its {RUN_FILE} is not one of ours"
+        why = f"it is not a run: its {RUN_FILE} was not written by rloo"
         return linked_entry_reason(folder) if read_run_metadata(folder) else why
     found = sorted(p.name for p in folder.iterdir() if not _is_server_entry(p))
     if not found:
         return None
     shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return f"it is not a run: it holds {shown}, and no {RUN_FILE}"
+    return f"it is not a run: it has {shown}, but no {RUN_FILE}"
 
 
 def linked_entry_reason(folder: Path) -> str | None:
-    """Why a run of ours may not go on in its folder: what it writes in place leads out of it.
+    """Why our run may not resume in its folder: files that it changes are links to elsewhere.
 
-    A run that somebody else has made may hold links: its journals would be cut and appended to, its
-    samples moved and its oldest records removed, all of them files of somebody else. A checkpoint
-    may be a link (`checkpoint.keep_last` passes it over), and so may the folder itself.
+    A run from another person may contain links: its journals would be truncated and extended, its
+    samples moved and its oldest records removed, although all of these are that person's files. A
+    checkpoint may be a link (`checkpoint.keep_last` skips it), and so may the folder itself.
     """
     home = folder.resolve()
     for name in WRITTEN_IN_PLACE:
         path = folder / name
         if path.is_symlink() and not path.resolve().is_relative_to(home):
-            return (
-                f"its {name} is a link to {os.readlink(path)}: the run would change what is there"
-            )
+            return f"its {name} is a link to {os.readlink(path)}: the run would change the target"
     return None
 
 
 def read_run_metadata(folder: Path) -> JsonObject:
-    """The content of a run's run.json; {} if there is none, or it is not one of ours."""
+    """The content of a run's run.json; {} if it is missing, or not ours."""
     try:
         values = read_json(folder / RUN_FILE)
     except (OSError, ValueError, RecursionError):
@@ -141,7 +139,7 @@ def _log_files(paths: list[Path]) -> list[Path]:
 
 
 def _is_config(path: Path) -> bool:
-    """Whether a file is the config of a run, as our rollout server keeps it."""
+    """Whether a file is the config of a run, as our rollout server stores it."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -152,9 +150,9 @@ def _is_config(path: Path) -> bool:
 def is_untrained(folder: Path, run_metadata: JsonObject) -> bool:
     """Whether the run in this folder provably ended before its first update.
 
-    Its worker wrote so, or it never began; and no file in the folder says otherwise.
+    Its worker recorded that, or it never started; and no file in the folder contradicts it.
     """
-    # A run that came from a checkpoint holds what was trained there.
+    # A run that came from a checkpoint has trained weights.
     if run_metadata.get("came_from") or run_metadata.get("state") == "finished":
         return False
     began = run_metadata.get("began")
@@ -168,7 +166,7 @@ def is_untrained(folder: Path, run_metadata: JsonObject) -> bool:
 
 
 def _journal_lines(path: Path) -> Iterator[JsonObject]:
-    """The lines of a journal; one that cannot be read counts as a step's."""
+    """The lines of a journal; an unreadable one counts as a step's."""
     if not path.is_file():
         return
     with path.open(errors="replace") as file:
@@ -180,7 +178,7 @@ def _journal_lines(path: Path) -> Iterator[JsonObject]:
 
 
 def folder_removed_error(folder: Path) -> StorageError:
-    """The error of a run whose folder was taken away while it ran."""
-    why = "it was there when the run began; somebody has removed or moved it since"
-    fix = "the same command begins anew; where it was moved, move it back and add resume=auto"
+    """The error of a run whose folder disappeared while it ran."""
+    why = "it existed when the run started, and was removed or moved since"
+    fix = "run the same command to start over; if it was moved, move it back and add resume=auto"
     return StorageError(Problem(f"the run's folder is gone: {folder}", "root, name", why, fix))

@@ -1,7 +1,7 @@
 """Saving: checkpoints to resume from.
 
-A checkpoint is a model folder as `from_pretrained` and vLLM load it, with what a restart needs in
-`trainer/`. It bears its name only when it is complete: written to a temporary folder, every file
+A checkpoint is a model folder that `from_pretrained` and vLLM can load, with the resume state in
+`trainer/`. It gets its name only when it is complete: written to a temporary folder, every file
 fsynced, the manifest last, then one rename. Nothing is deleted before its successor is complete,
 and nothing here is a pickle.
 """
@@ -38,17 +38,17 @@ from rloo_cli.utils.files import JsonObject, fsync_path, read_json, update_json,
 
 VERSIONED_PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG_FILE, ROLLOUTS_FILE = "rng", "rollouts"
-AHEAD_FILE = "ahead"  # the batch that was drawn ahead of the training
-CARRY_FILE = "carry"  # groups that are under way over several steps
-REFERENCE_FILE = "reference"  # only of a reference that follows the policy
+AHEAD_FILE = "ahead"  # the batch sampled ahead of the training
+CARRY_FILE = "carry"  # unfinished groups that span steps
+REFERENCE_FILE = "reference"  # only if the reference follows the policy
 VALUE_FILE = "value"
 
 
 def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
     """Write a checkpoint and return its folder; None if nothing is new or the save failed.
 
-    All ranks save together: each writes its share of the optimizer, rank 0 writes the rest. A save
-    that fails leaves the older checkpoints. It is logged as a warning and the run goes on; with
+    All ranks save together: each writes its optimizer share, rank 0 writes the rest. A failed
+    save leaves older checkpoints intact. It is logged as a warning and the run continues; with
     `raise_on_failure` it raises StorageError (exit 8).
     """
     place = run.position
@@ -63,7 +63,7 @@ def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
         run.world.run_on_rank0(lambda: _publish_checkpoint(run, target))
         run.saved_position = place
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
-        full = isinstance(error, OutOfMemoryError)  # the next step would not fit either
+        full = isinstance(error, OutOfMemoryError)  # then the next step would not fit either
         if is_rank_lost(error) or (full and not raise_on_failure):
             raise
         failed = _save_error(target, error)
@@ -82,18 +82,18 @@ def _publish_checkpoint(run: Run, target: Path) -> None:
     _write_latest(run, target)
     try:
         _prune_checkpoints(run)
-    except OSError as error:  # what is saved is saved
+    except OSError as error:  # the new checkpoint is complete
         run.log.note(f"warning: an older checkpoint was not removed: {error}")
 
 
 def _write_checkpoint(run: Run, position: manifest.CheckpointPosition, target: Path) -> None:
     """Write every file, the manifest last, and rename the folder to its name."""
-    whole = run.has_atomic_rename  # else the manifest alone marks it as complete
+    whole = run.has_atomic_rename  # else only the manifest marks it as complete
     temporary = target.with_name(f".tmp-{target.name}-a{run.attempt}") if whole else target
 
     def begin() -> None:
         _check_save_space(run)
-        if target.exists():  # it was found damaged
+        if target.exists():  # a damaged one
             target.rename(rollback.superseded_path(target, run.attempt))
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trainer").mkdir(parents=True)
@@ -122,7 +122,7 @@ def _write_checkpoint(run: Run, position: manifest.CheckpointPosition, target: P
 
 @dataclass
 class CollectedState:
-    """What the ranks collect together before any file is written; the weights are not part."""
+    """State that the ranks collect together before any file is written, without the weights."""
 
     optimizer_tensors: dict[str, Tensor]  # this rank's share of the optimizer
     optimizer_metadata: JsonObject
@@ -196,7 +196,7 @@ def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path)
-    fsync_path(path)  # by the rank that wrote it: a sync on another machine would not reach it
+    fsync_path(path)  # by the rank that wrote it: it may be another machine
 
 
 def write_model(run: Run, folder: Path) -> None:
@@ -226,10 +226,10 @@ def _trainer_state(run: Run, state: CollectedState) -> JsonObject:
     """The content of trainer/state.json."""
     return {
         "state": run.state.dump(),
-        # As the user wrote it: `auto` may resolve to another value on another machine.
+        # As the user wrote it: `auto` may resolve differently on another machine.
         "config": read_run_config(run.folder) or check.dump_config(run.config),
         "fingerprint": run.prompts.fingerprint,
-        # As they were when this attempt began, and its code was imported.
+        # As of the start of this attempt, when its code was imported.
         "code_files": read_json(run.folder / "run.json").get("code_files", {}),
         "template_clock": chat_templates.template_clock(),
         "teacher": None if run.teacher is None else run.teacher.model,
@@ -259,7 +259,7 @@ def _check_elements(paths: Iterable[Path], parameters: Iterable[Tensor], name: s
             for tensor in file.keys():  # noqa: SIM118  (it is not a mapping)
                 shape = file.get_slice(tensor).get_shape()
                 if not (count := prod(shape)):
-                    raise StorageError(f"{path.name} holds {tensor} with shape {shape}")
+                    raise StorageError(f"{path.name} has {tensor} with shape {shape}")
                 found += count
     if found < wanted:
         raise StorageError(f"the written weights have {found} elements, {name} has {wanted}")
@@ -303,7 +303,7 @@ def _prune_checkpoints(run: Run) -> None:
 
 
 def remove_trash(run: Run) -> None:
-    """Remove the checkpoints that pruning in this attempt could not remove whole, if it can now."""
+    """Remove the checkpoints that this attempt could not prune completely, if it now can."""
     for trash in run.folder.glob(f".trash-checkpoint-*-a{run.attempt}"):
         shutil.rmtree(trash, ignore_errors=True)
 
@@ -311,7 +311,7 @@ def remove_trash(run: Run) -> None:
 def estimated_checkpoint_bytes(run: Run) -> int:
     """Bytes of one checkpoint: the weights, their float32 masters and the optimizer's moments."""
     model = run.policy.model
-    # Shards may be held in another dtype than they are saved in.
+    # Shards may have another dtype than the saved weights.
     itemsize = 4 if lora.has_adapter(model) else run.policy.dtype.itemsize
     weights = sum(prod(weight_shape(p)) for p in lora.tensors_to_save(model)) * itemsize
     if run.value_model is not None:
@@ -338,9 +338,9 @@ def _save_error(target: Path, error: Exception) -> StorageError:
     message = error.problems[0].what if isinstance(error, RunError) else str(error)
     free = f"free: {shutil.disk_usage(target.parent).free / 1e9:.3g} GB"
     last = read_json(target.parent / "run.json").get("checkpoint")
-    kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
+    kept = f"the last checkpoint is {last}" if last else "no checkpoint exists yet"
     why = f"{message or type(error).__name__}; {free}; {kept}"
-    fix = "make that folder writable, with space on its disk, then go on with resume=auto"
+    fix = "make that folder writable, with space on its disk, then resume=auto"
     return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why, fix))
 
 

@@ -11,14 +11,14 @@ from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
 from rloo_cli.utils.files import JsonObject
 
-# Of forward passes, from which a step's micro-batches follow.
+# Of forward passes; they determine a step's micro-batches.
 RECORDED_LIMITS = ("tokens", "no_grad_tokens", "completions", "no_grad_completions")
 
 
 def record_rollouts(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     """Record a step that was just trained, if it is due; its counters have not advanced yet.
 
-    Rank 0 writes the whole step: every rank has all groups, and so one file is whole or not there.
+    Rank 0 writes the whole step, since every rank has all groups: one file, complete or missing.
     """
     settings, step = run.config.logging, run.state.step + 1
     if not settings.rollouts_every or step % settings.rollouts_every or not run.world.is_main:
@@ -29,7 +29,7 @@ def record_rollouts(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
 
 
 def _record_head(run: Run, updates: UpdateMetrics) -> JsonObject:
-    """Whose step it is, what rewards knew of the training, what its updates came to, and where."""
+    """The record's head: its run, what rewards saw of the training, and results of the updates."""
     state = run.state.dump() | {"updates": run.state.updates - updates.num_updates}
     return {
         "state": state,  # when the step began

@@ -1,4 +1,4 @@
-"""The batch of an unfinished step, as a checkpoint keeps it: tensors and plain values."""
+"""The batch of an unfinished step, as a checkpoint stores it: tensors and plain values."""
 
 import torch
 from torch import Tensor

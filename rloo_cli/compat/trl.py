@@ -6,11 +6,11 @@
                           train_dataset=dataset)
     trainer.train()
 
-The trainer writes a recipe, as `rloo migrate` does, and `train` is `api.train` of it. What a script
-passes as an object is written beside it, into ROOT/.inputs/NAME: ROOT/NAME is `output_dir`. A
-setting that changes nothing here is printed; one that would change the result is refused when the
-trainer is made. Under `accelerate launch` each process is a rank. Other names that a script imports
-here (TrlParser, ModelConfig, get_peft_config, ...) are those of an installed TRL.
+The trainer writes a recipe, as `rloo migrate` does, and `train` is `api.train` of it. Objects
+that a script passes are saved into ROOT/.inputs/NAME: ROOT/NAME is `output_dir`. A setting without
+effect here is printed; one that would change the result is refused when the
+trainer is constructed. Under `accelerate launch` each process is a rank. Other names that a script
+imports here (TrlParser, ModelConfig, get_peft_config, ...) are those of an installed TRL.
 """
 
 import json
@@ -45,7 +45,7 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "TrainOutpu
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns, as transformers' trainer does."""
+    """The result of `train`, as in transformers' trainer."""
 
     global_step: int  # optimizer updates
     training_loss: float  # mean over the steps
@@ -53,7 +53,7 @@ class TrainOutput(NamedTuple):
 
 
 class RLOOTrainer:
-    """TRL's arguments; each one that it does not know is an error."""
+    """TRL's arguments; an unknown one is an error."""
 
     kind: ClassVar[str] = "rloo"
 
@@ -74,7 +74,7 @@ class RLOOTrainer:
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
     ):
-        """Write the recipe. Raises ConfigError for what this trainer would have to ignore."""
+        """Write the recipe. Raises ConfigError for settings that it would have to ignore."""
         trl_objects.refuse_arguments(optimizers=optimizers)
         self.args = args if args is not None else trl_objects.default_config(model, self.kind)
         settings, printed = check_fields(written_settings(self.args), self.kind)
@@ -95,13 +95,13 @@ class RLOOTrainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.peft_config = processing_class, peft_config
         self.recipe = inputs.write_recipe(self.settings, self.kind, printed)
-        self.accelerator.wait_for_everyone()  # the files are there before any rank reads them
+        self.accelerator.wait_for_everyone()  # all files exist before any rank reads them
         try:
             compose_run(self.recipe, named, self._overrides(), replace_rewards=False)
         except ConfigError as error:
             raise TRLValueError(*trl_objects.in_words_of_trl(error.problems)) from None
         self.state, self.trained = TrainerState(), False
-        self.models: dict[bool, Any] = {}  # loaded when asked for: before and after the training
+        self.models: dict[bool, Any] = {}  # loaded on access: before and after the training
         self._tell("on_init_end")
 
     def train(
@@ -110,7 +110,7 @@ class RLOOTrainer:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train; a run that is finished already is not repeated. Raises RunError."""
+        """Train; a finished run is not repeated. Raises RunError."""
         trl_objects.refuse_arguments(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         overrides = self._overrides()
         if resume_from_checkpoint:
@@ -132,11 +132,11 @@ class RLOOTrainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> JsonObject:
-        """Score the model as it is now on held-out prompts, with the rewards. Raises RunError."""
+        """Score the current model on held-out prompts, with the rewards. Raises RunError."""
         trl_objects.refuse_arguments(ignore_keys=ignore_keys)
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if data is None:
-            what = "evaluate() has no data: nothing was held out when the trainer was made"
+            what = "evaluate() has no data: the trainer was created without eval_dataset"
             raise TRLValueError(f"{what}; give evaluate(eval_dataset=D)")
         sets = self.inputs.eval_sets(data, self.settings)
         self.accelerator.wait_for_everyone()
@@ -148,9 +148,9 @@ class RLOOTrainer:
 
     @property
     def model(self) -> Any:
-        """The trained model, from `output_dir`/final, or the one that the training begins with.
+        """The trained model, from `output_dir`/final, or the initial model before training.
 
-        It is loaded when it is asked for: changing it changes nothing in a run.
+        It is loaded on access: changing it changes nothing in a run.
         """
         if self.trained not in self.models:
             self.models[self.trained] = self._load_model()
@@ -158,14 +158,14 @@ class RLOOTrainer:
 
     @property
     def hub_model_id(self) -> str:
-        """The repository that `push_to_hub` sends to."""
+        """The repository that `push_to_hub` uploads to."""
         return str(getattr(self.args, "hub_model_id", None) or self.folder.name)
 
     def save_model(
         self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False
     ) -> None:
         """Copy the trained model, which is in `output_dir`/final, to a folder; by default to
-        `output_dir` itself, beside the run's own files."""
+        `output_dir` itself, next to the run's own files."""
         if self.accelerator.is_main_process:
             shutil.copytree(self._final(), output_dir or self.folder, dirs_exist_ok=True)
         self.accelerator.wait_for_everyone()
@@ -206,8 +206,8 @@ class RLOOTrainer:
     ) -> str:
         """`rloo push` of the run to args.hub_model_id. -> the repository's address
 
-        `dataset_name` is written into the card. Other parts of a card (`card`) are printed: it is
-        made from the run's own record.
+        `dataset_name` is written into the card. Other arguments of a card (`card`) are printed: it
+        is made from the run's own record.
         """
         if not self.accelerator.is_main_process:
             return ""
@@ -234,8 +234,8 @@ class RLOOTrainer:
         """Nothing: trackers end with the run, and ranks with their process."""
 
     def _overrides(self) -> list[str]:
-        """What of the recipe this process decides: the engine of its ranks, and lines to tell."""
-        overrides = ["logging.every=1"] if self.callbacks else []  # they are told of every step
+        """The recipe settings of this process: the engine of its ranks, and its log lines."""
+        overrides = ["logging.every=1"] if self.callbacks else []  # callbacks get every step
         if is_rank():
             engine, offload = accelerate_engine(os.environ)
             overrides += [f"distributed.engine={engine}"] if engine else []
@@ -243,7 +243,7 @@ class RLOOTrainer:
         return overrides
 
     def _evaluation_settings(self, sets: JsonObject) -> RunConfig:
-        """The run's config with these held-out sets, and the model as it is now."""
+        """The run's config with these held-out sets, and the current model."""
         entries = ", ".join(
             f"{name}: {{path: {json.dumps(entry['path'])}, split: {entry['split']}}}"
             for name, entry in sets.items()
@@ -269,7 +269,7 @@ class RLOOTrainer:
         return base
 
     def _tell(self, hook: str) -> None:
-        """Tell callbacks; an error of theirs is raised."""
+        """Notify callbacks; an error of theirs is raised."""
         told = CallbackEvents(self.callbacks, self.args, self.state)
         told.tell(hook)
         if told.error is not None:
@@ -278,7 +278,7 @@ class RLOOTrainer:
     def _final(self) -> Path:
         final = self.folder / "final"
         if not final.is_dir():
-            raise ConfigError(f"{final} is not there: call train(), which writes it at its end")
+            raise ConfigError(f"{final} does not exist: call train(), which writes it at its end")
         return final
 
 
@@ -289,7 +289,7 @@ class GRPOTrainer(RLOOTrainer):
 
 
 def __getattr__(name: str) -> Any:
-    """What else a script imports from TRL, where it is installed."""
+    """Other names that a script imports from TRL, if it is installed."""
     if not name.startswith("_") and find_spec("trl") is not None:
         return getattr(import_module("trl"), name)
-    raise AttributeError(f"{__name__} has no {name}: pip install trl, from which it is then taken")
+    raise AttributeError(f"{__name__} has no {name}: pip install trl, which provides it")

@@ -1,8 +1,8 @@
-"""Callbacks of transformers, told of a run as `plugin.Events` are; they can end it.
+"""Callbacks of transformers, notified of a run like `plugin.Events`; they can end it.
 
-A run tells them numbers and paths, and never its model or optimizer. `control.should_training_stop`
-ends the training with the step that was just made, as if it were its last one. What else they could
-do to a trainer is refused when they are handed over, or said when they ask for it.
+They get numbers and paths, but never the model or optimizer. `control.should_training_stop`
+ends the training after the current step, as if it were the last one. Other actions on
+a trainer are refused when the callback is passed, or reported when it requests them.
 """
 
 import inspect
@@ -29,9 +29,9 @@ FIX = "use a subclass of rloo_cli.plugin.Events, called at steps, evaluations, s
 def sort_callbacks(
     callbacks: Sequence[Any] | None,
 ) -> tuple[list[Events], list[TrainerCallback]]:
-    """-> ours and transformers' callbacks, made where a class was given.
+    """-> our callbacks and transformers', constructed if a class was given.
 
-    Raises ConfigError for another object, and for one that needs what a run does not hand over.
+    Raises ConfigError for another object, and for one that needs more than a run provides.
     """
     made = [item() if isinstance(item, type) else item for item in callbacks or ()]
     for item in made:
@@ -56,13 +56,13 @@ def _check_callback(callback: TrainerCallback) -> None:
         parameters = inspect.signature(own).parameters.values()
         needed = [p.name for p in parameters if p.name in LIVE_PARTS and p.default is p.empty]
         if needed:
-            what = f"callbacks: {name}.{hook} asks for {needed[0]}"
-            why = "a run hands over numbers and paths, and never what it trains with"
+            what = f"callbacks: {name}.{hook} needs {needed[0]}"
+            why = "a run passes numbers and paths, but never its model or optimizer"
             raise TRLValueError(f"{what}; {why}; {FIX}")
 
 
 class CallbackEvents(Events):
-    """Tells transformers' callbacks, and keeps what they ask for and the first error of one."""
+    """Notifies transformers' callbacks, and stores their requests and the first error."""
 
     def __init__(self, callbacks: Sequence[TrainerCallback], args: Any, state: TrainerState):
         self.callbacks, self.args, self.state = list(callbacks), args, state
@@ -71,11 +71,11 @@ class CallbackEvents(Events):
         self.noted: set[str] = set()
 
     def tell(self, hook: str, **values: Any) -> None:
-        """Call a method of each callback. An error of one ends the training, and is kept."""
+        """Call a method of each callback. An error of one ends the training, and is stored."""
         for callback in self.callbacks:
             try:
                 answer = getattr(callback, hook)(self.args, self.state, self.control, **values)
-            except Exception as error:  # it is the user's code
+            except Exception as error:  # user code
                 self.error, self.control.should_training_stop = error, True
                 return
             self.control = answer if answer is not None else self.control
@@ -90,7 +90,7 @@ class CallbackEvents(Events):
         self.tell("on_train_begin")
 
     def on_step(self, step: int, metrics: JsonObject) -> None:
-        """Tell on_step_end, and on_log every logging_steps updates."""
+        """Call on_step_end, and on_log every logging_steps updates."""
         self.state.global_step = int(metrics.get("updates", step))
         self.state.epoch = metrics.get("epoch")
         self.tell("on_step_end")

@@ -1,7 +1,7 @@
-"""What a TRL script passes as an object, as files and keys that a recipe can name.
+"""Objects that a TRL script passes, as files and keys that a recipe can name.
 
 Models, tokenizers and data sets are saved into ROOT/.inputs/NAME, where the run is ROOT/NAME.
-Functions stay functions where a run takes them (rewards), and are named module:name elsewhere.
+Functions stay functions if a run accepts them (rewards), and are named module:name otherwise.
 """
 
 import ast
@@ -33,13 +33,13 @@ from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import Problem, refuse
 from rloo_cli.utils.files import JsonObject, write_text
 
-LORA_SETTINGS = {  # peft's LoraConfig -> the flag of ModelConfig that means the same
+LORA_SETTINGS = {  # peft's LoraConfig -> the equivalent flag of ModelConfig
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
     "target_modules": "target_modules", "exclude_modules": "exclude_modules",
     "modules_to_save": "modules_to_save", "bias": "lora_bias", "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }  # fmt: skip
-# What becomes no key of the entries of these is refused.
+# Entries of these that have no key are refused.
 SPREAD_PREFIXES = ("generation_kwargs.", "model_init_kwargs.")
 QUANTIZATION_SETTINGS = (
     "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
@@ -47,24 +47,24 @@ QUANTIZATION_SETTINGS = (
 
 
 def refuse_arguments(**given: Any) -> None:
-    """Raise ConfigError for an argument that would have to be ignored, with what to write."""
+    """Raise ConfigError for an argument that would have to be ignored, with an alternative."""
     for name, value in given.items():
         if value not in (None, (None, None), [], ()):
             row = find_old_name(name)
             fix = (row.fix or row.note) if row is not None else "leave it out"
             why = f"it would have to be ignored: found {value!r:.60}"
-            refuse(name, f"{name} is not taken here", fix, why, error=TRLValueError)
+            refuse(name, f"{name} is not supported here", fix, why, error=TRLValueError)
 
 
 def default_config(model: Any, kind: str) -> TRLConfig:
-    """The config that TRL makes where a script passes none: its output_dir is the model's name."""
+    """The config that TRL uses by default: its output_dir is the model's name."""
     name = model if isinstance(model, str) else _name_of(model)
     maker = GRPOConfig if kind == "grpo" else RLOOConfig
     return maker(f"{Path(name).name}-{kind.upper()}")
 
 
 def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
-    """The flags that mean the same as a LoraConfig and a BitsAndBytesConfig."""
+    """The flags equivalent to a LoraConfig and a BitsAndBytesConfig."""
     settings: JsonObject = {}
     if peft_config is not None:
         kind = type(peft_config).__name__
@@ -85,7 +85,7 @@ def adapter_settings(peft_config: Any, quantization_config: Any) -> JsonObject:
 
 
 def in_words_of_trl(problems: Sequence[Problem]) -> list[Problem]:
-    """Problems of a recipe, with the arguments of TRL where a key has one of another name."""
+    """Problems of a recipe, with TRL's argument names for keys that have other names."""
     return [
         dataclasses.replace(p, fix=p.fix.replace("generation.allow_moe=true", ROUTER_FIX))
         for p in problems
@@ -94,7 +94,7 @@ def in_words_of_trl(problems: Sequence[Problem]) -> list[Problem]:
 
 def take_quantization(settings: JsonObject, given: Any, printed: list[str]) -> Any:
     """The quantization config: the trainer's argument, or that of model_init_kwargs, where scripts
-    put it beside a device_map, which is taken out with it."""
+    put it together with a device_map, which is removed with it."""
     sampling = settings.get("generation_kwargs")
     if isinstance(sampling, Mapping) and sampling.get("do_sample") is True:  # as it is here
         settings["generation_kwargs"] = {k: v for k, v in sampling.items() if k != "do_sample"}
@@ -110,7 +110,7 @@ def take_quantization(settings: JsonObject, given: Any, printed: list[str]) -> A
 
 
 def _changed_arguments(peft_config: Any) -> JsonObject:
-    """What of a peft config is not its class's default, but for the layers and where it is from."""
+    """Settings of a peft config that are not its class's defaults, except layers and origin."""
     found: JsonObject = {}
     for field in dataclasses.fields(peft_config):
         value = getattr(peft_config, field.name)
@@ -124,7 +124,7 @@ def _changed_arguments(peft_config: Any) -> JsonObject:
 
 
 class InputFolder:
-    """The folder of what a script passed as objects, and the run's folder beside it."""
+    """The folder of objects that a script passed, and the run's folder next to it."""
 
     def __init__(self, settings: Mapping[str, Any], writes: bool = True):
         """`writes`: whether this is the rank that writes the files; the others only name them."""
@@ -140,7 +140,7 @@ class InputFolder:
         found: JsonObject = {"model_name_or_path": model}
         if not isinstance(model, str):
             if hasattr(model, "peft_config"):
-                what = "model is a PeftModel, and a run makes its adapter from a config"
+                what = "model is a PeftModel, but a run creates its adapter from a config"
                 raise TRLValueError(f"{what}; pass the base model, and peft_config=CONFIG")
             found["model_name_or_path"] = self._saved("model", model)
         source = tokenizer
@@ -155,7 +155,7 @@ class InputFolder:
     ) -> tuple[dict[str, Callable[..., Any]], JsonObject]:
         """-> callables by name, and the settings that name every reward as `rloo migrate` does
 
-        Raises ConfigError where there are more or fewer tokenizers or weights than rewards.
+        Raises ConfigError for more or fewer tokenizers or weights than rewards.
         """
         items = listed(functions)
         given = listed(tokenizers) if tokenizers is not None else [None] * len(items)
@@ -183,7 +183,7 @@ class InputFolder:
     def data_settings(
         self, train_dataset: Any, eval_dataset: Any, settings: Mapping[str, Any]
     ) -> JsonObject:
-        """The data sets, which are saved; held-out ones only where the script evaluates."""
+        """The data sets, which are saved; held-out ones only if the script evaluates."""
         found: JsonObject = {}
         if train_dataset is not None:
             found["dataset_name"] = self._saved_data("train", train_dataset, settings)
@@ -218,10 +218,10 @@ class InputFolder:
         return found
 
     def write_recipe(self, settings: JsonObject, kind: str, printed: Sequence[str]) -> Path:
-        """Write the recipe, and print what of the settings is not in it. -> its path
+        """Write the recipe, and print the settings that are not in it. -> its path
 
-        `printed`: lines on settings that change nothing. Raises ConfigError for each setting that
-        would change the result and of which no key could be made.
+        `printed`: lines on settings without effect. Raises ConfigError for each setting that
+        would change the result but has no key.
         """
         old_run = OldRun(dict(settings), tool="trl", kind=kind, setting_format="{}={}")
         world = environment_number("WORLD_SIZE", 1) if is_rank() else 1
@@ -246,7 +246,7 @@ class InputFolder:
         return str(path)
 
     def _saved_data(self, name: str, data: Any, settings: Mapping[str, Any]) -> str:
-        """Save a data set: of one that is iterated over, the rows that the run can use."""
+        """Save a data set: of an iterable one, the rows that the run can use."""
         from datasets import Dataset  # lazy: a second of imports
 
         if isinstance(data, str):
@@ -264,7 +264,7 @@ class InputFolder:
         """module:name of a function or class; of one in the script, a copy's file:name."""
         name, module = code.__qualname__, code.__module__
         if "<" in name or "." in name:
-            what = f"tools: {name} is inside of a function, and other processes import it by name"
+            what = f"tools: {name} is inside a function, but other processes import it by name"
             raise TRLValueError(f"{what}; define it outside of functions")
         if module != "__main__":
             return f"{module}:{name}"
@@ -277,7 +277,7 @@ class InputFolder:
 
 
 def definitions_of(script: str) -> str:
-    """The imports, functions, classes and constants of a script, without what it does."""
+    """The imports, functions, classes and constants of a script, without its other statements."""
     kept = (
         ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
     )  # fmt: skip
@@ -304,7 +304,7 @@ def _check_count(name: str, count: int, rewards: int) -> None:
 
 
 def listed(items: Any) -> list[Any]:
-    """A list of what a script gave as one object or several."""
+    """A list of the objects that a script gave as one or several."""
     if items is None:
         return []
     return list(items) if isinstance(items, Sequence) and not isinstance(items, str) else [items]
@@ -317,10 +317,10 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _name_of(model: Any) -> str:
-    """The path or hub's name that a model was loaded from."""
+    """The path or hub name that a model was loaded from."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     if not name:
-        what = "the model's config has no _name_or_path, by which its tokenizer would be found"
+        what = "the model's config has no _name_or_path, needed to find its tokenizer"
         raise TRLValueError(f"{what}; pass the tokenizer as processing_class")
     return name
 
@@ -332,13 +332,13 @@ def _tokenizer_of(model: Any) -> Any:
 
 
 def _rows_needed(data: Any, settings: Mapping[str, Any]) -> int | None:
-    """Rows that a run can use of data that is only iterated over; None: all of them."""
+    """Rows that a run can use of an iterable data set; None: all of them."""
     if isinstance(data, Sequence):
         return None
     steps = int(settings.get("max_steps", -1))
     if steps < 1:
-        what = "train_dataset is iterated over, and its rows are saved before the run"
-        raise TRLValueError(f"{what}; set max_steps=N in the config, which says how many")
+        what = "train_dataset is iterable, and its rows are saved before the run"
+        raise TRLValueError(f"{what}; set max_steps=N in the config, which limits them")
     completions = int(settings.get("per_device_train_batch_size", 8))
     completions *= int(settings.get("gradient_accumulation_steps", 1))
     return steps * completions

@@ -1,6 +1,6 @@
-"""What a script asks its trainer for beside the training: its process, its state and its files.
+"""A trainer's attributes for scripts, besides the training: its process, its state and its files.
 
-`ScriptAccelerator` stands for `trainer.accelerator`. `trainer.state` is transformers' own
+`ScriptAccelerator` is `trainer.accelerator`. `trainer.state` is transformers' own
 TrainerState, filled from the run's metrics.jsonl; the files are those that transformers writes.
 """
 
@@ -24,7 +24,7 @@ STATE_FILE = "trainer_state.json"
 
 
 class ScriptAccelerator:
-    """What a script needs of accelerate's Accelerator. Ranks that a launcher has started join their
+    """The parts of accelerate's Accelerator that scripts need. Ranks of a launcher join their
     process group here, as they do in TRL's constructor."""
 
     def __init__(self, timeout_s: float):
@@ -69,7 +69,7 @@ class ScriptAccelerator:
             print(*values, **options)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has reached this point."""
         if self.state is not None:
             torch.distributed.barrier()
 
@@ -105,7 +105,7 @@ def _metrics_of_run(folder: Path) -> list[JsonObject]:
 
 def trl_entry(line: JsonObject, prefix: str = "eval") -> JsonObject:
     """A line of metrics.jsonl as TRL logs it: `step` counts updates, and the names of a held-out
-    set begin with `prefix`, which the one that has no name of its own (eval) does not repeat."""
+    set begin with `prefix`, which the unnamed one (eval) does not repeat."""
     named = {}
     for name, value in line.items():
         if name.startswith("eval_"):
@@ -115,7 +115,7 @@ def trl_entry(line: JsonObject, prefix: str = "eval") -> JsonObject:
 
 
 def load_named_model(name: str, **arguments: Any) -> Any:
-    """The model of a folder or of the hub, by the class that its config.json names."""
+    """The model of a folder or of the hub, with the class named in its config.json."""
     known = {k: v for k, v in arguments.items() if k in ("revision", "trust_remote_code")}
     architectures = AutoConfig.from_pretrained(name, **known).architectures or ()
     found = [kind for a in architectures if (kind := getattr(transformers, a, None)) is not None]
@@ -132,7 +132,7 @@ def print_metrics(split: str, metrics: Mapping[str, Any]) -> None:
 
 
 def write_metrics(folder: Path, split: str, metrics: Mapping[str, Any], combined: bool) -> None:
-    """Write {split}_results.json, and what it says into all_results.json, too."""
+    """Write {split}_results.json, and also its content into all_results.json."""
     _write_plain(folder / f"{split}_results.json", metrics)
     whole = folder / "all_results.json"
     if combined:

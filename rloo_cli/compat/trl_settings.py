@@ -1,8 +1,8 @@
 """TRL's configs as plain settings: what a script sets, by the names of TRL.
 
-`trl_fields.txt` has every field of TRL 1.16's RLOOConfig and GRPOConfig and what becomes of it: a
+`trl_fields.txt` has every field of TRL 1.16's RLOOConfig and GRPOConfig and its treatment: a
 key of the recipe, a value that the trainer's own methods read, a line that is printed, or a
-refusal. Our two configs are made of that table and need no TRL; TRL's own configs are taken, too.
+refusal. Our two configs are built from that table and need no TRL; TRL's own configs also work.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-SOURCES = ("TRL >=0.22", "HF Trainer")  # whose names a config of another version of TRL has
+SOURCES = ("TRL >=0.22", "HF Trainer")  # names used by configs of other versions of TRL
 FIELD_TYPES: dict[str, Any] = {
     "bool": bool, "int": int, "float": float, "str": str, "dict": str,  # a dict is JSON there
     "list[str]": list[str], "list[float]": list[float],
@@ -25,7 +25,7 @@ FIELD_TYPES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class TRLField:
-    """One line of the table: a field of a config of TRL's, and what becomes of it."""
+    """One line of the table: a field of a config of TRL's, and its treatment."""
 
     name: str
     type: str  # a key of FIELD_TYPES
@@ -57,11 +57,11 @@ CONFIG_OF_KIND = {"rloo": "RLOOConfig", "grpo": "GRPOConfig"}
 
 
 class TRLValueError(ConfigError, ValueError):
-    """A refusal where TRL raises ValueError, which scripts may catch."""
+    """An error where TRL raises ValueError, which scripts may catch."""
 
 
 class TRLConfig:
-    """Any setting of TRL's config by its name; one that TRL does not have is an error."""
+    """Any setting of TRL's config by its name; an unknown one is an error."""
 
     config_name: ClassVar[str]
 
@@ -78,7 +78,7 @@ class TRLConfig:
 
     @property
     def world_size(self) -> int:
-        """The number of processes, as the launcher says."""
+        """The number of processes, from the launcher."""
         return environment_number("WORLD_SIZE", 1)
 
     @property
@@ -97,7 +97,7 @@ class TRLConfig:
 
 
 def _make_config(name: str) -> Any:
-    """A dataclass with the fields of TRL's config, so that a parser of dataclasses takes it."""
+    """A dataclass with the fields of TRL's config, so that a parser of dataclasses accepts it."""
     columns = []
     for row in TRL_FIELDS[name].values():
         kind, default = FIELD_TYPES[row.type], row.default
@@ -120,7 +120,7 @@ GRPOConfig = _make_config("GRPOConfig")
 def written_settings(config: Any) -> JsonObject:
     """The settings that a script wrote into its config, ours or TRL's, with attributes set later.
 
-    A parser of command lines sets every field: what is then TRL's default is left out. Raises
+    A parser of command lines sets every field: TRL's default values are then left out. Raises
     ConfigError for another object.
     """
     if isinstance(config, dict):
@@ -137,12 +137,12 @@ def written_settings(config: Any) -> JsonObject:
 
 
 def _is_default(row: TRLField, value: Any) -> bool:
-    """Whether a parser that was told nothing of a field has this value for it."""
+    """Whether this is a parser's default value for a field."""
     return bool(value == row.default) or (value is None and row.type.startswith("list"))
 
 
 def _settings_of_trl(config: Any) -> JsonObject:
-    """What of TRL's own config differs from one that was made without arguments."""
+    """Differences of TRL's own config from one constructed without arguments."""
     on_cpu = {"use_cpu": True} if getattr(config, "use_cpu", False) else {}
     plain = type(config)(config.output_dir, **on_cpu)  # refused without it where there is no GPU
     found: JsonObject = dict(on_cpu)
@@ -160,7 +160,7 @@ def _settings_of_trl(config: Any) -> JsonObject:
 
 
 def check_fields(settings: JsonObject, kind: str) -> tuple[JsonObject, list[str]]:
-    """-> the settings that make the recipe, and a line for each that changes nothing here.
+    """-> the settings that make the recipe, and a line for each without effect here.
 
     Raises ConfigError, with a problem for each field that would change the result and cannot.
     """
@@ -193,21 +193,21 @@ ROUTER_FIX = "router_aux_loss_coef=0.0, which trains a mixture of experts withou
 
 def _refused_field_problem(row: TRLField, value: Any) -> Problem:
     fix = ROUTER_FIX if row.name == "router_aux_loss_coef" else row.text
-    why = "it would change what is trained, and rloo has nothing for it"
-    return Problem(f"{row.name}={value!r:.60} is not taken here", row.name, why, fix)
+    why = "it would change the training, and rloo has no equivalent"
+    return Problem(f"{row.name}={value!r:.60} is not supported here", row.name, why, fix)
 
 
 def unconverted_problems(items: Iterable[str]) -> list[Problem]:
-    """A problem for each setting of which `rloo migrate` could not make a key."""
-    why = "it would change what is trained, and this version has no key for it"
-    fix = "leave it out; rloo config lists the keys, and rloo train takes each of them"
-    return [Problem(f"{item} is not taken here", "args", why, fix) for item in items]
+    """A problem for each setting that `rloo migrate` could not convert to a key."""
+    why = "it would change the training, and this version has no key for it"
+    fix = "leave it out; rloo config lists the keys of rloo train"
+    return [Problem(f"{item} is not supported here", "args", why, fix) for item in items]
 
 
 def _unknown_setting_problem(config: str, name: str) -> Problem:
     known = [*TRL_FIELDS[config]]
     known += [n for row in OLD_NAME_TABLE if row.source in SOURCES for n in row.names]
     close = nearest_names(name, known)
-    fix = f"write {close[0]}" if close else "rloo config: every key that there is"
+    fix = f"write {close[0]}" if close else "rloo config lists all keys"
     why = f"looked among the names of {' and '.join(SOURCES)}"
     return Problem(f"{config} has no setting {name!r}", "args", why, fix)

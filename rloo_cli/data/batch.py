@@ -2,11 +2,11 @@
 
 `Rollout` is one completion, `Group` the K completions of one sampled prompt. They stay together
 from sampling to gradient. `Batch` is a step's groups. `packing` lays them out for forward passes.
-Rollouts and groups need no torch: rewards are tried without it.
+Rollouts and groups need no torch: rewards can be tried without it.
 
 With tools or environments a completion is an episode, a list of `Turn`. Its flat ids also contain
-the environment's tokens, which the model reads. Everything that is computed per token
-(log-probability, KL, entropy, value, advantage, length) covers the sampled tokens alone.
+the environment's tokens, which the model only reads. Log-probability, KL, entropy, value, advantage
+and length cover only a completion's S sampled tokens (data/packing.py has S completions, N tokens).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Prompt = str | list[JsonObject]
 Value = TypeVar("Value")
-CONSTANTS = {str, int, float, bool, bytes, type(None)}  # types that nothing can change in place
+CONSTANTS = {str, int, float, bool, bytes, type(None)}  # immutable types
 
 
 def copy_value(value: Any) -> Any:
-    """A copy of a row's value, or of an argument, that shares nothing that can be changed."""
+    """A deep copy of a row's value, or of an argument, as far as it is mutable."""
     if type(value) in CONSTANTS:
         return value
     if isinstance(value, list):
@@ -42,7 +42,7 @@ def copy_value(value: Any) -> Any:
 
 @dataclass
 class Turn:
-    """One call of the sampler within an episode: what was new to it, and what it sampled."""
+    """One call of the sampler within an episode: the new prompt tokens, and the sampled ones."""
 
     prompt_ids: list[int]  # new tokens before the sampled ones; [] if it answers the group's prompt
     sampled_ids: list[int]  # the stop token (or the stop string's tokens) included
@@ -52,48 +52,48 @@ class Turn:
     weight_version: int
     calls: list[JsonObject] = field(default_factory=list)  # name and arguments, as they were parsed
     observation: list[JsonObject] = field(default_factory=list)  # the messages of prompt_ids
-    reward: float | None = None  # what the environment says that it earned; None = nothing
-    begins_row: bool = False  # prompt_ids are a whole prompt: nothing before it is read
+    reward: float | None = None  # the turn's reward from the environment; None = none
+    begins_row: bool = False  # prompt_ids are a whole prompt, without earlier turns
     sampling_mask: SamplingMask | None = None  # of sampled_ids
     images: list[str] = field(default_factory=list)  # in prompt_ids: the base64 of PNG files
 
 
-# What a batch consists of, for those that write it down.
+# The fields of a batch, for code that saves one.
 BATCH_TENSORS = ("raw", "score", "shaped", "scorable", "masked")  # every batch has them
 ADVANTAGE_TENSORS = ("kl", "reward", "advantage", "usable")  # once advantages are known
 OPTIONAL_BATCH_TENSORS = ("greedy", "plain")  # only some algorithms set them
 BATCH_VALUES = ("step", "names", "active", "draws", "norm_skipped", "updated")
-# Of batches whose groups were begun in earlier steps (generation.overlap=carry) alone.
+# Only in batches whose groups were started in earlier steps (generation.overlap=carry).
 CARRIED_VALUES = ("pending", "left_out")
 ROLLOUT_FIELDS = ("text", "finish_reason", "terminated", "seed", "weight_version")
 
 
 @dataclass
 class Rollout:
-    """One completion: its tokens, and how it was sampled. S of its T tokens were sampled."""
+    """One completion: its tokens, and how it was sampled. S of its T tokens are the policy's."""
 
     completion_ids: list[int]  # T ids, the stop token (or the stop string's tokens) included
     text: str  # without the stop token, stop string cut off; of an episode: its last turn's
     finish_reason: str  # stop, length
-    terminated: bool  # it ended by itself; truncated otherwise
+    terminated: bool  # it ended on its own; False = truncated
     seed: int
-    weight_version: int  # optimizer updates its sampler had seen when it began
+    weight_version: int  # optimizer updates in its sampler's weights at the start
     behaviour_logp: list[float] | None = None  # T, of the sampler's own distribution
-    mask: list[int] | None = None  # T, 1 = sampled by the policy; None = all of them
+    mask: list[int] | None = None  # T, 1 = sampled by the policy, 0 = read; None = all 1
     images: list[object] | None = None
     turns: list[Turn] | None = None  # of an episode; None = one answer to the prompt
-    failed: str | None = None  # why its environment failed: it has no score, and is no part of
-    # baseline and loss. None = it did not.
-    opening_ids: list[int] | None = None  # its group's prompt, where the environment changed it
+    failed: str | None = None  # why its environment failed: it has no score, and is left out
+    # of baseline and loss. None = it did not fail.
+    opening_ids: list[int] | None = None  # its group's prompt, if the environment changed it
     environment: JsonObject | None = None  # the environment's public attributes at the end
-    environment_reward: float | None = None  # what its get_reward() said, and its turns' rewards
+    environment_reward: float | None = None  # its get_reward() and its turns' rewards
     episode_facts: JsonObject | None = None  # counts of its calls, and why it ended
-    columns: JsonObject | None = None  # what a function of the user's returned with it, for rewards
+    columns: JsonObject | None = None  # from a user function, for rewards
     # (version, tokens) of the weights that sampled it, one after the other; None = one version.
     version_spans: list[tuple[int, int]] | None = None
-    # S, the ids that each was chosen from; None = from the whole vocabulary, or it is not kept.
+    # S, the ids that each was chosen from; None = the whole vocabulary, or not kept.
     sampling_mask: SamplingMask | None = None
-    # Of an episode that was shown images: the prompt's and those (`episode_media.row_media`).
+    # Of an episode with images: the prompt's and its own (`episode_media.row_media`).
     media: Media | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> JsonObject:
@@ -102,9 +102,9 @@ class Rollout:
 
     @property
     def row_starts(self) -> list[int]:
-        """Where in its ids further rows begin: prompts of their own, which read nothing before.
+        """Indices in its ids where further rows begin: separate prompts, which read nothing before.
 
-        An episode has several rows where its agent cut its history, or had another one beside it.
+        An episode has several rows if its agent truncated its history, or ran a second agent.
         They share its score and its advantage.
         """
         starts, place = [], 0
@@ -116,12 +116,12 @@ class Rollout:
 
     @property
     def token_versions(self) -> list[int]:
-        """The version of the weights that sampled each token that is trained on. (S,)"""
+        """The version of the weights that sampled each sampled token. (S,)"""
         spans = self.version_spans or [(self.weight_version, self.length)]
         return [version for version, count in spans for _ in range(count)]
 
     def count_tokens(self, version: int) -> int:
-        """How many of its tokens, the last ones, the weights of `version` sampled."""
+        """How many of its last tokens the weights of `version` sampled."""
         last, count = (self.version_spans or [(self.weight_version, self.length)])[-1]
         return count if last == version else 0
 
@@ -132,12 +132,12 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """The number of tokens that are trained on, S."""
+        """The number of sampled tokens, S."""
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
 
     @property
     def failed_in_environment(self) -> bool:
-        """Whether it has no score, since its environment failed."""
+        """Whether it has no score because its environment failed."""
         return self.failed is not None
 
     @property
@@ -185,7 +185,7 @@ class Rollout:
 
 
 def _turns_mask(turns: list[Turn]) -> SamplingMask | None:
-    """The sampling mask of an episode's turns; None where a turn has none."""
+    """The sampling mask of an episode's turns; None if any turn has none."""
     joined = SamplingMask()
     for turn in turns:
         if turn.sampled_ids and turn.sampling_mask is None:
@@ -209,10 +209,10 @@ class Group:
     value: list[Tensor] | None = None  # K of (S,), the value model at rollout time
     advantage: list[Tensor] | None = None  # K of (S,), where every token has its own
     returns: list[Tensor] | None = None  # K of (S,), what the value model is fitted to
-    media: Media | None = None  # the prompt's images; None = it has none
+    media: Media | None = None  # the prompt's images; None = no images
 
     def take_rollouts(self, rollouts: list[Rollout]) -> None:
-        """Store rollouts that were sampled, and the prompt that they were really given."""
+        """Store the sampled rollouts, and the prompt that the sampler really got."""
         self.rollouts = rollouts
         if rollouts and rollouts[0].opening_ids is not None:
             self.prompt_ids = rollouts[0].opening_ids
@@ -242,11 +242,11 @@ class Batch:
     score: Tensor  # (P, K) float64, weights applied
     shaped: Tensor  # (P, K) float64, after penalties, normalising and clipping
     scorable: Tensor  # (P, K) bool
-    masked: Tensor  # (P, K) bool, completions that are left out of the loss
+    masked: Tensor  # (P, K) bool, True = out of the loss; not `Rollout.mask`
     active: list[int]  # indices of the groups that are trained on
-    draws: int  # prompts consumed for this step, resampled ones included
+    draws: int  # prompts consumed by this step, discarded ones included
     facts: dict[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
-    fact_counts: dict[str, float] = field(default_factory=dict)  # what their means are taken over
+    fact_counts: dict[str, float] = field(default_factory=dict)  # number of values behind each mean
     extras: dict[str, list[object]] = field(default_factory=dict)  # column -> P*K values
     notes: list[str] = field(default_factory=list)
     kl: Tensor | None = None  # (P, K) float64
@@ -255,18 +255,18 @@ class Batch:
     usable: Tensor | None = None  # (P, K) bool, completions that have an advantage
     greedy: Tensor | None = None  # (P,) float64, shaped score of each prompt's greedy completion
     reward_weights: Tensor | None = None  # (F,) float64, of the rewards
-    # (P, K) float64, the weighted sum of raw scores, which metrics show where `score` is another
+    # (P, K) float64, the weighted sum of raw scores, shown by metrics where `score` is another
     # number (multi_reward=normalize_then_sum).
     plain: Tensor | None = None
     norm_skipped: bool = False
     updated: list[int] = field(default_factory=list)  # indices of the groups of updates made
-    # Prompt offsets that were drawn by then and wait for a later step; None = a step draws its own.
+    # Prompt offsets that are drawn but wait for a later step; None = a step draws its own.
     pending: list[int] | None = None
     left_out: list[int] = field(default_factory=list)  # offsets that resampling replaced
 
     @property
     def group_columns(self) -> dict[str, Tensor | None]:
-        """The tensors with a row for each group, which sampling and scoring make."""
+        """The tensors with a row per group, as sampling and scoring make them."""
         return {
             "score": self.score, "shaped": self.shaped, "scorable": self.scorable,
             "masked": self.masked, "greedy": self.greedy, "plain": self.plain,
@@ -274,19 +274,19 @@ class Batch:
 
     @property
     def plain_values(self) -> JsonObject:
-        """What is neither a tensor nor of a rollout, for those that write a batch down."""
+        """The fields that are neither tensors nor parts of rollouts, for saving a batch."""
         carried = CARRIED_VALUES if self.pending is not None else ()
         return {name: getattr(self, name) for name in (*BATCH_VALUES, *carried)}
 
     @property
     def num_sampled(self) -> int:
-        """Completions that were sampled for this step, also those thrown away and greedy ones."""
+        """Completions (not tokens) sampled for this step, with discarded and greedy ones."""
         per_prompt = self.score.shape[1] + (self.greedy is not None)
         return int(self.draws * per_prompt)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts (K copies each) and completions, those of environments included."""
+        """Tokens of prompts (K copies each) and completions, including those of environments."""
         rows = [(group, rollout) for group in self.groups for rollout in group.rollouts]
         return sum(len(g.prompt_ids) + len(r.completion_ids) for g, r in rows)
 

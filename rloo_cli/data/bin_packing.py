@@ -1,6 +1,6 @@
 """Which completions share a forward pass: bins of whole groups under a budget of tokens.
 
-This is pure arithmetic on lengths, the same on every rank: ranks exchange nothing but these.
+This is pure arithmetic on lengths, the same on every rank: ranks exchange only lengths.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # a plan asks what a forward costs, and imports no torch
+if TYPE_CHECKING:  # a plan computes costs without torch
     from rloo_cli.data.batch import Group
     from rloo_cli.data.packing import GroupSlice
 
@@ -37,11 +37,11 @@ class ForwardCost:
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """The most that one forward pass may hold. A limit of completions replaces that of tokens."""
+    """The limits of one forward pass. A limit of completions replaces that of tokens."""
 
     cost: ForwardCost
     tokens: int
-    no_grad_tokens: int  # of a pass without gradient, which keeps no activations
+    no_grad_tokens: int  # for a pass without gradient, which keeps no activations
     completions: int | None = None
     no_grad_completions: int | None = None
 
@@ -136,7 +136,7 @@ def pack_micro_batches(
     micro-batch wait little. A rank with too few items has empty micro-batches at the end.
     """
     shares = _items_per_rank(items, ranks)
-    # An item that is over the budget by itself fills one micro-batch.
+    # An item that alone is over the budget fills one micro-batch.
     rank_tokens = [sum(min(item.tokens, budget) for item in share) for share in shares]
     count = max((-(-tokens // budget) for tokens in rank_tokens), default=0)
     while True:
@@ -177,7 +177,7 @@ def deal_micro_batches(
 def equalize_micro_batches(
     rank_micro_batches: list[list[list[GroupSlice]]],
 ) -> list[list[list[GroupSlice]]]:
-    """Give each rank equally many micro-batches: empty ones at the end are added."""
+    """Give each rank equally many micro-batches, by adding empty ones at the end."""
     most = max(len(share) for share in rank_micro_batches)
     return [[*share, *([] for _ in range(most - len(share)))] for share in rank_micro_batches]
 
@@ -201,7 +201,7 @@ def _fill_micro_batches(
 ) -> list[list[GroupSlice]] | None:
     """Put the items in `count` bins, the costliest bin first; None if one does not fit.
 
-    An item that is over the budget by itself gets a bin of its own.
+    An item that alone is over the budget gets its own bin.
     """
     bins: list[list[PackingItem]] = [[] for _ in range(count)]
     for item in items:  # the costliest first

@@ -1,4 +1,4 @@
-"""Makes a folder once, and keeps it in the cache, for all processes of a machine."""
+"""Builds a folder once, and caches it, for all processes of a machine."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.errors import MachineError
 from rloo_cli.utils.scratch_folder import ScratchFolder
 
-ABANDONED_AFTER_S = 24 * 3600.0  # without a change in a folder that is being made
+ABANDONED_AFTER_S = 24 * 3600.0  # without a change in an unfinished folder
 T = TypeVar("T")
 ProgressCallback = Callable[[str], None]
 _listeners: list[ProgressCallback] = []
@@ -23,7 +23,7 @@ _listeners: list[ProgressCallback] = []
 
 @contextmanager
 def listen_to_progress(callback: ProgressCallback) -> Iterator[None]:
-    """Let `callback` receive the progress texts of everything that is made inside."""
+    """Let `callback` receive the progress texts of all work inside."""
     _listeners.append(callback)
     try:
         yield
@@ -40,7 +40,7 @@ def report_progress(text: str) -> None:
 def cached_folder(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """The cache folder `name`-<hash of `recipe`>; `build` fills it the first time.
 
-    It is renamed to that when it is complete, so a run that is killed leaves no half-filled one.
+    It gets this name when it is complete, so a killed run leaves no half-filled folder.
     Raises MachineError if the cache cannot be written.
     """
     folder = paths.cache_folder() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
@@ -55,7 +55,7 @@ def cached_folder(name: str, recipe: str, build: Callable[[Path], None]) -> Path
 
 @contextmanager
 def _cache_lock(folder: Path) -> Iterator[None]:
-    """Let in one process at a time: a trainer and its server may want the same model."""
+    """Admit one process at a time: a trainer and its server may need the same model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder.parent, os.O_RDONLY)
     try:
@@ -67,7 +67,7 @@ def _cache_lock(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what runs that were killed have left half made, a day later."""
+    """Remove unfinished folders of killed runs, a day later."""
     for half in folder.parent.glob(f".{folder.name}.*"):
         with contextlib.suppress(OSError):  # another process was quicker
             if time.time() - half.stat().st_mtime > ABANDONED_AFTER_S:
@@ -82,7 +82,7 @@ def _make(folder: Path, build: Callable[[Path], None]) -> None:
         temporary.mkdir(parents=True)
         try:
             build(temporary)
-        except BaseException:  # what a failed download leaves is of no use to anyone
+        except BaseException:  # nothing of a failed download is useful
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         try:
@@ -97,7 +97,7 @@ class Ranks(Protocol):
     """The processes of a run (distributed.world)."""
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Rank 0 does `work`, and tells the others its result."""
+        """Rank 0 does `work`, and sends its result to the others."""
 
     def rank0_first(self, work: Callable[[], T]) -> T:
         """Rank 0 does `work`, and then the others do."""
@@ -107,7 +107,7 @@ class Ranks(Protocol):
 
 
 class OneProcess:
-    """The ranks of a run that has one process."""
+    """The ranks of a run with a single process."""
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Do it."""
@@ -125,9 +125,9 @@ ONE_PROCESS = OneProcess()
 
 @contextmanager
 def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
-    """A folder for what rank 0 makes and the others read while inside. None: it cannot be made.
+    """A folder that rank 0 writes and the others read while inside. None: it cannot be created.
 
-    What is mapped from files in it can be used for as long as the mapping lives.
+    Memory-mapped data stays usable after the folder is gone.
     """
     made: list[ScratchFolder] = []
 
@@ -143,6 +143,6 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
     try:
         yield ranks.run_on_rank0(make)
     finally:
-        ranks.gather(None)  # until the others have opened what is in it
+        ranks.gather(None)  # until the others have opened its files
         for folder in made:
             folder.remove()

@@ -1,7 +1,7 @@
 """Renders conversations by a tokenizer's chat template, with one clock for the whole run.
 
-Templates may write the date (`strftime_now`). A run keeps the clock that it began with: else its
-prompts would be others the next day, and it could not go on. This file imports no torch.
+Templates may write the date (`strftime_now`). A run keeps the clock of its start: otherwise its
+prompts would change the next day, and it could not resume. This file imports no torch.
 """
 
 from datetime import datetime
@@ -16,7 +16,7 @@ _clock: datetime | None = None  # of the run in this process; None: the machine'
 
 
 def local_time(seconds: float | None = None) -> str:
-    """A moment in local time without a zone. `seconds`: since 1970; None: now."""
+    """A time in local time without a zone. `seconds`: since 1970; None: now."""
     moment = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
     return moment.isoformat()
 
@@ -27,13 +27,13 @@ def template_clock() -> str | None:
 
 
 def set_template_clock(time: str | None) -> None:
-    """Let templates see this time from now on, as `local_time` writes it. None: the machine's."""
+    """Set the time that templates see, as `local_time` writes it. None: the machine's."""
     global _clock
     _clock = datetime.fromisoformat(time) if time else None
 
 
 def has_clock(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the tokenizer's chat template asks for the time."""
+    """Whether the tokenizer's chat template reads the time."""
     return CLOCK_FUNCTION in str(getattr(tokenizer, "chat_template", None))
 
 

@@ -1,4 +1,4 @@
-"""Reads the rows of CSV files: every cell is text, as it is written.
+"""Reads the rows of CSV files: every cell is text, exactly as written.
 
 Nothing is inferred: "007" stays "007", "NA" and "None" stay text. An empty cell is None. The key
 data.types converts columns.
@@ -17,16 +17,16 @@ def csv_rows(path: Path) -> Iterator[JsonObject]:
     """The rows of a CSV file in UTF-8; the first line names the columns.
 
     A column without a name, such as the index that pandas writes, is `Unnamed: 0` (its number).
-    Raises DataError with the line for what cannot be read.
+    Raises DataError with the line if it cannot be read.
     """
     csv.field_size_limit(sys.maxsize)  # a cell may hold a whole document
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, strict=True)  # else an open quote takes in the rest of the file
+        lines = csv.reader(file, strict=True)  # else an open quote swallows the rest of the file
         try:
             header = next(lines, [])
             names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
             if not names:
-                raise _csv_error(path, 1, "No columns: the file is empty")
+                raise _csv_error(path, 1, "no columns: the file is empty")
             double = [name for name in names if names.count(name) > 1]
             if double:
                 raise _csv_error(path, 1, f"two columns are named {double[0]!r}")
@@ -34,7 +34,7 @@ def csv_rows(path: Path) -> Iterator[JsonObject]:
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    why = f"it has {len(cells)} cells, and the header names {len(names)} columns"
+                    why = f"it has {len(cells)} cells, but the header has {len(names)} columns"
                     raise _csv_error(path, lines.line_num, why)
                 yield {n: cell if cell else None for n, cell in zip(names, cells, strict=True)}
         except csv.Error as error:
@@ -45,5 +45,5 @@ def csv_rows(path: Path) -> Iterator[JsonObject]:
 
 
 def _csv_error(path: Path, line: int, why: str) -> DataError:
-    fix = f"correct line {line}: cells with commas, quotes or line ends stand in double quotes"
+    fix = f"correct line {line}: cells with commas, quotes or line ends need double quotes"
     return DataError(Problem(f"{path} cannot be read", f"data.path, {path}:{line}", why, fix))

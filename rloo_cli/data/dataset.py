@@ -1,6 +1,6 @@
 """Finds and opens a data set's split, and checks its columns.
 
-It needs no tokenizer and no torch, so that a wrong column or split is found before any model is
+It needs neither a tokenizer nor torch, so a wrong column or split is found before any model is
 loaded. `prompts` turns the examples into token ids.
 """
 
@@ -51,7 +51,7 @@ class OpenedSplit:
 
     dataset: "Dataset"
     filtered_out: int  # by data.filter
-    notes: tuple[str, ...] = ()  # for the log: what was converted while it was read
+    notes: tuple[str, ...] = ()  # for the log: conversions made on reading
 
     @property
     def column_names(self) -> list[str]:
@@ -60,7 +60,7 @@ class OpenedSplit:
 
 
 def calls_user_code(config: DataConfig) -> bool:
-    """Whether a function of the user's is called with each row."""
+    """Whether a user function is called with each row."""
     return config.map is not None or isinstance(config.filter, str)
 
 
@@ -76,8 +76,8 @@ def open_split(
 ) -> OpenedSplit:
     """Open a split, rename its columns, check that it has prompts, select its examples.
 
-    `needs_prompts`: refuse data without the column of prompts. `shared`: a path, without an ending,
-    for files with the results of data.map and data.filter, which other processes read.
+    `needs_prompts`: refuse data without the prompt column. `shared`: a path without suffix for
+    files with the results of data.map and data.filter, which other processes read.
     Raises DataError (no such split or column, no examples) and MachineError (it was not found).
     """
     if config.streaming:
@@ -136,9 +136,9 @@ def _empty_cell_notes(config: DataConfig, data: "Dataset") -> list[str]:
 def _check_prompts(
     data: "Dataset", config: DataConfig, split: str, needs_prompts: bool
 ) -> "Dataset":
-    """The split with its prompts; without a column of them, a user's message without a word each.
+    """The split with its prompts; without a prompt column, each prompt is an empty user message.
 
-    TRL does the same: what the environment's reset returns is put at the end of that message.
+    TRL does the same: the return value of the environment's reset is appended to that message.
     """
     column = config.prompts_in
     if not data.column_names:
@@ -147,7 +147,7 @@ def _check_prompts(
     if config.prompt_column is None:
         if column in data.column_names:
             what, where = f"the data has a column {column!r}", "data.prompt_column"
-            why = "data.prompt_column = null: an environment's reset says all of the first turn"
+            why = "data.prompt_column=null: an environment's reset provides the whole first turn"
             fix = f"data.prompt_column={column}, or {rename_column(column, 'task')}"
             refuse(where, what, fix, why, error=DataError)
         data = data.add_column(column, [EMPTY_PROMPT] * len(data))
@@ -159,19 +159,19 @@ def _check_prompts(
 
 
 def missing_prompts_error(data: "Dataset", config: DataConfig, split: str) -> DataError:
-    """The error for data without the column of prompts."""
+    """The error for data without the prompt column."""
     column = config.prompts_in
     where = f"data.prompt_column, {config.path} [{split}]"
     why = f"columns: {', '.join(data.column_names)}"
     fix = _prompt_column_fix(data, config, column)
-    note = "an environment's reset may say all of the first turn: data.prompt_column=null"
+    note = "if an environment's reset provides the whole first turn: data.prompt_column=null"
     return DataError(Problem(f"the data has no column {column!r}", where, why, fix, note))
 
 
 def _prompt_column_fix(data: "Dataset", config: DataConfig, column: str) -> str:
-    """What gives the data a column of prompts; in words where no column looks like one."""
+    """What gives the data a prompt column; a description if no column looks like one."""
     if len(data.column_names) == 1 and re.search(r"[;\t|]", data.column_names[0]):
-        return f"{config.path} with a comma between two columns: it was read as one column"
+        return f"{config.path} with commas between columns: it was read as one column"
     strings = prompt_like_columns(data)
     if not strings:
         return "data with a column of prompts: strings, or lists of messages"
@@ -184,13 +184,13 @@ def _prompt_column_fix(data: "Dataset", config: DataConfig, column: str) -> str:
 
 
 def _ends_with_user(value: object) -> bool:
-    """Whether a value is a conversation that waits for an answer."""
+    """Whether a value is a conversation that ends before an answer."""
     return is_messages(value) and value[-1]["role"] == "user"
 
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:
     what = f"the data is empty: {config.path} [{split}] has 0 rows"
-    why = "without a row there is nothing to train on or to evaluate"
+    why = "training and evaluation need at least one row"
     fix = "another data.split, or data.path=FILE with at least one row"
     return DataError(Problem(what, "data.path", why, fix))
 
@@ -222,7 +222,7 @@ def _check_names(column_names: list[str], new_names: dict[str, str]) -> None:
     if double:
         what = f"data.columns makes two columns named {double[0]!r}"
         old = next(old for old, new in new_names.items() if new == double[0])
-        fix = f"{rename_column(old, f'my_{double[0]}')}, or any name that no other column has"
+        fix = f"{rename_column(old, f'my_{double[0]}')}, or another unused name"
         why = f"columns: {', '.join(column_names)}"
         refuse("data.columns", what, fix, why, error=DataError)
 
@@ -247,7 +247,7 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterat
     options: JsonObject = {"streaming": True} if config.streaming else rows
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
         if config.streaming:
-            why = "of a data set saved to disk only what is used is read anyway"
+            why = "a data set saved to disk is memory-mapped in any case"
             off = "data.streaming=false"
             refuse("data.streaming", "data.streaming is set", off, why, error=DataError)
         return _open_saved(datasets.load_from_disk(str(path)), split)
@@ -268,14 +268,14 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset | Iterat
 
 
 def _row_files(folder: Path, name: str | None) -> dict[str, list[str]]:
-    """Split -> files of a folder of JSON or CSV files; {} where `datasets` has to read them."""
+    """Split -> files of a folder of JSON or CSV files; {} if `datasets` has to read them."""
     import datasets
 
     builder: Any = datasets.load_dataset_builder(str(folder), name)
     named = builder.config.data_files or {}
     files = {str(split): list(map(str, paths)) for split, paths in named.items()}
     known = all(Path(path).suffix in ROW_READERS for paths in files.values() for path in paths)
-    # The folder's README may say types, or how its files are to be read.
+    # The folder's README may declare types, or how to read its files.
     plain = builder.config.features is None and getattr(builder.config, "field", None) is None
     plain = plain and getattr(builder.config, "sep", ",") == ","
     return files if known and plain else {}
@@ -284,7 +284,7 @@ def _row_files(folder: Path, name: str | None) -> dict[str, list[str]]:
 def _open_row_files(
     files: Mapping[str, list[str]], split: str, streaming: bool
 ) -> "Dataset | Iterator[JsonObject]":
-    """The rows of a split of JSON or CSV files, with their values as they are written."""
+    """The rows of a split of JSON or CSV files, with values as written."""
     from datasets import ReadInstruction
 
     ReadInstruction.from_spec(split)
@@ -302,7 +302,7 @@ def _file_rows(paths: Sequence[str]) -> Iterator[JsonObject]:
 
 
 def _dataset_of_files(paths: Sequence[str]) -> "Dataset":
-    """The rows of JSON or CSV files; of large ones from the cache, where they are written once."""
+    """The rows of JSON or CSV files; large ones are converted once and then read from the cache."""
     states = [(path, os.stat(path)) for path in map(os.path.abspath, paths)]
     if sum(state.st_size for _, state in states) < LARGE_FILE_BYTES:
         return dataset_of_rows(_file_rows(paths))
@@ -334,7 +334,7 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
             raise _empty_data_error(config, split) from None
         if any(word in str(error).lower() for word in ("split", "instruction")):
             what = f"no split {split!r} in {config.path}"
-            fix = "data.split=NAME, with one that it has"
+            fix = "data.split=NAME, with an existing one"
             if Path(config.path).expanduser().is_file():
                 fix = "data.split=train, or a part of it such as data.split='train[-100:]'"
             refuse("data.split", what, fix, error, error=DataError)
@@ -360,7 +360,7 @@ def _open_made(source: synthetic.RowSource, config: DataConfig, split: str) -> "
 
 
 def _open_saved(saved: "Dataset | DatasetDict", split: str) -> "Dataset":
-    # The one split of a single Dataset answers to any name.
+    # A single Dataset has one split, which matches any name.
     return _select_examples(saved if hasattr(saved, "keys") else {_split_name(split): saved}, split)
 
 
@@ -381,12 +381,12 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
     from datasets import config
 
     if path.exists():
-        # datasets says only that it failed; the cause says at what
+        # datasets reports only that it failed; the cause says why
         why = _short(error.__cause__ or error)
-        fix = f"give a whole file that can be read: {', '.join(READERS)}"
+        fix = f"check the file; supported types: {', '.join(READERS)}"
         return DataError(Problem(f"{name} cannot be read", "data.path", why, fix))
     cache = f"{hf_cache.hub_cache_folder()} and {config.HF_DATASETS_CACHE}"
-    why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
+    why = f"not a local file or folder, not in the cache {cache}; the hub: {_short(error)}"
     fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local file"
     return MachineError(Problem(f"data set {name!r} was not found", "data.path", why, fix))
 
@@ -396,7 +396,7 @@ def _short(error: BaseException) -> str:
 
 
 def is_serialized_conversation(text: str) -> bool:
-    """Whether a string is a whole conversation, written as JSON or as Python shows it."""
+    """Whether a string is a whole conversation, as JSON or as a Python literal."""
     if not text.lstrip().startswith("[{"):
         return False
     for read in (json.loads, ast.literal_eval):
@@ -417,5 +417,5 @@ def _is_message(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     called = value.get("content") is None and "content" in value and bool(value.get("tool_calls"))
-    # Templates would silently write None for a missing content.
+    # Templates would silently render None for missing content.
     return called or isinstance(value.get("content"), str | list)

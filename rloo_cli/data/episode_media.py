@@ -1,8 +1,8 @@
-"""The images of an episode's row: the prompt's, and those that its tools and environment showed.
+"""The images of an episode's row: the prompt's, and those shown by its tools and environment.
 
-Such a row has a `Media` of its own, which goes on from the prompt's: the tower sees the prompt's
-images once for the whole group, and the row's own once. What stays with a turn is its files
-(`Turn.images`), so records, checkpoints and other ranks hold no tensors and no processor.
+Such a row has its own `Media`, which continues the prompt's: the tower sees the prompt's
+images once for the whole group, and the row's own once. A turn stores only files
+(`Turn.images`), so records, checkpoints and other ranks hold neither tensors nor a processor.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def extended_media(
     plain_ids: list[int],
     vision: VisionProcessor,
 ) -> Media:
-    """The images of a row that goes on from `base`'s: of its `ids` so far, up to the last image.
+    """The images of a row that continues `base`: of its `ids` so far, up to the last image.
 
-    `files`: the images that `base` has not, as the base64 of PNG files. `plain_ids`: the ids with
+    `files`: the images that are not in `base`, as base64 PNG files. `plain_ids`: the ids with
     one placeholder for each image.
     """
     images = [decode_png(text) for text in files]
@@ -44,19 +44,19 @@ def extended_media(
 def row_media(group: Group, rollout: Rollout, vision: VisionProcessor | None) -> Media | None:
     """The images that a completion's row shows: the prompt's, and those of an episode's turns.
 
-    Raises ConfigError where a turn has images and nothing processes them: their tokens would be
-    read as words.
+    Raises ConfigError if a turn has images and no processor is loaded: their tokens would be read
+    as text.
     """
     turns = rollout.turns or []
     if rollout.media is None and any(turn.images for turn in turns):
         if vision is None:
-            what, why = "an episode was shown images", "this run does not take any from tools"
+            what, why = "an episode has images", "this run does not accept images from tools"
             fix = "agent, model and algorithm as in the run that recorded it (docs/images.md)"
             refuse("agent", what, fix, why)
         media, ids = group.media, list(group.prompt_ids)
         for turn in turns:
             ids += turn.prompt_ids
-            if turn.images:  # nobody samples on from here: placeholders are not asked for
+            if turn.images:  # sampling does not continue here: placeholders are not needed
                 media = extended_media(media, turn.images, list(ids), [], vision)
             ids += turn.sampled_ids
         rollout.media = media

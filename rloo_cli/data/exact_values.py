@@ -1,8 +1,8 @@
-"""Keeps the values of rows as they were written, in a `datasets.Dataset`.
+"""Keeps the values of rows exactly as written, in a `datasets.Dataset`.
 
-Arrow gives each column one type: of 1 and 2.5 it makes 1.0 and 2.5, and it gives every object of a
-column the keys of all others. A column whose values it would change so is kept as JSON text, which
-is read again when the column is.
+Arrow gives each column one type: it turns 1 and 2.5 into 1.0 and 2.5, and gives every object of a
+column the keys of all others. A column that this would change is stored as JSON text, which
+is parsed again on access.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ROWS_AT_ONCE = 5_000  # that are Python objects beside the table, while a file is read
-EXACT_KINDS = ({str}, {int}, {bool})  # of scalars, which Arrow keeps as they are
+ROWS_AT_ONCE = 5_000  # held as Python objects while a file is read
+EXACT_KINDS = ({str}, {int}, {bool})  # scalars that Arrow keeps exactly
 JSON_KINDS = {str, int, float, bool, list, dict}
 INT64 = range(-(2**63), 2**63)
 
@@ -38,7 +38,7 @@ class JsonText:
         return self.pa_type
 
     def encode_example(self, value: object) -> str | None:
-        """The text that is stored. Raises TypeError for what JSON has no form for."""
+        """The stored text. Raises TypeError for a value that JSON cannot represent."""
         return None if value is None else json.dumps(value, ensure_ascii=False)
 
     def decode_example(self, text: str | None, token_per_repo_id: object = None) -> object:
@@ -60,7 +60,7 @@ class Part:
 def dataset_of_rows(rows: Iterable[JsonObject]) -> "Dataset":
     """A data set of rows, with the columns of all of them; None where a row lacks one.
 
-    Raises ValueError or TypeError for values that no column can hold together.
+    Raises ValueError or TypeError for values that do not fit in one column.
     """
     from datasets import Dataset, DatasetInfo  # lazy: a second of imports
 
@@ -73,7 +73,7 @@ def dataset_of_rows(rows: Iterable[JsonObject]) -> "Dataset":
 
 
 def write_rows(rows: Iterable[JsonObject], path: Path) -> None:
-    """Write the data set of `dataset_of_rows` into a file, with a part of the rows in memory.
+    """Write the data set of `dataset_of_rows` to a file, with only part of the rows in memory.
 
     Raises OSError, and as `dataset_of_rows`.
     """
@@ -106,7 +106,7 @@ def _write_tables(tables: Iterable[Any], schema: Any, path: Path) -> None:
 
 
 def read_rows(path: Path) -> "Dataset":
-    """The data set of a file of `write_rows`, which is mapped and not read."""
+    """The data set of a file of `write_rows`, memory-mapped."""
     from datasets import Dataset  # lazy: a second of imports
 
     register_json_text()
@@ -114,12 +114,12 @@ def read_rows(path: Path) -> "Dataset":
 
 
 def rows_of_dataset(data: "Dataset") -> list[JsonObject]:
-    """Every row as a dict; images stay the bytes or paths that they are."""
+    """Every row as a dict; images stay bytes or paths."""
     return rows_of_table(data.with_format("arrow")[:], data.features)
 
 
 def rows_of_table(table: Any, features: Mapping[str, Any]) -> list[JsonObject]:
-    """The rows of an Arrow table as dicts. `features`: of the data set that it is a part of."""
+    """The rows of an Arrow table as dicts. `features`: of the data set that it belongs to."""
     rows: list[JsonObject] = table.to_pylist()
     for name in table.column_names:
         feature = features[name]
@@ -130,7 +130,7 @@ def rows_of_table(table: Any, features: Mapping[str, Any]) -> list[JsonObject]:
 
 
 def join_datasets(parts: Sequence["Dataset"]) -> "Dataset":
-    """The rows of all parts, in one data set, also where their columns have other types."""
+    """The rows of all parts, in one data set, even if their column types differ."""
     from datasets import concatenate_datasets  # lazy: a second of imports
 
     if all(part.features == parts[0].features for part in parts):
@@ -139,13 +139,13 @@ def join_datasets(parts: Sequence["Dataset"]) -> "Dataset":
 
 
 def iter_rows(data: "Dataset") -> Iterator[JsonObject]:
-    """The rows of `rows_of_dataset`, some of them in memory at a time."""
+    """The rows of `rows_of_dataset`, with only some of them in memory at a time."""
     for table in iter_tables(data):
         yield from rows_of_table(table, data.features)
 
 
 def with_column(data: "Dataset", column: "Dataset") -> "Dataset":
-    """The data with another data set's column, in place of its own or, if it is new, at the end."""
+    """The data with another data set's column, replacing its own or, if new, appended."""
     from datasets import concatenate_datasets  # lazy: a second of imports
 
     order = list(dict.fromkeys([*data.column_names, *column.column_names]))
@@ -156,7 +156,7 @@ def with_column(data: "Dataset", column: "Dataset") -> "Dataset":
 
 
 def register_json_text() -> None:
-    """Let `datasets` read columns of this type, also from a data set that was saved."""
+    """Let `datasets` read columns of this type, also from a saved data set."""
     from datasets.features import features  # lazy: a second of imports
 
     features._FEATURE_TYPES.setdefault("JsonText", JsonText)
@@ -180,7 +180,7 @@ def _encode_column(values: list[Any]) -> Column:
     kinds = {*map(type, values)} - {type(None)}
     if not kinds:
         return pa.nulls(len(values)), Value("null")
-    if kinds - JSON_KINDS:  # images, dates and other objects of a user's function
+    if kinds - JSON_KINDS:  # images, dates and other objects from user functions
         data = Dataset.from_dict({"column": values})
         return data.data.column("column"), data.features["column"]
     if kinds in EXACT_KINDS and not (kinds == {int} and _has_large_integer(values)):
@@ -200,12 +200,12 @@ def _has_large_integer(values: Sequence[int | None]) -> bool:
 
 
 def _exact_array(values: list[Any]) -> Any | None:
-    """The values as an Arrow array; None if it would not give them back as they are."""
+    """The values as an Arrow array; None if Arrow would not return them unchanged."""
     try:
         array = pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
         return None
-    # repr tells 1, 1.0 and True apart, which are equal.
+    # repr distinguishes 1, 1.0 and True, which are equal.
     return array if repr(array.to_pylist()) == repr(values) else None
 
 

@@ -1,7 +1,7 @@
-"""Which examples of a split are used: data.filter, and data.streaming's reading one by one.
+"""Which examples of a split are used: data.filter, and lazy reading with data.streaming.
 
-A filter is applied to the split with its columns renamed, before max_samples: the first n examples
-that pass are used. The log says how many did not. This file imports no torch.
+A filter runs on the split with its columns renamed, before max_samples: the first n examples that
+pass are used. The log reports how many did not. This file imports no torch.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 Filter = JsonObject | str  # values by column, or `file.py:name` of a function
 ExampleDict = JsonObject
-Predicate = Callable[[int, ExampleDict], bool]  # (number of the example, example) -> it passes
+Predicate = Callable[[int, ExampleDict], bool]  # (example number, example) -> whether it passes
 
 
 def filter_dataset(
     data: "Dataset", row_filter: Filter | None, max_samples: int | None, file: Path | None = None
 ) -> tuple["Dataset", int]:
-    """The first `max_samples` examples that pass, and how many of all did not.
+    """The first `max_samples` examples that pass, and how many of all examples did not.
 
-    `file`: where the numbers of those that pass are written, or were by another process.
+    `file`: where the numbers of passing examples are written, or were by another process.
     Raises DataError (no such column, no example is left, the function failed), ConfigError (no such
     function).
     """
@@ -58,7 +58,7 @@ def filter_dataset(
 def _passing_rows(data: "Dataset", row_filter: Filter) -> IndexArray:
     passes = _filter_predicate(row_filter, data.column_names)
     rows: Iterable[ExampleDict] = data
-    if not isinstance(row_filter, str):  # other columns are not read
+    if not isinstance(row_filter, str):  # only these columns are read
         columns = {column_of_field(data.column_names, name) for name in row_filter}
         rows = iter_rows(data.select_columns([c for c in data.column_names if c in columns]))
     return np.fromiter((n for n, row in enumerate(rows) if passes(n, row)), np.int64)
@@ -105,7 +105,7 @@ def matches_columns(example: ExampleDict, column_values: JsonObject) -> bool:
 
 
 def _among(value: object, values: list[object]) -> bool:
-    # 1 == True in Python, but a column of flags is not one of numbers.
+    # 1 == True in Python, but a boolean column is not a column of numbers.
     return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
 
 
@@ -114,16 +114,16 @@ def _load_predicate(spec: str) -> Predicate:
 
     def passes(number: int, example: ExampleDict) -> bool:
         try:
-            with contextlib.chdir(os.getcwd()):  # relative paths of the run begin where it began
+            with contextlib.chdir(os.getcwd()):  # relative paths start at the run folder
                 passed = code(copy_value(example))
-        except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt raised by user code
             what = f"data.filter failed at row {number}"
             why = f"{format_user_frames(error)}{exception_text(error)}"
-            fix = f"correct {spec}: it is called with every row"
+            fix = f"fix {spec}: it is called with every row"
             refuse(f"data.filter={spec}", what, fix, why, error=DataError)
         if passed is not True and passed is not False:
-            what = f"data.filter said {passed!r:.80} of row {number}"
-            why, fix = "True or False was expected", f"let {spec} return bool(...)"
+            what = f"data.filter returned {passed!r:.80} for row {number}"
+            why, fix = "it must return True or False", f"let {spec} return bool(...)"
             refuse(f"data.filter={spec}", what, fix, why, error=DataError)
         return bool(passed)
 
@@ -131,7 +131,7 @@ def _load_predicate(spec: str) -> Predicate:
 
 
 def _nothing_passes_error(row_filter: Filter, num_examples: int) -> DataError:
-    what = f"data.filter leaves none of {num_examples} rows"
-    more = "values of a CSV file are text; data.types={column: int} makes numbers of them"
+    what = f"data.filter excludes all {num_examples} rows"
+    more = "values of a CSV file are text; data.types={column: int} converts them"
     why = f"the filter: {row_filter}"
     return DataError(Problem(what, "data.filter", why, "data.filter=null", more))

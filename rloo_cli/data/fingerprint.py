@@ -1,7 +1,7 @@
-"""The fingerprint of a data set's content: a hash of Arrow buffers, with no row made in Python.
+"""The fingerprint of a data set's content: a hash of Arrow buffers, without making Python rows.
 
-It depends on the values, their order, and the names and types of the columns. It does not depend on
-the file they come from, nor on how Arrow cut the columns into chunks.
+It depends on the values, their order, and the names and types of the columns, but not on the file
+that they come from, nor on how Arrow chunked the columns.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-MUCH_DATA_BYTES = 200e6  # are read in a third of a second
-BYTES_AT_ONCE, ROWS_AT_ONCE = 16e6, 20_000  # of a data set, while all of it is read
+MUCH_DATA_BYTES = 200e6  # hashed in a third of a second
+BYTES_AT_ONCE, ROWS_AT_ONCE = 16e6, 20_000  # while a whole data set is read
 
 
 def content_fingerprint(data: "Dataset") -> str:
@@ -40,9 +40,9 @@ def content_fingerprint(data: "Dataset") -> str:
 
 
 def kept_fingerprint(data: "Dataset", ranks: Ranks) -> str:
-    """`content_fingerprint`; of much data in files it is kept until they change."""
+    """`content_fingerprint`; for large data in files it is cached until they change."""
     names = [file["filename"] for file in data.cache_files]
-    # What a map has made on rank 0 lies in a file that has no name any more.
+    # The result of a map on rank 0 lies in a file that is unlinked by now.
     in_files = _is_mapped(data) and all(map(os.path.exists, names))
     states = [(name, os.stat(name)) for name in names] if in_files else []
     if sum(state.st_size for _, state in states) < MUCH_DATA_BYTES:
@@ -52,7 +52,7 @@ def kept_fingerprint(data: "Dataset", ranks: Ranks) -> str:
     def write(folder: Path) -> None:
         (folder / "text").write_text(content_fingerprint(data))
 
-    # datasets' own fingerprint stands for what was done to the files' rows: renamed, selected.
+    # datasets' own fingerprint covers what was done to the files' rows: renaming, selection.
     recipe = repr((data._fingerprint, str(data.features), len(data), files))
     try:
         folder = ranks.rank0_first(lambda: cached_folder("fingerprint", recipe, write))
@@ -83,7 +83,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def iter_tables(data: "Dataset") -> Iterator[pa.Table]:
-    """The rows as Arrow tables, some at a time, of which no mapped page stays in memory."""
+    """The rows as Arrow tables, some at a time, without keeping mapped pages in memory."""
     files = [file["filename"] for file in data.cache_files]
     row_bytes = data.data.nbytes / max(1, data.data.num_rows)
     rows = int(min(ROWS_AT_ONCE, 1 + BYTES_AT_ONCE // max(1, row_bytes)))
@@ -93,11 +93,11 @@ def iter_tables(data: "Dataset") -> Iterator[pa.Table]:
 
 
 def drop_mapped_pages(files: Collection[str]) -> None:
-    """Let go of the pages of these files that this process has read; it reads them again if needed.
+    """Release the pages of these files that this process has read; it rereads them if needed.
 
-    A page of a mapped file counts as memory of the process from the first time that it is read. A
-    pass over a file would leave all of it there. Does nothing where there is no /proc (macOS), and
-    nothing to a mapping that can be written.
+    A page of a mapped file counts as memory of the process from its first read. A pass over a file
+    would leave all of it there. Does nothing where /proc does not exist (macOS), and
+    nothing to writable mappings.
     """
     maps = Path("/proc/self/maps")
     if not files or not maps.exists():
@@ -139,7 +139,7 @@ class _ColumnDigest:
             self.values.update(_bytes_of(pc.cast(array, pa.uint8())))
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
             self.values.update(_bytes_of(array))
-        else:  # dates, decimals and what else is rare
+        else:  # dates, decimals and other rare types
             for value in array.to_pylist():
                 self.values.update(repr(value).encode())
 

@@ -1,10 +1,10 @@
 """Which images belong to which prompt: the columns `image` and `images`, and parts of messages.
 
 A prompt with images is a conversation whose contents are lists of parts, as in TRL. An image's part
-is `{type: image}` there; the image itself is kept beside the prompt, in the order of the parts.
-Images of a column fill the parts that name none; where there are none, they come before the text of
-the first user's message. Every image is read once before any weights load, so that a bad one is
-found then; a data set's pixels are not kept.
+is `{type: image}` there; the image itself is kept separately, in the order of the parts.
+Images of a column fill the parts that name none; without such parts they come before the text of
+the first user message. Every image is read once before any weights load, so that a bad one is
+found then; pixels are not kept.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,14 +34,14 @@ LoadVision = Callable[[], "VisionProcessor"]
 IMAGE_COLUMNS = ("image", "images")
 IMAGE_PART_TYPES = ("image", "image_url")
 IMAGE_PART: JsonObject = {"type": "image"}
-SOURCE_KEYS = ("image", "path", "url", "base64", "image_url")  # of a part: where its image is
+SOURCE_KEYS = ("image", "path", "url", "base64", "image_url")  # a part's keys for its image
 READING_THREADS = 8  # decoders release Python's lock
 ROWS_AT_ONCE = 1_000  # whose images are read
 
 
 @dataclass(frozen=True)
 class ColumnImage:
-    """An image of a column, read from the data set's file each time that it is needed."""
+    """An image of a column, read from the data set's file on each access."""
 
     data: "Dataset" = field(repr=False)  # the one column, not decoded
     column: str
@@ -50,13 +50,13 @@ class ColumnImage:
 
     @property
     def value(self) -> object:
-        """Path, bytes, or what else the data holds."""
+        """Path, bytes, or whatever else the data holds."""
         value = self.data[self.row][self.column]
         return value if self.index is None else value[self.index]
 
 
 class PromptImages:
-    """The images of a split's prompts: what is known of all, and where each is read from.
+    """The images of a split's prompts: counts and sizes of all, and where each is read from.
 
     `read_all` comes before `expand`.
     """
@@ -68,13 +68,13 @@ class PromptImages:
         self._alone = None if self.column is None else undecoded(data, self.column)
         self.counts: IndexArray = np.zeros(len(data), np.int64)  # images of each row
         self.sizes: IndexArray = np.zeros((0, 2), np.int64)  # width and height of each image
-        self.digests: list[str] = []  # of each row that is used: what its images were read from
-        self.bad_rows: list[int] = []  # that are left out
+        self.digests: list[str] = []  # of each used row: of its images' sources
+        self.bad_rows: list[int] = []  # rows that are left out
 
     def structure(self, prompt: Prompt, row: int) -> tuple[list[JsonObject], list[object]]:
         """A prompt with every content a list of parts, and where its images are read from.
 
-        Raises DataError for images and places for them that do not match.
+        Raises DataError if the images do not match the image parts.
         """
         given: list[object] = []
         if self._alone is not None:
@@ -93,7 +93,7 @@ class PromptImages:
 
         Raises DataError for a bad image, unless its row is left out.
         """
-        why = "it decodes the images of the data"
+        why = "it decodes the data's images"
         require_package("data.path", "Pillow", "images", why, module="PIL")
         sizes: list[tuple[int, int]] = []
         bad: list[tuple[int, BadImage]] = []
@@ -138,8 +138,8 @@ class PromptImages:
         place = f"column {self.column!r}" if self.column else f"column {self.config.prompts_in!r}"
         fix = "data.on_bad_image=filter leaves such rows out, and counts them"
         if len(bad) == count:
-            fix = f"put images that can be read into {place}"
-        what = f"{len(bad)} of {count} prompts have an image that cannot be used"
+            fix = f"put readable images into {place}"
+        what = f"{len(bad)} of {count} prompts have an invalid image"
         return Problem(
             what, f"data.path={self.config.path}, row {bad[0][0]}, {place}", str(bad[0][1]), fix
         )
@@ -150,19 +150,19 @@ def find_images(
 ) -> PromptImages | None:
     """The images of a split's prompts, none of which is read yet; None if no prompt has one.
 
-    Raises DataError: plain text with images, images where there may be none.
+    Raises DataError: plain text with images, or images that are not allowed here.
     """
     if not shows_images(data, config):
         return None
     column = image_column(data, config)
     if not conversational:
-        what, where = "prompts of plain text have images", f"data.path={config.path}"
-        why = "only a chat template says where a model looks for an image"
-        fix = f"data.chat=true; or, without them, {rename_column(str(column), 'picture')}"
+        what, where = "the prompts are plain text and have images", f"data.path={config.path}"
+        why = "only a chat template marks where an image belongs"
+        fix = f"data.chat=true; or, to ignore them, {rename_column(str(column), 'picture')}"
         refuse(where, what, fix, why, error=DataError)
     if load_vision is None:
-        what, why = "the prompts have images", "they are for training and evaluation alone"
-        fix = f"{rename_column(column or 'image', 'picture')} takes the column for another"
+        what, why = "the prompts have images", "only training and evaluation support images"
+        fix = f"{rename_column(column or 'image', 'picture')} ignores the column"
         refuse("data.path", what, fix, why, error=DataError)
     return PromptImages(data, config, load_vision())
 
@@ -178,8 +178,8 @@ def image_column(data: "Dataset", config: DataConfig) -> str | None:
         and any(_has_value(table.column(0)) for table in iter_tables(undecoded(data, name)))
     ]  # fmt: skip
     if len(names) > 1:
-        what, why = "the data has two columns of images", "one of them is to be shown"
-        fix = f"{rename_column('images', 'pictures')} takes the second for any other column"
+        what, why = "the data has two image columns", "only one of them can be used"
+        fix = f"{rename_column('images', 'pictures')} ignores the second"
         refuse("data.columns", what, fix, why, error=DataError)
     return names[0] if names else None
 
@@ -190,7 +190,7 @@ def _has_value(column: Any) -> bool:
 
 
 def _may_have_parts(feature: Any) -> bool:
-    """Whether a column of this type may hold messages with parts."""
+    """Whether a column of this type can hold messages with parts."""
     if isinstance(feature, JsonText):
         return True
     message = getattr(feature, "feature", None)  # of a list
@@ -198,7 +198,7 @@ def _may_have_parts(feature: Any) -> bool:
 
 
 def shows_images(data: "Dataset", config: DataConfig) -> bool:
-    """Whether a prompt of these rows has an image, which is not read. Raises DataError."""
+    """Whether a prompt of these rows has an image; no image is read. Raises DataError."""
     if image_column(data, config) is not None:
         return True
     prompts = data.select_columns([config.prompts_in])
@@ -208,14 +208,14 @@ def shows_images(data: "Dataset", config: DataConfig) -> bool:
 
 
 def is_text(feature: Any) -> bool:
-    """Whether a column of this type holds nothing but texts."""
+    """Whether a column of this type holds only text."""
     return getattr(feature, "dtype", None) in ("string", "large_string") and not isinstance(
         feature, JsonText
     )
 
 
 def undecoded(data: "Dataset", column: str) -> "Dataset":
-    """The data with this one column, whose images stay the bytes or paths that they are."""
+    """The data with only this column, whose images stay bytes or paths."""
     from datasets import Image, List  # lazy: `rloo --help` does without
 
     alone, kind = data.select_columns([column]), data.features[column]
@@ -238,8 +238,8 @@ def has_image_parts(value: object) -> bool:
 
 
 def image_reader(config: DataConfig) -> ImageReader:
-    """The reader of a split's images: relative paths begin at the data's own folder."""
-    path = Path(config.path or ".").expanduser().absolute()  # user code may change folder
+    """The reader of a split's images: paths are relative to the data's own folder."""
+    path = Path(config.path or ".").expanduser().absolute()  # user code may call chdir
     folder = path if path.is_dir() else path.parent if path.is_file() else Path.cwd()
     private = config.allow_private_addresses
     return ImageReader(folder, config.allow_remote_images, config.max_pixels, private)
@@ -260,8 +260,8 @@ def take_images(
         parts = [part for m in structured for part in m["content"] or () if _is_image(part)]
         empty = [part for part in parts if _source_of(part) is None]
     if len(empty) != len(given):
-        what = f"a prompt has {len(empty)} places for images, and {len(given)} images"
-        why = "each part {type: image} without an image of its own takes one of the column's"
+        what = f"a prompt has {len(empty)} image parts, but {len(given)} images"
+        why = "each part {type: image} without its own image takes one from the column"
         fix = f"give the row {len(empty)} images, or {len(given)} such parts"
         refuse(where, what, fix, why, error=DataError)
     waiting = iter(given)
@@ -288,24 +288,24 @@ def _with_parts(message: JsonObject) -> JsonObject:
 
 
 def _put_first(messages: list[JsonObject], count: int, where: str) -> None:
-    """Put places for images before the text of the first user's message."""
+    """Put image parts before the text of the first user message."""
     for message in messages:
         if message["role"] == "user":
             message["content"] = [*(dict(IMAGE_PART) for _ in range(count)), *message["content"]]
             return
-    what, why = "a prompt has images and no user's message", "they come before the text of one"
+    what, why = "a prompt has images but no user message", "images go before its text"
     fix = "add a message of role user, or a part {type: image} for each image"
     refuse(where, what, fix, why, error=DataError)
 
 
 def _source_of(part: JsonObject) -> object | None:
-    """The image that a part names; None if it is a place for one of the column's."""
+    """The image that a part names; None if it takes one from the column."""
     for key in SOURCE_KEYS:
         value = part.get(key)
         if isinstance(value, dict) and "url" in value:  # OpenAI's {image_url: {url: ...}}
             value = value["url"]
         if isinstance(value, dict) and not any(value.values()):
-            value = None  # the data set's form has the key in every part
+            value = None  # Arrow gives every part the key
         if value is not None:
             return f"data:image;base64,{value}" if key == "base64" else value
     return None

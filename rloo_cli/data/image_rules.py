@@ -1,7 +1,7 @@
-"""What a run whose prompts have images cannot do, said before any weights load.
+"""Keys that a run with images in its prompts cannot use, refused before any weights load.
 
-Each of these would train on other numbers than the config asks for: a value model that reads image
-tokens as words, a model whose engine cannot be imported.
+Each of these would train on other numbers than the config says: a value model that reads image
+tokens as text, a model whose engine cannot be imported.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ def check_image_run(config: RunConfig, has_gpu: bool | None) -> None:
     """Check a run whose prompts, or those of a held-out set, have images.
 
     `has_gpu`: whether this machine has one; None = the run is planned for another machine. Raises
-    ConfigError, once for every key that rules images out, and DataError for a model of text.
+    ConfigError, once for every key that rules images out, and DataError for a text-only model.
     """
     values = _model_values(config.model.path, config.model.revision)
     if values and not has_tower(values):
@@ -42,32 +42,32 @@ def check_image_run(config: RunConfig, has_gpu: bool | None) -> None:
 
 
 def why_no_tool_images(config: RunConfig) -> str | None:
-    """Why tools of this run may not answer with images, for them to be told; None = they may."""
+    """Why tools of this run may not answer with images, as a message to them; None = they may."""
     kind = _model_type(config.model.path, config.model.revision)
     if kind is None:
-        return "and the model takes text alone"
+        return "and the model takes only text"
     found = next(_obstacles(config, kind), None)
     return None if found is None else f"and {found.what}: {found.why}"
 
 
 def _obstacles(config: RunConfig, kind: str | None) -> Iterator[Problem]:
-    """What rules out images in a run's rows, wherever they come from."""
+    """Keys that rule out images in a run's rows, wherever the images come from."""
     if config.algorithm.teacher_server is not None:
-        key, why = "algorithm.teacher.base_url", "it is sent ids alone"
-        yield Problem("a server has the teacher", key, why, f"{key}=null model.ref_path=TEACHER")
+        key, why = "algorithm.teacher.base_url", "the server gets only token ids"
+        yield Problem("the teacher is on a server", key, why, f"{key}=null model.ref_path=TEACHER")
     if config.algorithm.name == "ppo":
-        why = "the value model reads text alone"
+        why = "the value model reads only text"
         yield Problem("PPO has a value model", "algorithm", why, "algorithm=rloo")
     agent = agent_config(config)
     if agent is not None and agent.kind not in AGENTS_WITH_IMAGES:
-        why, fix = f"agent={agent.kind} is sent texts alone", "agent=tools, agent=class, agent=null"
-        yield Problem("the agent takes none", "agent", why, fix)
+        why, fix = f"agent={agent.kind} supports only text", "agent=tools, agent=class, agent=null"
+        yield Problem("the agent does not support images", "agent", why, fix)
     if config.generation.overlap == "carry":
         key, why = "generation.overlap", "the images of unfinished completions are not kept"
-        yield Problem("completions are carried on", key, why, f"{key}=none")
+        yield Problem("unfinished completions are carried over", key, why, f"{key}=none")
     path = config.model.ref_path
     if path is not None and _model_type(path, None) != kind:
-        why, fix = f"{path} takes them in another way, or takes none", "one of the policy's family"
+        why, fix = f"{path} processes them differently, or not at all", "one of the policy's family"
         yield Problem("the reference is another kind of model", "model.ref_path", why, fix)
 
 
@@ -84,13 +84,13 @@ def _vllm_obstacle(kind: str | None, has_gpu: bool) -> tuple[str, str]:
 
 
 def _model_type(path: str, revision: str | None) -> str | None:
-    """The model's family; None where it has no tower, or its config.json cannot be read here."""
+    """The model's family; None if it has no vision tower, or no readable config.json here."""
     values = _model_values(path, revision)
     return str(values.get("model_type")) if has_tower(values) else None
 
 
 def _model_values(path: str, revision: str | None) -> JsonObject:
-    """The model's config.json, of one that is made here its kind; {} if it cannot be read here."""
+    """The config.json of the model, or of the kind that is built here; {} if not readable here."""
     name = path.removeprefix(synthetic.MAKE_PREFIX)
     if name != path:
         kind = synthetic.SYNTHETIC_VISION_TYPES.get(name)

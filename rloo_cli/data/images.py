@@ -1,9 +1,9 @@
-"""Opens the images of a data set, and finds those that are not what a model can look at.
+"""Opens the images of a data set, and rejects those that a model cannot use.
 
 An image is given as a path, as bytes (alone, or as the hub's {bytes, path}), as a PIL image, as a
-`data:` URL, or as a URL of the web, which is read only with data.allow_remote_images. What comes
-out is RGB, on white where it was transparent: trainer and sampler are given the same pixels, and
-neither converts them by a rule of its own. Nothing here needs torch.
+`data:` URL, or as a URL of the web, which is read only with data.allow_remote_images. The result
+is RGB, on white where it was transparent: trainer and sampler get the same pixels, and neither
+converts them by its own rules. Nothing here needs torch.
 """
 
 import base64
@@ -21,12 +21,12 @@ from rloo_cli.data.web_files import FetchLimits, FetchRefused, fetch_web_file
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# More pixels are refused before they are decoded: a small file can hold a picture of any size.
+# Larger images are refused before they are decoded: a small file can declare any size.
 MOST_PIXELS = 64 * 2**20
 MOST_REMOTE_BYTES, REMOTE_TIMEOUT_S = 32 * 2**20, 30.0
 MOST_LOCAL_BYTES = 256 * 2**20
 LONGEST_RATIO = 200  # of the sides: Qwen's processors refuse more
-# Modes that PIL turns into RGB without a loss that could be seen.
+# Modes that PIL turns into RGB without visible loss.
 CONVERTED_MODES = frozenset(("RGB", "RGBA", "RGBX", "L", "LA", "P", "PA", "1", "CMYK", "YCbCr"))
 WITH_ALPHA = frozenset(("RGBA", "LA", "PA"))
 THUMBNAIL_SIDE, THUMBNAIL_PREFIX = 64, "data:image/jpeg;base64,"
@@ -51,10 +51,10 @@ class ImageReader:
         return self.read_with_digest(source)[0]
 
     def read_with_digest(self, source: object) -> "tuple[Image, str]":
-        """The image, and a digest of what it was read from. Raises BadImage."""
+        """The image, and a digest of its source. Raises BadImage."""
         from PIL import Image  # lazy: a run without images does not need Pillow
 
-        source = getattr(source, "value", source)  # a `ColumnImage` reads its row now
+        source = getattr(source, "value", source)  # a `ColumnImage` reads its row here
         if isinstance(source, Image.Image):
             _check_header(source)
             image = _to_rgb(source)
@@ -74,7 +74,7 @@ class ImageReader:
         if isinstance(source, bytes | bytearray):
             return bytes(source)
         if not isinstance(source, str | Path) or not str(source):
-            raise BadImage(f"it is missing: found {str(source)[:80]!r}")
+            raise BadImage(f"missing: found {str(source)[:80]!r}")
         text = str(source)
         if text.startswith("data:"):
             return _data_url_bytes(text)
@@ -94,7 +94,7 @@ class ImageReader:
             raise BadImage(f"{url[:80]} cannot be fetched: {error}") from None
 
     def _scaled(self, image: "Image") -> "Image":
-        """The image with at most `max_pixels`, in its own proportions."""
+        """The image with at most `max_pixels`, with the same aspect ratio."""
         width, height = image.size
         if self.max_pixels is None or width * height <= self.max_pixels:
             return image
@@ -103,14 +103,14 @@ class ImageReader:
 
 
 def _name_of(source: object) -> str:
-    """`path: ` of an image that is a file, or of the web; "" of one that stands in its row."""
+    """`path: ` of an image from a file or the web; "" of one stored in its row."""
     found = source.get("path") if isinstance(source, dict) and not source.get("bytes") else source
     text = str(found) if isinstance(found, str | Path) else ""
     return f"{text[:200]}: " if text and not text.startswith("data:") else ""
 
 
 def encode_png(image: "Image") -> str:
-    """An image as the base64 of a PNG file, which loses nothing."""
+    """An image as a base64 PNG file, which is lossless."""
     out = io.BytesIO()
     image.save(out, "PNG", compress_level=1)
     return base64.b64encode(out.getvalue()).decode()
@@ -122,7 +122,7 @@ def decode_png(text: str) -> "Image":
 
 
 def encode_thumbnail(image: "Image") -> str:
-    """An image in small as the `data:` URL of a JPEG file, a kilobyte or two."""
+    """A thumbnail as the `data:` URL of a JPEG file, a kilobyte or two."""
     small, out = image.copy(), io.BytesIO()
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     small.save(out, "JPEG", quality=70)
@@ -135,7 +135,7 @@ def read_thumbnail(url: str) -> "Image":
 
 
 def _file_bytes(path: Path) -> bytes:
-    """The content of a file that the data names: a pipe or a device of that name has no end."""
+    """The content of a file that the data names, if it is a regular file: pipes have no end."""
     try:
         if not stat.S_ISREG((status := path.stat()).st_mode):
             raise BadImage(f"{path} cannot be read: it is not a file")
@@ -188,12 +188,12 @@ def _check_header(image: "Image") -> None:
     if width * height > MOST_PIXELS:
         raise BadImage(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
     if not width or not height or max(width, height) > LONGEST_RATIO * min(width, height):
-        raise BadImage(f"it has {width} x {height} pixels: one side is too short for the other")
+        raise BadImage(f"it has {width} x {height} pixels: its aspect ratio is too high")
     frames: Any = getattr(image, "n_frames", 1)
     if frames > 1:
-        raise BadImage(f"it is animated: {frames} frames; a prompt takes one")
+        raise BadImage(f"it is animated: {frames} frames; a prompt takes one frame")
     if image.mode not in CONVERTED_MODES:
-        raise BadImage(f"its mode is {image.mode}, which has no colours to show; RGB or L is taken")
+        raise BadImage(f"its mode is {image.mode}, which is not supported; RGB or L is")
 
 
 def _to_rgb(image: "Image") -> "Image":

@@ -1,7 +1,7 @@
-"""Reads the rows of JSON files, with the values as they are written.
+"""Reads the rows of JSON files, with values as written.
 
-Arrow and pandas, which `datasets` reads them with, take the text "2024-01-15" for a date and the
-number 1 beside 2.5 for 1.0, and end the process at a row that is `null`.
+Arrow and pandas, which `datasets` uses, read the text "2024-01-15" as a date and the
+number 1 beside 2.5 as 1.0, and crash on a row that is `null`.
 """
 
 import json
@@ -62,8 +62,8 @@ def _rows_of_whole_file(path: Path) -> Iterator[JsonObject]:
             rows = [dict(zip(value, row, strict=True)) for row in zip(*lists, strict=True)]
     for number, row in enumerate(rows):
         if row is None:
-            why = f'a row is an object, as in {{"prompt": "..."}}; element {number} is null'
-            what, fix = "has an element that is not a JSON object", "take that element out"
+            why = f'a row must be an object, such as {{"prompt": "..."}}; element {number} is null'
+            what, fix = "has an element that is not a JSON object", "remove that element"
             raise DataError(_row_problem(path, 1, what, why, fix))
         yield {"text": row} if isinstance(row, str) else _as_row(path, 1, row)
 
@@ -79,8 +79,8 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
 def _as_row(path: Path, number: int, value: object) -> JsonObject:
     if isinstance(value, dict):
         return value
-    why = f'a row is an object, as in {{"prompt": "..."}}, found {json.dumps(value):.80}'
-    fix = "take the line out, or write an object there"
+    why = f'a row must be an object, such as {{"prompt": "..."}}, found {json.dumps(value):.80}'
+    fix = "remove the line, or write an object there"
     raise DataError(_row_problem(path, number, "is not a JSON object", why, fix))
 
 
@@ -101,27 +101,27 @@ def _parse_json(path: Path, number: int, data: bytes) -> object:
         shown = repr(data[start:].partition(b"\n")[0][:80])
         byte = f"byte {error.start - start + 1} of line {line} is 0x{data[error.start]:02x}"
         why = f"it is not UTF-8: {byte}, in {shown}"
-        fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
+        fix = f"if it is latin-1, convert it: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
         where = f"data.path, {path}:{line}"
         refuse(where, f"{what}: it is not UTF-8", fix, why, error=DataError)
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         shown = repr(text.split("\n")[error.lineno - 1].strip()[:80])
         why = f"{error.msg} at column {error.colno}: {shown}"
-        fix = f"write line {line} as one whole JSON object"
+        fix = f"write line {line} as one complete JSON object"
         where = f"data.path, {path}:{line}"
         refuse(where, f"{what}: line {line} is not JSON", fix, why, error=DataError)
     except UnicodeEncodeError as error:
-        why = f"it has {error.object[error.start]!a}, half of a pair: no text can hold it"
+        why = f"it has {error.object[error.start]!a}, half of a surrogate pair: not valid text"
         fix = "write the whole pair there, or the character itself"
         raise DataError(_row_problem(path, number, "is not text", why, fix)) from None
     except KeyError as error:
-        why, fix = "only one of the two could be used", "take one of them out"
+        why, fix = "only one of the two could be used", "remove one of them"
         what = f"has the key {error.args[0]!r} twice in one object"
         raise DataError(_row_problem(path, number, what, why, fix)) from None
     except RecursionError:
-        why, fix = "Python reads some 990 levels", "take that row out, or make it flatter"
-        raise DataError(_row_problem(path, number, "is nested too deep", why, fix)) from None
+        why, fix = "Python reads some 990 levels", "remove that row, or make it flatter"
+        raise DataError(_row_problem(path, number, "is nested too deeply", why, fix)) from None
     return value
 
 

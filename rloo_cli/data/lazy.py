@@ -1,4 +1,4 @@
-"""Sequences whose values are read when they are asked for, many together where many are."""
+"""Sequences whose values are read on access, many together where possible."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +10,12 @@ from rloo_cli.data.fingerprint import drop_mapped_pages
 if TYPE_CHECKING:
     from datasets import Dataset
 
-READ_AT_ONCE = 500  # values, where all are read
+READ_AT_ONCE = 500  # values per read of a whole sequence
 Value = TypeVar("Value")
 
 
 class ReadWhenAsked(Sequence[Value]):
-    """A sequence whose values are read when they are asked for. `read`: indices -> their values."""
+    """A sequence whose values are read on access. `read`: indices -> their values."""
 
     def __init__(self, size: int, read: Callable[[Sequence[int]], list[Value]]):
         self.size, self.read = size, read
@@ -45,7 +45,7 @@ class ReadWhenAsked(Sequence[Value]):
 
 
 def values_at(values: Sequence[Value], indices: Sequence[int]) -> list[Value]:
-    """The values at some indices, read together where they are read now."""
+    """The values at some indices, read together."""
     if isinstance(values, ReadWhenAsked):
         return values.read(indices)
     return [values[i] for i in indices]
@@ -67,9 +67,9 @@ def join_sequences(parts: Sequence[Sequence[Value]]) -> ReadWhenAsked[Value]:
 
 
 def arrow_view(data: "Dataset", columns: Sequence[str]) -> "Dataset":
-    """The data with some columns, which gives Arrow tables.
+    """The data with some columns, as Arrow tables.
 
-    Making it touches a page of every part of the file, and the system maps what lies around.
+    Constructing it touches a page of every part of the file, and the system maps nearby pages.
     """
     view = data.select_columns(list(columns)).with_format("arrow")
     drop_mapped_pages([file["filename"] for file in data.cache_files])
@@ -82,7 +82,7 @@ def arrow_rows(data: "Dataset", rows: Sequence[int]) -> Any:
 
 
 def column_values(data: "Dataset", column: str) -> ReadWhenAsked[Any]:
-    """The values of a column, as they are stored."""
+    """The values of a column, as stored."""
     alone = arrow_view(data, [column])
 
     def read(rows: Sequence[int]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""data.map: each example of a split goes through a user's function, `example -> example`.
+"""data.map: each example of a split goes through a user function, `example -> example`.
 
-It comes after data.columns and before everything else: the prompts, data.filter and the rewards see
-what it returns. This file imports no torch.
+It comes after data.columns and before everything else: the prompts, data.filter and the rewards get
+its results. This file imports no torch.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def map_dataset(data: "Dataset", spec: str, file: Path | None = None) -> "Datase
             write_rows(map_examples(data, spec), file)
         return read_rows(file)
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
-        what = "data.map returned rows that make no table"
+        what = "data.map returned rows that do not form a table"
         fix = "return the same columns with values of the same type for every row"
         refuse(f"data.map={spec}", what, fix, error, error=DataError)
 
@@ -48,9 +48,9 @@ def _map_example(
 ) -> ExampleDict:
     where = f"data.map={spec}, row {number}"
     try:
-        with contextlib.chdir(os.getcwd()):  # relative paths of the run begin where it began
+        with contextlib.chdir(os.getcwd()):  # relative paths start at the run folder
             returned = function(dict(example))
-    except BaseException as error:  # also SystemExit, KeyboardInterrupt: no signal of ours
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt raised by user code
         what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
         fix = f"columns of the row: {', '.join(example)}"
@@ -58,7 +58,7 @@ def _map_example(
     if not isinstance(returned, dict) or not all(isinstance(name, str) for name in returned):
         kind = type(returned).__name__
         what = f"data.map returned {kind} for row {number}, not a dict of columns"
-        forgot = " (is a return missing?)" if returned is None else ""
+        forgot = " (missing return statement?)" if returned is None else ""
         why = f"it returned {returned!r:.80}{forgot}"
         refuse(where, what, "return the row: a dict of columns", why, error=DataError)
-    return dict(returned)  # a function may return one dict for all rows
+    return dict(returned)  # a function may return the same dict for all rows

@@ -1,7 +1,7 @@
-"""The images of a prompt, from their files to what a forward pass needs of them.
+"""The images of a prompt, from their files to the inputs of a forward pass.
 
 `Group.media` holds those of one group. They are read and processed once, when the group is first
-computed, and are forgotten with the group: a data set's pixels never lie in memory together.
+computed, and are released with the group: the pixels of a data set are never in memory together.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ImagePart:
-    """Images that came together: the tower sees them once, whatever rows show them."""
+    """Images that belong together: the tower sees them once, whatever rows show them."""
 
-    tensors: dict[str, Tensor]  # what the tower takes, by the names of the model's family
-    num_features: int  # tokens that they become
+    tensors: dict[str, Tensor]  # the tower's inputs, by the names of the model's family
+    num_features: int  # their number of tokens
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Media:
     """The images of one prompt, in the order in which it shows them."""
 
     sources: list[object]  # what `ImageReader` reads
-    column: str | None  # the data's column that they came from; None = parts of messages
+    column: str | None  # their data column; None = parts of messages
     text: str  # the rendered prompt, with a placeholder for each image
-    prompt_ids: list[int]  # with as many tokens for an image as it needs
+    prompt_ids: list[int]  # with all tokens of each image
     reader: ImageReader = field(repr=False)
     vision: VisionProcessor = field(repr=False)
 
@@ -47,32 +47,32 @@ class Media:
 
     @cached_property
     def images(self) -> "list[Image]":
-        """The images themselves. Raises DataError for one that was changed meanwhile."""
+        """The images themselves. Raises DataError if one has changed."""
         try:
             return [self.reader.read_image(source) for source in self.sources]
         except BadImage as error:
-            what = "an image cannot be read any more"
-            fix = "put the image back as it was, then run it again (a training: resume=auto)"
+            what = "an image can no longer be read"
+            fix = "restore the image, then run again (training: resume=auto)"
             refuse("data.path", what, fix, error, error=DataError)
 
     @cached_property
     def png_files(self) -> list[str]:
-        """The images as an engine is sent them: the base64 of PNG files, which lose nothing."""
+        """The images in the form that an engine gets: base64 PNG files, which are lossless."""
         return [encode_png(image) for image in self.images]
 
     @cached_property
     def thumbnails(self) -> list[str]:
-        """The images in small, as `data:` URLs of JPEG files: what samples show of them."""
+        """Thumbnails, as `data:` URLs of JPEG files, for samples."""
         return [encode_thumbnail(image) for image in self.images]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """What the tower takes, by the names of the model's family."""
+        """The tower's inputs, by the names of the model's family."""
         return self.vision.image_tensors(self.text, self.images, self.prompt_ids)
 
     @cached_property
     def parts(self) -> list[ImagePart]:
-        """What the tower is given, in the order in which it is shown."""
+        """The tower's images, in the order in which they are shown."""
         return [ImagePart(self.tensors, int(self.is_image_token.sum()))]
 
     @cached_property
@@ -89,8 +89,8 @@ class Media:
     def positions(self) -> Tensor:
         """The rotary positions of the prompt's ids. (axes, L), axes 1 or 3
 
-        Of Qwen's three, time stands still within an image, and height and width count its rows and
-        columns; after it all three go on from the largest (arXiv 2409.12191, section 2.1).
+        Of Qwen's three, time is constant within an image, and height and width count its rows and
+        columns; after it all three continue from the largest (arXiv 2409.12191, section 2.1).
         """
         length = len(self.prompt_ids)
         if self.vision.family.axes == 1:
@@ -117,11 +117,11 @@ class Media:
 
     @property
     def position_shift(self) -> int:
-        """How far later tokens' positions are beyond their number: an image takes few positions."""
+        """How far later tokens' positions exceed their index: an image takes fewer positions."""
         return self.next_position - len(self.prompt_ids)
 
     def plain_ids_of(self, ids: list[int]) -> list[int]:
-        """The same for ids that begin with `prompt_ids`, and have no other image after them."""
+        """The same for ids that begin with `prompt_ids` and have no image after them."""
         return self.plain_ids + ids[len(self.prompt_ids) :]
 
 
@@ -133,9 +133,9 @@ class MediaInputs:
     """
 
     tensors: dict[str, Tensor]
-    # (F,) for each image token of the rows, in order: which of the tower's vectors it is
+    # (F,) for each image token of the rows, in order: the index of its vector from the tower
     feature_index: Tensor
-    token_type_ids: Tensor | None  # as input_ids, 1 on image tokens; for images read both ways
+    token_type_ids: Tensor | None  # as input_ids, 1 on image tokens; for bidirectional attention
     num_features: int  # vectors that the tower must make
 
     def move_to(self, device: torch.device | str) -> "MediaInputs":
@@ -175,10 +175,10 @@ def media_of_rows(
 
 
 def unseen_image(vision: VisionProcessor, input_ids: Tensor) -> MediaInputs:
-    """An image that the tower sees and no row shows, for rows of text. `input_ids`: (rows, L)
+    """A dummy image that the tower sees and no row shows, for text rows. `input_ids`: (rows, L)
 
-    Ranks gather a tower's shards, and add up its gradients, together: one whose rows have no image
-    has to run the tower too. No row gets the vectors, so the gradients are 0.
+    Ranks gather a tower's shards, and add up its gradients, together: a rank without images has to
+    run the tower too. No row gets the vectors, so the gradients are 0.
     """
     tensors, count = vision.blank_image
     types = torch.zeros_like(input_ids) if vision.family.two_way_images else None
@@ -187,7 +187,7 @@ def unseen_image(vision: VisionProcessor, input_ids: Tensor) -> MediaInputs:
 
 
 def parts_of(media: Media | None) -> list[ImagePart]:
-    """The images of a row; none for a row of text."""
+    """The images of a row; empty for a text row."""
     return [] if media is None else media.parts
 
 
@@ -199,8 +199,8 @@ def vision_of(media: "Sequence[Media | None]") -> VisionProcessor | None:
 def axis_positions(media: "Sequence[Media | None]", positions: Sequence[Tensor]) -> list[Tensor]:
     """Rotary positions of rows on each axis, from their plain ones. (n,) each -> (axes, n) each
 
-    `media`: of each row, None without images; `positions` count from the first token that its
-    `prompt_ids` begin with.
+    `media`: of each row, None without images; `positions` count from the first token of its
+    `prompt_ids`.
     """
     axes = max(one.vision.family.axes for one in media if one is not None)
     found = []

@@ -1,7 +1,7 @@
-"""Several sources as one split: data.mixture. `order` decides which prompt comes when.
+"""Several sources as one split: data.mixture. `order` decides when each prompt comes.
 
-An epoch is as long as all sources together; sources are sampled by their weights. An example has
-the columns of all sources, None where its source lacks one, and `source`, that source's name.
+An epoch is as long as all sources together; sources are sampled by weight. An example has the
+columns of all sources, None if its source lacks one, and `source`, that source's name.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def mixture_columns(
         if SOURCE_COLUMN in own:
             key = f"data.mixture.{name}"
             what = f"{key} has a column named {SOURCE_COLUMN!r}"
-            why = "in a mixture that column says which of its sources a row is from"
+            why = "in a mixture that column holds the name of the row's source"
             fix = rename_column(SOURCE_COLUMN, f"its_{SOURCE_COLUMN}", f"{key}.columns")
             refuse(f"{key}.columns", what, fix, why, error=DataError)
         union |= dict.fromkeys(own)
@@ -53,11 +53,11 @@ def join_prompts(
     kinds = {part.conversational: name for name, part in prompts_by_source.items()}
     if len(kinds) > 1:
         what = f"data.mixture.{kinds[True]} has conversations, {kinds[False]} plain text"
-        fix = "rewards are given one kind: convert one of them, or take it out"
+        fix = "rewards get one kind: convert one source, or remove it"
         refuse("data.mixture", what, fix, "one kind per run", error=DataError)
     mix = tuple(Source(n, len(p), weights[n], p.fingerprint) for n, p in prompts_by_source.items())
     named, all_of = prompts_by_source, list(prompts_by_source.values())
-    # Examples are numbered through the sources, with those that data.overlong left out.
+    # Examples are numbered through all sources, including those that data.overlong left out.
     before = [sum(len(p.unfiltered_lengths) for p in all_of[:i]) for i in range(len(all_of))]
     numbered = list(zip(all_of, before, strict=True))
     names = dict.fromkeys(c for p in all_of for example in p.examples[:1] for c in example)
@@ -104,7 +104,7 @@ def _labelled(
 
 
 def _type_notes(prompts_by_source: Mapping[str, Prompts]) -> list[str]:
-    """A line for each column whose values have other types in one source than in another."""
+    """A line for each column whose type differs between sources."""
     types: dict[str, dict[str, str]] = {}  # column -> source -> its types
     for name, part in prompts_by_source.items():
         first = part.examples[:FIRST_PROMPTS]
@@ -113,7 +113,7 @@ def _type_notes(prompts_by_source: Mapping[str, Prompts]) -> list[str]:
             if shown := " or ".join(sorted(kinds - {"NoneType"})):
                 types.setdefault(column, {})[name] = shown
     return [
-        f"column {column} has other types in the sources: "
+        f"column {column} has different types in the sources: "
         f"{', '.join(f'{kind} in {name}' for name, kind in by_source.items())}"
         " (data.types converts)"
         for column, by_source in types.items()

@@ -1,12 +1,12 @@
-"""The order in which prompts are sampled: a pure function that anybody can compute again.
+"""The order in which prompts are sampled: a pure function that can be recomputed anywhere.
 
 The prompt offset is the one global counter of prompts consumed, over all epochs; each epoch has its
-own permutation. It needs numpy alone: commands that only read a run's folder import no torch.
+own permutation. It needs only numpy: commands that read a run's folder import no torch.
 
-An epoch of a mixture has as many prompts as all sources together, and each source has a share of
-them by its weight: after every epoch the prompts taken from a source since the start are its share
-of all prompts, to within one. Inside an epoch a source's prompts are spread evenly among those of
-the others. They come in a permutation of the source; when all were used, in the next one.
+An epoch of a mixture has as many prompts as all sources together, and each source gets a share by
+weight: after every epoch the prompts taken from a source since the start are its share
+of all prompts, to within one. Within an epoch a source's prompts are spread evenly among the
+others. They come in a permutation of the source; after its end, in the next permutation.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 IndexArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
-# Every rank draws from the same order, and keeps this many places of it: an epoch of millions of
-# prompts is permuted again (some 30 ms) when they are used up.
+# Every rank draws from the same order, and caches this many positions of it: an epoch of millions
+# of prompts is permuted again (some 30 ms) when they are used up.
 ORDER_BLOCK = 8_192
-SORT_WINDOW = 16  # batches whose examples are sorted by length together
+SORT_WINDOW = 16  # batches per sort by length
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ def prompt_index_at(
 def permutation_block(
     seed: int, epoch: int, fingerprint: str, num_prompts: int, block: int
 ) -> IndexArray:
-    """Places `block` * ORDER_BLOCK and on of an epoch's permutation. -> (ORDER_BLOCK,) or fewer"""
+    """Positions `block` * ORDER_BLOCK and on of a permuted epoch. -> (ORDER_BLOCK,) or fewer"""
     order = epoch_permutation(seed, epoch, fingerprint, num_prompts)
     return order[block * ORDER_BLOCK : (block + 1) * ORDER_BLOCK].copy()
 
 
 def epoch_permutation(seed: int, epoch: int, fingerprint: str, num_prompts: int) -> IndexArray:
-    """The permutation of an epoch, which depends on its arguments only. -> (n,)"""
+    """The permutation of an epoch, a function of its arguments only. -> (n,)"""
     return _seeded_generator(seed, epoch, fingerprint).permutation(num_prompts)
 
 
@@ -112,7 +112,7 @@ def _source_indices(source: Source, first: int, end: int, seed: int, shuffle: bo
 def mixture_quotas(mixture: tuple[Source, ...], epoch: int) -> list[list[int]]:
     """How many prompts of each source come before epochs `epoch` and `epoch` + 1.
 
-    Shares are rounded so that they add up; the next epoch makes up for the rounding.
+    Shares are rounded so that they add up; the next epoch compensates for the rounding.
     """
     n = sum(s.prompts for s in mixture)
     weights = [Fraction(s.weight) for s in mixture]
@@ -137,7 +137,7 @@ def like_length_batches(
 ) -> Iterator[list[int]]:
     """Iterate over batches of example indices without end; each pass has every example once.
 
-    Examples of like length share a batch, so that little is padded; the order of batches is still
+    Examples of similar length share a batch, to reduce padding; the order of batches is still
     random. `lengths`: tokens of each example.
     """
     epoch, window_size = 0, SORT_WINDOW * batch_size

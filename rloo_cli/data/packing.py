@@ -1,17 +1,17 @@
 """Lays groups out for one forward pass, and stores its results on the groups.
 
-All three layouts lead to the same numbers (README, Fast). `shared`: one sequence of whole groups,
+All three layouts give the same numbers (README, Fast). `shared`: one sequence of whole groups,
 all prompts first, then all completions, so that a prompt is computed once for its K completions; it
 needs our attention (`policy/shared_attention.py`). `packed`: one sequence, the prompt repeated
-before each completion; a model that finds documents by their positions computes it as it is.
+before each completion; a model that separates documents by positions can compute it unchanged.
 `padded`: right-padded sequences with a mask, for every other model. No column depends on the layout
-it came from.
+that it came from.
 
-An episode may have several rows (`Rollout.row_starts`). Each further row is a sequence of its own,
-which attends to nothing of the first; the tokens of all rows count as one completion's.
+An episode may have several rows (`Rollout.row_starts`). Each further row is a separate sequence
+that does not attend to the first; the tokens of all rows count as one completion's.
 
-Only tokens that the policy sampled are predicted: what a tool or an environment said is in the
-sequence, for the others to attend to, and its log-probability is never asked for.
+Only sampled tokens are predicted: tokens of a tool or an environment are in the sequence to be
+attended to. S counts completions here, and N their sampled tokens; data/batch.py has S tokens.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class SharedLayout:
     """Where the prompts and completions of n groups are in a `shared` sequence.
 
     It is built once per micro-batch, on the device, and never changed: backward passes read it
-    again. Bounds are cumulative and begin with 0, as variable-length attention kernels take them.
+    again. Bounds are cumulative and begin with 0, as variable-length attention kernels expect.
     """
 
     cu_seqlens: Tensor  # (n + S + 1,) int32, every prompt and completion
@@ -61,16 +61,16 @@ class SharedLayout:
 
 @dataclass
 class KeptIds:
-    """The ids that each of a micro-batch's N sampled tokens was chosen from, M of all together."""
+    """The ids that each of a micro-batch's N sampled tokens was chosen from, M in total."""
 
-    ids: Tensor  # (M,) one token's after another's
-    token: Tensor  # (M,) which of the N tokens each belongs to
-    target_index: Tensor  # (N,) where in `ids` each token itself is
-    used: Tensor = field(init=False)  # (U,) the ids that occur, each once, in order
-    used_index: Tensor = field(init=False)  # (M,) where in `used` each of `ids` is
+    ids: Tensor  # (M,) token after token
+    token: Tensor  # (M,) the token, of N, that each belongs to
+    target_index: Tensor  # (N,) index in `ids` of the token itself
+    used: Tensor = field(init=False)  # (U,) the distinct ids, in order
+    used_index: Tensor = field(init=False)  # (M,) index in `used` of each of `ids`
 
     def __post_init__(self) -> None:
-        # Found here, on the CPU: on a GPU the host would wait until it knows how many there are.
+        # Computed here, on the CPU: on a GPU the host would wait for the number of ids.
         occurs = torch.bincount(self.ids) > 0
         self.used = occurs.nonzero().squeeze(-1)
         self.used_index = occurs.cumsum(0)[self.ids] - 1
@@ -91,10 +91,10 @@ class MicroBatch:
     logit_index: Tensor  # (N,) flattened position whose logits predict each sampled token
     target: Tensor  # (N,) the token
     sequence_ids: Tensor  # (N,) which of the S completions it belongs to
-    mask: Tensor  # (N,) float, 1 = trained on; all of them were sampled by the policy
+    mask: Tensor  # (N,) float, 1 = trained on, 0 = sampled but left out of the loss
     group_lengths: list[tuple[int, list[int]]]  # tokens of each prompt, and of its completions
     shared_layout: SharedLayout | None = None  # of layout shared
-    behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
+    behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler gave none
     old_logp: Tensor | None = None  # (N,)
     kl_logp: Tensor | None = None  # (N,) old_logp at the KL's temperature; None = the same
     ref_logp: Tensor | None = None  # (N,)
@@ -121,7 +121,7 @@ class MicroBatch:
     def kl_old_logp(self) -> Tensor:
         """The log-probabilities that the KL is measured from. (N,)"""
         old = self.old_logp if self.kl_logp is None else self.kl_logp
-        assert old is not None, "old_logp is not known yet"
+        assert old is not None, "old_logp is not computed yet"
         return old
 
     @property
@@ -146,8 +146,8 @@ def pack_micro_batch(
 ) -> MicroBatch:
     """Lay some completions of `groups` out for a forward pass.
 
-    `masked` (P, K) bool: completions whose mask is 0 if they are forwarded all the same.
-    `with_images`: show the rows' images; a model of text reads tokens. `vision`: for episodes'.
+    `masked` (P, K) bool: completions that get `mask` 0, as `Batch.masked`.
+    `with_images`: show the rows' images; a text-only model reads tokens. `vision`: for episodes'.
     """
     pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
     counts = torch.tensor([r.length for _, r in pairs])
@@ -188,7 +188,7 @@ def pack_micro_batch(
 
 
 def _completion_index(groups: Sequence[Group], group_slices: Sequence[GroupSlice]) -> Tensor:
-    """Each completion's place among all completions of these groups. (S,)"""
+    """Each completion's index among all completions of these groups. (S,)"""
     size = len(groups[group_slices[0][0]].rollouts) if group_slices else 0
     return torch.tensor([n * size + k for n, (_, ks) in enumerate(group_slices) for k in ks])
 
@@ -219,8 +219,8 @@ def _add_images(
 ) -> tuple[Tensor, MediaInputs | None]:  # fmt: skip
     """The positions of rows with images, and the images; positions and None without any.
 
-    A prompt's images are shown once where it stands once, and in each row elsewhere; those that
-    an episode was shown, in its own row.
+    A prompt's images are shown once if it occurs once, and in each row otherwise; an episode's own
+    images, in its own row.
     """
     prompts = [groups[i].media for i, _ in group_slices]
     media = [
@@ -248,7 +248,7 @@ def _add_images(
     found = axis_positions(media, parts)
     axes = torch.stack(found, 1) if len(positions) == len(media) else torch.cat(found, 1)[:, None]
     if len(axes) > 1 and shared is None and len(positions) < len(media):
-        axes = torch.cat([positions[None], axes])  # by the first, packed rows are told apart
+        axes = torch.cat([positions[None], axes])  # the first axis separates packed rows
     return axes[0] if len(axes) == 1 else axes, media_of_rows(shown, found_vision, ids)
 
 
@@ -278,13 +278,13 @@ def store_column(
 
 
 def _episode_rows(rollout: Rollout) -> list[list[int]]:
-    """The ids of a completion's rows: the one that goes on from the group's prompt, then others."""
+    """The ids of a completion's rows: the one that continues the group's prompt, then others."""
     bounds = pairwise([0, *rollout.row_starts, len(rollout.completion_ids)])
     return [rollout.completion_ids[begin:end] for begin, end in bounds]
 
 
 def _further_rows(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """A completion's other rows, each as a prompt of its own and what is predicted after it."""
+    """A completion's other rows, each as its own prompt and its predicted tokens."""
     found = []
     for start, row in zip(rollout.row_starts, _episode_rows(rollout)[1:], strict=True):
         assert rollout.mask is not None, "an episode has a mask"
@@ -303,7 +303,7 @@ def _shared_layout(
     prompts = [groups[i].prompt_ids for i, _ in group_slices]
     owner = [n for n, (_, ks) in enumerate(group_slices) for _ in ks]
     completions = [_episode_rows(r)[0] for _, r in pairs]
-    places = [[s] for s in range(len(pairs))]  # of each pair's rows among the completions
+    places = [[s] for s in range(len(pairs))]  # the rows of each pair among the completions
     for s, (_, rollout) in enumerate(pairs):
         for prompt, predicted in _further_rows(rollout):
             owner.append(len(prompts))
@@ -324,7 +324,7 @@ def _shared_layout(
     source = []
     for own, *further in places:
         source.append(predictors[own])
-        for place in further:  # nothing predicts the prompt of a further row
+        for place in further:  # the prompt of a further row is not predicted
             unpredicted = torch.zeros(p[owner[place]], dtype=torch.long)
             source += [unpredicted, predictors[place]]
     group_lengths = [0] * len(prompts)
@@ -351,7 +351,7 @@ def _sequences(pairs: Sequences) -> list[tuple[list[int], list[int]]]:
 
 
 def sampled_positions(prompt_ids: list[int], rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """A completion's rows, each as (ids with its prompt, where among them the sampled ones are)."""
+    """A completion's rows, each as (ids with its prompt, indices of the sampled ones)."""
     mask = rollout.mask or [1] * len(rollout.completion_ids)
     rows, place = [], 0
     for read, row in _sequences([(prompt_ids, rollout)]):
@@ -396,16 +396,16 @@ def _cumulative_lengths(lengths: list[int]) -> Tensor:
 def _kept_ids(rollouts: list[Rollout]) -> KeptIds | None:
     """The sampling masks of completions; None where they have none.
 
-    `SamplingMask.check_tokens` has checked them as they came; a run keeps all or none.
+    They were checked on arrival by `SamplingMask.check_tokens`; a run keeps all or none.
     """
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
     joined = SamplingMask()
     for rollout in rollouts:
         mask = rollout.sampling_mask
-        if mask is None and rollout.failed is not None:  # no loss: what stands for it was not drawn
+        if mask is None and rollout.failed is not None:  # no loss: its placeholder was not sampled
             mask = SamplingMask.from_lists([i] for i in rollout.sampled_ids)
-        assert mask is not None, "a completion has no sampling mask, and others have one"
+        assert mask is not None, "a completion has no sampling mask, but others have one"
         joined.append_mask(mask)
     counts, ids = (torch.from_numpy(np.array(part)).long() for part in (joined.counts, joined.ids))
     target = torch.tensor([i for rollout in rollouts for i in rollout.sampled_ids])

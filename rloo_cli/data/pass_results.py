@@ -29,7 +29,7 @@ class ForwardPass:
 class JoinedColumn:
     """A column of several micro-batches, and how many of its rows each of them has.
 
-    Ranks send it whole: for each part of a tensor, pickle writes the whole tensor's storage.
+    Ranks send it whole: pickle writes a tensor's whole storage even for a part of it.
     """
 
     values: Tensor  # (rows, ...) on the CPU

@@ -1,8 +1,8 @@
 """Turns the examples of a data set into tokenised prompts, in a reproducible order.
 
 The order is a pure function of (seed, epoch, data set). A prompt is rendered and tokenised when it
-is drawn; `survey` has looked at all of them before.
-Nothing is dropped silently: what `data.overlong` filtered is counted, and its examples are known.
+is drawn; `survey` has checked all of them before.
+Nothing is dropped silently: examples filtered by `data.overlong` are counted and listed.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from rloo_cli.data.media import Media
 
-NUM_IMAGE_EXAMPLES = 2  # prompts with images that layouts are tried on
-TOO_LONG_KEY = "data.max_prompt_length"  # where the error is of prompts that are too long
-FIRST_PROMPTS = 1_000  # whose ids are part of the fingerprint, and are looked at for warnings
+NUM_IMAGE_EXAMPLES = 2  # prompts with images, to try layouts on
+TOO_LONG_KEY = "data.max_prompt_length"  # the key named by errors about long prompts
+FIRST_PROMPTS = 1_000  # part of the fingerprint, and checked for warnings
 
 
 @dataclass
@@ -49,17 +49,17 @@ class Prompts:
     truncated: int = 0  # by overlong=truncate_left
     shuffle: bool = True
     seed: int = 0
-    # Tokens before data.overlong; 0: not tokenised, as the text is too short to be over a limit.
+    # Tokens before data.overlong; 0: not tokenised, as the text cannot be over a limit.
     unfiltered_lengths: Sequence[int] | IndexArray = ()
     example_numbers: Sequence[int] | IndexArray = ()  # of each prompt, before that filter
-    overlong_examples: Sequence[int] = ()  # numbers of those it left out
+    overlong_examples: Sequence[int] = ()  # numbers of the examples it left out
     length_limits: Sequence[int] = ()  # most tokens a prompt may have, if any
-    filtered_out: int = 0  # examples that data.filter left out, which have no number
-    value_notes: tuple[str, ...] = ()  # what was converted, and what looks wrong in the prompts
+    filtered_out: int = 0  # examples that data.filter left out; they have no number
+    value_notes: tuple[str, ...] = ()  # conversions, and suspicious prompts
     mixture: tuple[order.Source, ...] = ()  # the sources of data.mixture
     media: "Sequence[Media | None]" = ()  # of each prompt; () = no images
     image_counts: Sequence[int] | IndexArray = ()  # of each prompt; () = no images
-    bad_images: int = 0  # examples that data.on_bad_image left out, which have no number
+    bad_images: int = 0  # examples that data.on_bad_image left out; they have no number
     used_ids: Sequence[int] | IndexArray = ()  # token ids that occur in what was tokenised
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Prompts:
     def lengths(self) -> IndexArray:
         """Tokens of the prompts that were tokenised at the start, in order. (m,)
 
-        All of them; of short texts, many of which were not, those with most bytes are among them.
+        All of them; of short texts, of which many were not tokenised, those with most bytes.
         """
         lengths = np.asarray(self.unfiltered_lengths)
         if len(self.example_numbers) < len(lengths):
@@ -84,7 +84,7 @@ class Prompts:
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens of a prompt; of the first ones where not all were tokenised."""
+        """Mean tokens of a prompt; of the first prompts if not all were tokenised."""
         some = self.lengths if np.all(self.unfiltered_lengths) else self.lengths[:FIRST_PROMPTS]
         return float(some.mean())
 
@@ -141,11 +141,11 @@ def tokenize_prompts(
     vocab_size: int | None = None,
     ranks: Ranks = ONE_PROCESS,
 ) -> Prompts:
-    """Look at every prompt once. `max_length`: most tokens of a prompt.
+    """Check every prompt once. `max_length`: most tokens of a prompt.
 
-    `headroom`: tokens of the context that completions leave to a prompt; None = not known.
+    `headroom`: tokens of the context that completions leave to a prompt; None = unknown.
     `tools_of`: the descriptions of an example's tools, which its prompt shows; None = none.
-    `load_vision` loads the model's processor where prompts have images; None = they may have none.
+    `load_vision` loads the model's processor if prompts have images; None = images not allowed.
     `vocab_size`: of the model's embedding, None = not known.
     Raises DataError: a prompt of another type than the first, no chat template, two BOS tokens, too
     many prompts over the limit, images that cannot be read or shown.
@@ -200,11 +200,11 @@ def _key_of_rows(
     content: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase",
     first: Sequence[PromptRow],
 ) -> str:  # fmt: skip
-    """What stands for a split's prompts and examples, and for their order.
+    """A hash of a split's prompts and examples, and their order.
 
     `content`: the fingerprint of the rows.
 
-    The ids of the first prompts stand for what renders them: chat template, tools, date.
+    The ids of the first prompts cover whatever renders them: chat template, tools, date.
     """
     keys = (config.prompts_in, config.template, config.system, config.chat)
     code = None if config.map is None else registry.code_fingerprint(config.map)
@@ -215,7 +215,7 @@ def _key_of_rows(
 def _apply_limit(
     lengths: IndexArray, config: DataConfig, max_length: int | None, headroom: int | None
 ) -> tuple[Sequence[int] | IndexArray, list[int], int]:
-    """The numbers of the prompts that are used and of those left out, and how many are cut.
+    """The numbers of the used prompts and of those left out, and how many were truncated.
 
     Raises DataError if too many are over the limit.
     """
@@ -237,11 +237,11 @@ def _add_images(
     rows: PromptRows,
     chosen: Sequence[int] | IndexArray,
 ) -> None:
-    """Give prompts their images. Raises DataError where one was cut within its images."""
+    """Give prompts their images. Raises DataError if one was cut within its images."""
     from rloo_cli.data.media import Media  # lazy: it imports torch, which no text needs here
 
     if prompts.truncated:
-        what, why = "a prompt with images is too long", "cut, it would show half of an image"
+        what, why = "a prompt with images is too long", "cutting it would split an image"
         fix = "data.overlong=filter, a larger data.max_prompt_length, or data.max_pixels"
         refuse("data.overlong", what, fix, why, error=DataError)
 
@@ -265,18 +265,18 @@ def _too_long(
     longest = int(lengths.max())
     fix = f"data.max_prompt_length={longest}"
     if headroom is not None and longest > headroom:
-        now = f"(a prompt may have {headroom} tokens now)"
+        now = f"(prompts may now have {headroom} tokens)"
         fix = f"a smaller generation.max_completion_length {now}"
     return Problem(
         f"{len(over)} of {len(lengths)} prompts are longer than {max_length} tokens",
         TOO_LONG_KEY,
-        f"the longest has {longest}, the first of them is row {over[0]}",
+        f"the longest has {longest}, the first one is row {over[0]}",
         f"{fix}, or data.overlong=truncate_left",
     )
 
 
 def _cut_left(ids: Sequence[int], max_length: int | None, bos_token_id: int | None) -> list[int]:
-    """The last `max_length` ids, but for the BOS token, which stays in front."""
+    """The last `max_length` ids, with the BOS token kept in front."""
     if max_length is None or len(ids) <= max_length:
         return list(ids)
     head = list(ids[:1]) if ids[0] == bos_token_id else []

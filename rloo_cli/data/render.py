@@ -1,7 +1,7 @@
-"""The rows of a split as prompts: each is read, rendered and tokenised when it is asked for.
+"""The rows of a split as prompts: each is read, rendered and tokenised on access.
 
-What a row becomes is a pure function of the row, the config and the tokenizer, so that a prompt is
-the same whenever it is drawn. Nothing here is kept but the rows that were read last.
+The prompt is a pure function of the row, the config and the tokenizer, so it is the same whenever
+it is drawn. Only the most recently read rows are cached.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 ToolsOf = Callable[[JsonObject], list[JsonObject]]  # an example -> descriptions of its tools
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
-ROWS_KEPT = 1_024  # that were read last: those of a step are asked for more than once
+ROWS_KEPT = 1_024  # read last: a step's rows are read more than once
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row as it is used."""
+    """A row in the form in which it is used."""
 
     prompt: Prompt
     example: JsonObject  # the other columns, which the rewards get
@@ -48,11 +48,11 @@ class PromptRow:
 class PromptRows:
     """The rows of a data set as prompts, by their numbers in it.
 
-    `tokenizer`: None where prompts are rendered without being tokenised. `tools_of`: the
+    `tokenizer`: None if prompts are rendered without being tokenised. `tools_of`: the
     descriptions of an example's tools, which its prompt shows; None = none. `images`: the images of
-    the prompts, if they have some.
+    the prompts, if they have any.
 
-    Raises DataError: a first prompt that is none, no chat template, a key that would do nothing.
+    Raises DataError: an invalid first prompt, no chat template, a key without effect.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class PromptRows:
         self._arrow_view = lru_cache(self._make_arrow_view)
         (first,) = self._values([0], [])
         value = first[config.prompts_in]
-        self.are_messages = is_messages(value)  # conversations in the data, and not made of text
+        self.are_messages = is_messages(value)  # conversations in the data, not made from text
         self.conversational = self.are_messages or config.chat
         self._check_value(value, 0)
         if isinstance(value, str) and is_serialized_conversation(value):
             refuse(
                 f"{self._where}0",
-                "prompt 0 is a conversation that is written as one string",
+                "prompt 0 is a conversation written as one string",
                 "data.map=file.py:name, with row['prompt'] = json.loads(row['prompt']) in it",
-                f"the model would be given its brackets and quotes: {value[:80]!r}",
+                f"the model would see its brackets and quotes: {value[:80]!r}",
                 error=DataError,
             )
         _refuse_idle_keys(self.are_messages, config)
@@ -100,7 +100,7 @@ class PromptRows:
         return [c for c in self.example_columns if any(column_of_field([c], n) for n in names)]
 
     def render(self, rows: Sequence[int], texts_alone: bool = False) -> list[PromptRow]:
-        """Rows without their token ids. `texts_alone`: examples have `text_columns` alone.
+        """Rows without their token ids. `texts_alone`: examples have only `text_columns`.
 
         Raises DataError: a prompt of another type than the first.
         """
@@ -117,8 +117,8 @@ class PromptRows:
         return found
 
     def tokenize(self, rows: Sequence[int], texts_alone: bool = False) -> list[PromptRow]:
-        """`render`, with the texts and their token ids. Raises DataError for what the chat template
-        refuses, too.
+        """`render`, with the texts and their token ids. Raises DataError if the chat
+        template refuses a prompt.
         """
         assert self.tokenizer is not None
         rendered = self.render(rows, texts_alone)
@@ -133,18 +133,18 @@ class PromptRows:
         ]
 
     def read(self, rows: Sequence[int]) -> list[PromptRow]:
-        """`tokenize`, which is not done again for the rows that were read last."""
+        """`tokenize`, cached for the rows that were read last."""
         recent = self._recent
         missing = [row for row in dict.fromkeys(rows) if row not in recent]
         found = recent | dict(zip(missing, self.tokenize(missing) if missing else [], strict=True))
-        # One assignment: a sampler that runs ahead reads prompts in a thread of its own.
+        # One assignment: a sampler that runs ahead reads prompts on its own thread.
         self._recent = dict([*found.items()][-ROWS_KEPT:])
         return [found[row] for row in rows]
 
     def view(
         self, rows: Sequence[int] | IndexArray, value_of: Callable[[PromptRow], Value]
     ) -> Sequence[Value]:
-        """What `value_of` says of each of these rows, read when it is asked for."""
+        """`value_of` of each of these rows, read on access."""
 
         def read(indices: Sequence[int]) -> list[Value]:
             return [value_of(row) for row in self.read([int(rows[i]) for i in indices])]
@@ -152,7 +152,7 @@ class PromptRows:
         return ReadWhenAsked(len(rows), read)
 
     def _values(self, rows: Sequence[int], others: Sequence[str]) -> list[JsonObject]:
-        """The prompts' values and those of other columns, as they are stored."""
+        """The prompts' values and those of other columns, as stored."""
         table = arrow_rows(self._arrow_view(tuple(others)), rows)
         return rows_of_table(table, self.data.features)
 
@@ -165,7 +165,7 @@ class PromptRows:
         return f"data.prompt_column={self.config.prompts_in}, row "
 
     def _check_value(self, value: object, row: int) -> None:
-        """Check that a prompt is of the first one's type, a string or a list of messages."""
+        """Check that a prompt has the first one's type, a string or a list of messages."""
         if not (is_messages(value) if self.are_messages else isinstance(value, str)):
             kind = "a list of messages" if self.are_messages else "a string"
             strings = [c for c in prompt_like_columns(self.data) if c != self.config.prompts_in]
@@ -184,16 +184,16 @@ class PromptRows:
             _refuse_other_parts(value, f"{self._where}{row}")
 
     def _text(self, row: int, rendered: PromptRow) -> str:
-        """What the tokenizer is given: of a conversation, by the chat template."""
+        """The tokenizer's input: a conversation is rendered by the chat template."""
         if not self.conversational:
             return str(rendered.prompt)
         assert self.tokenizer is not None
         tools = {} if self.tools_of is None else {"tools": self.tools_of(rendered.example)}
         try:
             return render_text(rendered.prompt, self.tokenizer, self.template_kwargs | tools)
-        except Exception as error:  # a template is a program, with a program's errors
+        except Exception as error:  # a template is code and can raise anything
             what = f"the chat template refuses prompt {row}"
-            fix = "correct its messages, or model.chat_template=FILE.jinja that takes them"
+            fix = "correct its messages, or model.chat_template=FILE.jinja that accepts them"
             refuse(f"data.prompt_column, row {row}", what, fix, error, error=DataError)
 
 
@@ -202,7 +202,7 @@ def render_prompts(
 ) -> tuple[list[Prompt], list[JsonObject], bool]:
     """Every prompt as the tokenizer gets it, its other columns, and whether they are conversations.
 
-    Raises DataError: a prompt of another type than the first, a key that would do nothing.
+    Raises DataError: a prompt of another type than the first, a key without effect.
     """
     rows = PromptRows(data, config)
     rendered = rows.render(range(len(rows)))
@@ -232,12 +232,12 @@ def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
         idle = ["system"]
     for key in idle:
         kind = "conversations" if conversational else "plain text"
-        more = "data.chat=true makes a user's message of each" if key == "system" else ""
-        refuse_idle_key(key, f"the prompts are {kind}: the key would do nothing", more)
+        more = "data.chat=true turns each into a user message" if key == "system" else ""
+        refuse_idle_key(key, f"the prompts are {kind}, so the key has no effect", more)
 
 
 def refuse_idle_key(name: str, why: str, more: str = "") -> NoReturn:
-    """Raise DataError: `data.NAME` is set, and has no effect on these data."""
+    """Raise DataError: `data.NAME` is set, but has no effect on these data."""
     off = f"data.{name}={'false' if name == 'chat' else 'null'}"
     refuse(f"data.{name}", f"data.{name} is set", off, why, more=more, error=DataError)
 
@@ -247,21 +247,21 @@ def _check_template(
 ) -> None:
     """Raise DataError for conversations without a chat template, and for tools without one."""
     if not conversational and tools_of is not None:
-        what, where = "the prompts are plain text, and tools need conversations", "agent"
-        why = "the chat template tells the model of its tools, and of what they answer"
+        what, where = "the prompts are plain text, but tools need conversations", "agent"
+        why = "the chat template shows the model its tools and their answers"
         refuse(where, what, "data.chat=true", why, error=DataError)
     if conversational and not tokenizer.chat_template:
         refuse(
             "data.prompt_column",
-            "the prompts are conversations, and the tokenizer has no chat template",
+            "the prompts are conversations, but the tokenizer has no chat template",
             "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
-            "a base model's tokenizer often has none",
+            "tokenizers of base models often have none",
             error=DataError,
         )
 
 
 def _render(value: Prompt, example: JsonObject, config: DataConfig) -> Prompt:
-    """The prompt as it goes to the tokenizer, or to its chat template."""
+    """The input of the tokenizer, or of its chat template."""
     if isinstance(value, str):
         text = value if config.template is None else _fill_prompt_template(value, example, config)
         if not config.chat:
@@ -271,7 +271,7 @@ def _render(value: Prompt, example: JsonObject, config: DataConfig) -> Prompt:
 
 
 def with_system(conversation: Sequence[JsonObject], config: DataConfig) -> list[JsonObject]:
-    """A conversation with the system message of the config, unless it has one of its own."""
+    """A conversation with the config's system message, unless it has its own."""
     messages = [_with_text(message) for message in conversation]
     if config.system and messages[0]["role"] != "system":
         return [{"role": "system", "content": config.system}, *messages]
@@ -292,7 +292,7 @@ def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -
 
 
 def _with_text(message: JsonObject) -> JsonObject:
-    """A message whose text parts are joined to one string: few chat templates take parts."""
+    """A message whose text parts are joined to one string: few chat templates accept parts."""
     if not isinstance(message.get("content"), list) or image_prompts.has_image_parts([message]):
         return message
     return message | {"content": "".join(part["text"] for part in message["content"])}
@@ -301,7 +301,7 @@ def _with_text(message: JsonObject) -> JsonObject:
 def render_prompt(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
 ) -> list[int]:
-    """The ids of a conversation for the model to go on with. Raises what its template raises."""
+    """The ids of a conversation up to the model's turn. Raises what its template raises."""
     text = render_text(prompt, tokenizer, template_kwargs)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -309,7 +309,7 @@ def render_prompt(
 def render_text(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
 ) -> str:
-    """The text of a conversation for the model to go on with. Raises what its template raises."""
+    """The text of a conversation up to the model's turn. Raises what its template raises."""
     answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
     return apply_chat_template(
         tokenizer, prompt, add_generation_prompt=not answered, continue_final_message=answered,

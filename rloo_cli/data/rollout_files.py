@@ -1,7 +1,7 @@
-"""The files of recorded rollouts: where they lie, what their heads say, which are kept.
+"""The files of recorded rollouts: their paths, their headers, and which are kept.
 
-`rollouts/step_000010.safetensors` holds all that step 10 was trained from and what came of it
-(`rollout_record` has the content). The head of a file tells, in a few kilobytes, whose it is.
+`rollouts/step_000010.safetensors` holds all inputs and results of training step 10
+(`rollout_record` has the content). A file's header identifies its run in a few kilobytes.
 Imports no torch.
 """
 
@@ -16,13 +16,13 @@ from rloo_cli.utils.errors import DataError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 RECORD_FOLDER = "rollouts"
-# One answer a prompt; episodes; sampling masks (of either).
+# Single answers; episodes; sampling masks (of either).
 ROW_FORMAT, EPISODE_FORMAT, MASK_FORMAT = 1, 2, 3
 RECORD_FORMAT = MASK_FORMAT  # a newer one is refused
 RECORD_FILE = re.compile(r"step_(\d+)\.safetensors")
 HEAD_KEY = "record"  # of the file's metadata: the head, as JSON
 CHECK_KEY = "check"  # of a head: its own digest
-LONGEST_HEAD = 1 << 26  # bytes; more is no head of ours
+LONGEST_HEAD = 1 << 26  # bytes; a longer one is invalid
 
 
 def rollout_path(folder: Path, step: int) -> Path:
@@ -47,7 +47,7 @@ def prune_rollout_files(folder: Path, keep_last: int | None) -> None:
 
 
 def step_ranges(steps: Iterable[int]) -> str:
-    """Steps as people write them: 1-3, 5, 8-9."""
+    """Steps in a compact form: 1-3, 5, 8-9."""
     parts: list[list[int]] = []
     for step in sorted({*steps}):
         if parts and parts[-1][1] == step - 1:
@@ -66,32 +66,32 @@ def read_rollout_head(path: Path) -> JsonObject:
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(8))[0]
             if length > LONGEST_HEAD:
-                raise ValueError("it does not begin like one")
+                raise ValueError("invalid header")
             header = json.loads(file.read(length))
         ends = [v["data_offsets"][1] for n, v in header.items() if n != "__metadata__"]
         head: JsonObject = json.loads(header["__metadata__"][HEAD_KEY])
         size, wanted = path.stat().st_size, 8 + length + max(ends)
         version, check = int(head["format"]), head.pop(CHECK_KEY)
     except FileNotFoundError:
-        fix = f"rloo replay {path.parent.parent} lists the steps that it has"
-        why = "there is no such file: its step was not recorded, or was removed later"
+        fix = f"rloo replay {path.parent.parent} lists the recorded steps"
+        why = "file not found: the step was not recorded, or was removed later"
         refuse(str(path), "a recorded step is missing", fix, why, error=DataError)
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
         raise damaged_record(path, f"{type(error).__name__}: {error}") from None
     if version > RECORD_FORMAT:
         why = f"its format {version} is newer than {RECORD_FORMAT}, the newest this rloo reads"
         fix = "pip install --upgrade rloo-cli"
-        refuse(str(path), "a record of rollouts cannot be read", fix, why, error=DataError)
+        refuse(str(path), "cannot read a record of rollouts", fix, why, error=DataError)
     if check != head_check(head):
         raise damaged_record(path, "its head was changed")
     if size != wanted:
-        raise damaged_record(path, f"it has {size} bytes, and {wanted} were written")
+        raise damaged_record(path, f"it has {size} bytes, but {wanted} were written")
     return head
 
 
 def damaged_record(path: Path, why: str) -> DataError:
     """The error of a file that is not as a run wrote it."""
-    fix = f"take it away (rm {path}); the other steps are not touched by it"
+    fix = f"remove it (rm {path}); the other steps are not affected"
     return DataError(Problem("a record of rollouts is damaged", str(path), why, fix))
 
 

@@ -1,10 +1,10 @@
-"""Writes and reads the whole batch of a step: what it was trained from, and what came of it.
+"""Writes and reads the whole batch of a step: all inputs and results of its training.
 
-One file a step (`rollout_files`): tensors in safetensors, and everything that is no number as one
-JSON text among them. There is no pickle. A file is written whole or not at all, and carries a
-digest of its content. Numbers are kept bit for bit: a column goes into 32 bits only if all of its
-values survive that. Of episodes it keeps every turn, the mask of the policy's own tokens, what the
-environment said and its reward, and why a row has failed.
+One file per step (`rollout_files`): tensors in safetensors, and everything else as one
+JSON text among them. There is no pickle. A file is written completely or not at all, and carries a
+digest of its content. Numbers are kept bit for bit: a column is stored in 32 bits only if all
+its values survive that. Of episodes it keeps every turn, the mask of the policy's own tokens, the
+environment's messages and rewards, and why a row has failed.
 """
 
 import base64
@@ -44,8 +44,8 @@ from rloo_cli.data.sampling_mask import mask_tensors, read_mask_tensors
 from rloo_cli.utils.files import JsonObject, write_whole_file
 
 TEXTS = "texts"  # the tensor that holds the JSON text
-TYPE_KEY, VALUE_KEY = "~type", "~value"  # of values in columns that JSON does not have
-# How values of these types are written, and read again.
+TYPE_KEY, VALUE_KEY = "~type", "~value"  # for column values that JSON lacks
+# How values of these types are written and read.
 VALUE_TYPES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
     "datetime": (datetime, lambda v: v.isoformat(), datetime.fromisoformat),
     "date": (date, lambda v: v.isoformat(), date.fromisoformat),
@@ -53,14 +53,14 @@ VALUE_TYPES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]
     "decimal": (Decimal, str, Decimal),
     "bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
 }
-LOST_TYPE = "lost"  # of a value of any other type, of which only its text was kept
+LOST_TYPE = "lost"  # any other type, stored only as text
 
 
 @dataclass
 class RecordedStep:
     """One step as it was trained."""
 
-    head: JsonObject  # whose step it is, and how it was computed (docs/inspect.md)
+    head: JsonObject  # its run and step, and how it was computed (docs/replay.md)
     batch: Batch  # with the log-probabilities and advantages of its updates
 
     @property
@@ -190,7 +190,7 @@ def read_rollout_record(folder: Path, step: int) -> RecordedStep:
     try:
         tensors = load(path.read_bytes())
         if _tensor_digest(tensors) != head["digest"]:
-            raise ValueError("its content is not what was written (the digest differs)")
+            raise ValueError("its content has changed (the digest differs)")
         texts = json.loads(
             tensors.pop(TEXTS).numpy().tobytes().decode("ascii"), object_hook=_decode_value
         )
@@ -231,7 +231,7 @@ def _rebuild_batch(tensors: dict[str, Tensor], texts: JsonObject) -> Batch:
 
 
 def without_updates(batch: Batch) -> Batch:
-    """A copy of a batch as it was before its updates: sampled and scored, no more."""
+    """A copy of a batch from before its updates: only sampled and scored."""
     blank: JsonObject = dict.fromkeys(TOKEN_COLUMNS)
     groups = [replace(group, **blank) for group in batch.groups]
     unknown: JsonObject = dict.fromkeys(ADVANTAGE_TENSORS)

@@ -1,8 +1,8 @@
-"""A rollout as plain values, beside its tokens: what checkpoints and records of rollouts keep.
+"""A rollout as plain values without its tokens: for checkpoints and records of rollouts.
 
 Token ids, log-probabilities and sampling masks are kept apart, as flat tensors of a whole step. An
-episode's turns are pieces of them: `prompt` and `sampled` are the numbers of ids that a turn was
-told and sampled.
+episode's turns are pieces of them: `prompt` and `sampled` are the numbers of ids that a turn
+reads and samples.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ TURN_FIELDS = ("text", "finish_reason", "weight_version", "calls", "observation"
 
 
 def dump_rollout(rollout: Rollout) -> JsonObject:
-    """Everything of a rollout but its ids, their log-probabilities and sampling masks."""
+    """Everything in a rollout but its ids, their log-probabilities and sampling masks."""
     values: JsonObject = {n: getattr(rollout, n) for n in ROLLOUT_FIELDS} | {"mask": rollout.mask}
     if rollout.version_spans is not None:
         values["version_spans"] = rollout.version_spans

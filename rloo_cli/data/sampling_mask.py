@@ -1,8 +1,8 @@
-"""The ids that a sampler chose each token from: what top_k, top_p and min_p had let through.
+"""The ids that a sampler chose each token from: those that top_k, top_p and min_p kept.
 
 Such a sampler's distribution is the model's, renormalised over these ids. The trainer's
-log-probabilities are of that distribution only over the same ids, and a rounding would decide about
-the last of them if they were computed again. So they are kept, and the policy is held to them
+log-probabilities match only over the same ids, and recomputing the set could change its last
+members by rounding. So the ids are kept, and the policy is restricted to them
 ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Imports no torch.
 """
 
@@ -60,11 +60,11 @@ class SamplingMask:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory and in files, but for their heads."""
+        """Its bytes in memory and in files, without headers."""
         return ID_BYTES * (len(self.ids) + len(self.counts))
 
     def check_tokens(self, sampled_ids: Sequence[int], max_ids: int) -> None:
-        """Raise GenerationError unless each token is among its ids, which are `max_ids` at most."""
+        """Raise GenerationError unless each token is among its ids, at most `max_ids`."""
         key = "generation.return_sampling_mask"
         if len(self) != len(sampled_ids):
             what = f"{len(sampled_ids)} tokens came with sampling masks of {len(self)}"
@@ -90,9 +90,9 @@ def too_many_ids(place: int, count: int, max_ids: int) -> GenerationError:
 
 
 def join_masks(masks: Sequence[SamplingMask | None], lengths: Sequence[int]) -> SamplingMask | None:
-    """The masks of completions of these numbers of sampled tokens, as one; None where none has one.
+    """The masks of completions of these numbers of sampled tokens, as one; None if there are none.
 
-    A completion without one gets counts of 0, by which `split_mask` knows it.
+    A completion without one gets counts of 0, which `split_mask` recognises.
     """
     if all(mask is None for mask in masks):
         return None
@@ -112,7 +112,7 @@ METRICS = {"Sampler against trainer": [  # read by utils.metrics
 
 
 def mask_metrics(found: Iterable[SamplingMask | None]) -> dict[str, float]:
-    """How many ids completions' tokens were chosen from, and the bytes of it; {} without masks."""
+    """How many ids completions' tokens were chosen from, and their bytes; {} without masks."""
     masks = [mask for mask in found if mask is not None and len(mask)]
     if not masks:
         return {}

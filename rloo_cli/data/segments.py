@@ -1,7 +1,7 @@
 """Sums over segments, and log-probabilities of targets.
 
-Everything per token is a flat column (N,); `segment_ids` (N,) says which of n segments a token
-belongs to. A segment with no token sums to 0. Tensor methods only, so that importing this imports
+Everything per token is a flat column (N,); `segment_ids` (N,) names the segment, of n, that a token
+belongs to. A segment without tokens sums to 0. Tensor methods only, so that importing this imports
 no torch.
 """
 
@@ -28,7 +28,7 @@ def segment_positions(segment_ids: Tensor, num_segments: int) -> Tensor:
 
 
 def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Mean over each segment's unmasked tokens; 0 for one without any. (N,), (N,), (N,) -> (n,)"""
+    """Mean over each segment's unmasked tokens; 0 without any. (N,), (N,), (N,) -> (n,)"""
     count = segment_sum(mask, segment_ids, num_segments).clamp(min=1)
     return segment_sum(values * mask, segment_ids, num_segments) / count
 

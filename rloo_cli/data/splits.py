@@ -57,7 +57,7 @@ def _bars(ordered: Sequence[int]) -> str:
     counts = [0] * width
     for n in ordered:
         counts[(n - low) * width // span] += 1
-    # A bar that is not empty can be seen.
+    # A non-empty bar must be visible.
     heights = [(c * len(BAR_CHARACTERS) - 1) // max(counts) for c in counts]
     return "".join(BAR_CHARACTERS[h] if c else " " for c, h in zip(counts, heights, strict=True))
 
@@ -73,13 +73,13 @@ def open_splits(
 ) -> dict[str | None, OpenedSplit]:
     """Open every split that the run needs. Raises DataError, MachineError.
 
-    Rank 0 reads files and calls functions of the user's; the others use what it made.
+    Rank 0 reads files and calls user functions; the others use its results.
     """
     sources = split_configs(config, training)
 
     def open_all(shared: Path | None) -> dict[str | None, OpenedSplit]:
         opened: dict[str | None, OpenedSplit] = {}
-        if shared and not shared.is_dir():  # it is on another machine's disk
+        if shared and not shared.is_dir():  # on another machine's disk
             shared = None
         for number, (name, source) in enumerate(sources.items()):
             file = shared and shared / str(number)
@@ -108,7 +108,7 @@ def tokenize_splits(
     the model's embedding, if known.
 
     Raises ConfigError if no tokens are left for completions, DataError for prompts that do not fit
-    and for a rank with other rows than rank 0.
+    and for a rank whose rows differ from rank 0's.
     """
     if context_length is not None and context_length <= config.generation.max_completion_length:
         raise ConfigError(_no_headroom(config.generation.max_completion_length, context_length))
@@ -145,13 +145,13 @@ def tokenize_splits(
 
 
 def _refuse_other_rows(fingerprints: Sequence[str]) -> None:
-    """Raise DataError for a rank whose rows are not rank 0's: it would draw prompts of its own."""
+    """Raise DataError for a rank whose rows are not rank 0's: it would draw other prompts."""
     others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
     if others:
-        what = f"rank {others[0]} has other rows than rank 0"
-        why = "the fingerprints of their data differ: each would draw prompts of its own"
-        fix = "the same files on all machines, and an RLOO_CACHE that they share"
-        more = "data.map and data.filter are called on rank 0, which writes the rows there"
+        what = f"rank {others[0]} and rank 0 have different rows"
+        why = "the fingerprints of their data differ, so they would draw different prompts"
+        fix = "put the same files on all machines, and share RLOO_CACHE"
+        more = "data.map and data.filter are called on rank 0, which writes the rows to RLOO_CACHE"
         refuse("data.path", what, fix, why, more=more, error=DataError)
 
 
@@ -161,7 +161,7 @@ def is_mixture_key(name: str | None) -> bool:
 
 
 def mixture_entries(by_key: Mapping[str | None, SplitValue]) -> dict[str, SplitValue]:
-    """The entries of the mixture's sources alone, by the sources' names."""
+    """The entries of the mixture's sources only, by the sources' names."""
     prefix = MIXTURE_PREFIX
     return {k.removeprefix(prefix): v for k, v in by_key.items() if k and k.startswith(prefix)}
 
@@ -177,7 +177,7 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
         notes = [sizes]
         notes += mixture.mixture_notes(prompts.mixture) if prompts.mixture else []
         notes += [_all_lengths(prompts)]
-    where = "" if name is None else f" of {name or 'those held out'}"
+    where = "" if name is None else f" of {name or 'the held-out set'}"
     if prompts.bad_images:
         notes.append(f"{prompts.bad_images} rows{where} were left out (data.on_bad_image)")
     notes += prompts.value_notes
@@ -192,12 +192,12 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
     alike = len({tuple(ids) for ids in some}) == 1 and not prompts.media
     if name is None and len(prompts) > 100 and alike:
         which = "all" if len(some) == len(prompts) else f"the first {len(some)}"
-        notes.append(f"warning: {which} prompts are the same")
+        notes.append(f"warning: {which} prompts are identical")
     return notes
 
 
 def _all_lengths(prompts: Prompts) -> str:
-    """`describe_lengths` of all prompts; of the first ones where not all were tokenised."""
+    """`describe_lengths` of all prompts; of the first prompts if not all were tokenised."""
     lengths = np.asarray(prompts.unfiltered_lengths)
     if not (lengths == 0).any():
         return describe_lengths(lengths.tolist(), prompts.length_limits)
@@ -210,7 +210,7 @@ def data_notes(
 ) -> list[str]:
     """Lines about these splits for the log.
 
-    They say how long a prompt may be if data.max_prompt_length is null.
+    If data.max_prompt_length is null, they include the limit.
     """
     sources = split_configs(config, training=None in prompts).values()
     is_open = any(source.max_prompt_length is None for source in sources)
@@ -273,6 +273,6 @@ def _rename_keys(problem: Problem, name: str, source: DataConfig) -> Problem:
 
 def _no_headroom(length: int, context_length: int) -> Problem:
     key = "generation.max_completion_length"
-    why = f"{length} of the model's {context_length} tokens are for it"
+    why = f"the completion takes {length} of the model's {context_length} tokens"
     fix = f"{key}={context_length // 2}"
-    return Problem("no prompt fits beside the completion", key, why, fix)
+    return Problem("no room for a prompt", key, why, fix)

@@ -1,8 +1,8 @@
-"""Looks at all prompts of a split once: is every row a prompt, and how many tokens has each?
+"""Checks all prompts of a split once: is every row a prompt, and how many tokens does it have?
 
-Nothing is kept of a row but its length. Rows that cannot be wrong nor too long are not tokenised:
-of plain text, Arrow tells that much by itself, and a run of two steps on millions of rows begins
-without tokenising them. What was found for many rows is kept in the cache.
+Only the lengths are kept. Rows that can be neither invalid nor too long are not tokenised:
+for plain text, Arrow can tell, so a run of two steps on millions of rows starts
+without tokenising them. Results for many rows are cached.
 """
 
 import itertools
@@ -22,38 +22,38 @@ from rloo_cli.data.render import PromptRows
 from rloo_cli.utils.errors import DataError, MachineError, Problem, refuse
 
 ROWS_AT_ONCE, PARTS_BETWEEN_DROPS = 1_000, 20
-ROWS_WORTH_KEEPING = 10_000  # fewer are looked at again at each start
-LONGEST_ROWS = 1_000  # by bytes, which are tokenised in any case
-# Unicode's normal forms make at most 11 bytes of one, and of ASCII what it is. No tokenizer makes
-# more tokens than bytes of a text, but for those that it puts before and after.
+ROWS_WORTH_KEEPING = 10_000  # fewer rows are checked again at each start
+LONGEST_ROWS = 1_000  # by bytes; always tokenised
+# Unicode's normal forms turn one byte into at most 11, and leave ASCII unchanged. No tokenizer
+# makes more tokens than bytes of a text, apart from those that it adds before and after.
 MOST_BYTES_PER_BYTE, TOKENS_AROUND = 11, 16
 Arrays = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found. n rows that are used."""
+    """The result. n used rows."""
 
     lengths: npt.NDArray[np.int32]  # (n,) tokens; 0: not tokenised
-    used_ids: npt.NDArray[np.int64]  # that occur in the rows that were tokenised, in order
+    used_ids: npt.NDArray[np.int64]  # that occur in the tokenised rows, sorted
 
 
 def survey_prompts(
     rows: PromptRows, key: str, max_length: int | None, vocab_size: int | None, ranks: Ranks
 ) -> tuple[Survey, list[str]]:
-    """Look at all rows, or read what an earlier run found for this `key`, which stands for them.
+    """Check all rows, or read what an earlier run found for this `key`, which identifies them.
 
     `max_length`: a row with more tokens is tokenised in any case. `vocab_size`: of the model's
-    embedding, if it is known. Also returns lines for the log. Raises DataError for a row that is no
-    prompt.
+    embedding, if known. Also returns lines for the log. Raises DataError for a row that is not a
+    valid prompt.
     """
 
     def look() -> Survey:
         return _look_at_rows(rows, max_length, vocab_size)
 
-    if rows.images is not None:  # which may be others tomorrow, under the same names
+    if rows.images is not None:  # whose files may change under the same names
         return look(), []
-    # The key has the ids of the first rows alone, and a template may show others otherwise.
+    # The key has only the ids of the first rows, and a template may render others differently.
     template = getattr(rows.tokenizer, "chat_template", None), rows.template_kwargs
     key = fingerprint_of(key, template, max_length, vocab_size)
     arrays, notes = kept_arrays(key, len(rows), lambda: vars(look()), ranks)
@@ -63,9 +63,9 @@ def survey_prompts(
 def kept_arrays(
     key: str, num_rows: int, make: Callable[[], Arrays], ranks: Ranks
 ) -> tuple[Arrays, list[str]]:
-    """What `make` makes by looking at so many rows, or what was kept of it. -> also notes
+    """The result of `make` for so many rows, or the cached one. -> also notes
 
-    `key` stands for everything that it depends on. Rank 0 makes it, and the others read it.
+    `key` covers everything that it depends on. Rank 0 makes it, and the others read it.
     """
     if num_rows < ROWS_WORTH_KEEPING:
         return make(), []
@@ -99,7 +99,7 @@ def _look_at_rows(rows: PromptRows, max_length: int | None, vocab_size: int | No
         for row, one in zip(part, found, strict=True):
             if not one.ids:
                 what, where = f"prompt {row} has no tokens", f"data.prompt_column, row {row}"
-                fix = "give the row a prompt, or take it out"
+                fix = "give the row a prompt, or remove it"
                 refuse(where, what, fix, f"found {one.prompt!r:.80}", error=DataError)
             lengths[row] = len(one.ids)
             if _begins_twice(one.ids, rows):
@@ -134,14 +134,14 @@ def _largest_id(rows: PromptRows) -> int:
 
 
 def _is_plain_text(rows: PromptRows) -> bool:
-    """Whether the values of the column are what is tokenised, by a tokenizer that is known."""
+    """Whether the column's values are the tokenizer's input, for a tokenizer that is known."""
     feature = rows.data.features[rows.config.prompts_in]
     rendered = rows.conversational or rows.config.template is not None
     return bool(is_text(feature) and not rendered and rows.tokenizer.is_fast)  # type: ignore
 
 
 def _rows_to_tokenize(rows: PromptRows, max_length: int | None) -> list[int]:
-    """Of plain text: rows that may be too long, or wrong, and those with most bytes.
+    """For plain text: rows that may be too long or invalid, and those with most bytes.
 
     Raises DataError for a row without a value.
     """
@@ -151,7 +151,7 @@ def _rows_to_tokenize(rows: PromptRows, max_length: int | None) -> list[int]:
     for table in iter_tables(column):
         texts = table.column(0)
         if texts.null_count:
-            rows.render([start + pc.index(pc.is_null(texts), True).as_py()])  # says what is wrong
+            rows.render([start + pc.index(pc.is_null(texts), True).as_py()])  # raises the error
         size = pc.binary_length(texts).to_numpy().astype(np.int64)
         size[~pc.string_is_ascii(texts).to_numpy()] *= MOST_BYTES_PER_BYTE
         wrong = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0).to_numpy().copy()
@@ -173,14 +173,14 @@ def _begins_twice(ids: Sequence[int], rows: PromptRows) -> bool:
 
 def _two_beginnings(rows: PromptRows, twice: list[int]) -> Problem:
     tokenizer: Any = rows.tokenizer
-    who, fix = "the tokenizer", "leave it out of the prompts"
+    who, fix = "the tokenizer", "remove it from the prompts"
     if rows.conversational:
         who = "the chat template"
-        fix = f"{fix}, or model.chat_template=FILE.jinja of one that writes it once"
+        fix = f"{fix}, or model.chat_template=FILE.jinja, one that writes it once"
     first = list(rows.read(twice[:1])[0].ids[:5])
     return Problem(
         f"{len(twice)} prompts begin with two beginning-of-text tokens",
         f"data.prompt_column, row {twice[0]}",
-        f"first ids {first}: the text has {tokenizer.bos_token!r}, and {who} adds one more",
+        f"first ids {first}: the text has {tokenizer.bos_token!r}, and {who} adds another",
         fix,
     )

@@ -2,11 +2,11 @@
 
 An example is a question (`prompt`), its `answer`, the task's name, and `entry`, from which the
 reward `reasoning_gym` gets the question and the task's own scorer: reasoning-gym's dict written as
-a Python literal, or, where it holds objects, what it takes to make it again. (Not always the
-latter: four tasks ask something else in every process, because the order of a set decides.)
+a Python literal, or, if it holds objects, the arguments to create it again. (Not always the
+latter: four tasks differ in every process, because they depend on the order of a set.)
 
 Question i is drawn with the seed `data.task.seed` + i. Held-out questions have seeds that no
-training question has, and a training question that happens to equal one is left out.
+training question has, and training questions that happen to equal one are left out.
 """
 
 import ast
@@ -42,15 +42,15 @@ class TaskDataset(Protocol):
 
 def require_reasoning_gym(key: str = "data.path") -> None:
     """Raises MachineError when reasoning-gym is not installed."""
-    why = "its tasks, and the scorers of their answers, are in that package"
+    why = "that package has the tasks and the scorers"
     require_package(key, "reasoning-gym", "tasks", why)
 
 
 def task_rows(source: DataConfig, split: str) -> list[JsonObject]:
     """The rows of a split of `reasoning_gym:NAME`; made once, and kept in the cache.
 
-    Raises KeyError for a split that it does not have, MachineError without reasoning-gym, DataError
-    for a task or a difficulty that it does not know.
+    Raises KeyError for an unknown split, MachineError without reasoning-gym, DataError
+    for an unknown task or difficulty.
     """
     if split not in TASK_SPLITS:
         raise KeyError(split)
@@ -76,7 +76,7 @@ def difficulty_stages(config: TaskConfig) -> list[JsonObject]:
 
 
 def entry_score(entry: str, answer: str | None) -> float:
-    """What the task's own scorer gives an answer (None: no answer was found), usually 0 to 1.
+    """The task's own score of an answer (None: no answer was found), usually 0 to 1.
 
     entry: the column of that name. Raises MachineError without reasoning-gym.
     """
@@ -136,7 +136,7 @@ def _is_literal(question: JsonObject) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _entry_question(entry: str) -> tuple[TaskDataset, JsonObject]:
-    """The data set that an entry is of, and its question."""
+    """The data set and the question of an entry."""
     values = json.loads(entry)
     difficulty = json.dumps(values["difficulty"], sort_keys=True)
     dataset = _task_dataset(values["task"], values["seed"], values["size"], difficulty)
@@ -168,13 +168,13 @@ def _check_task(name: str, difficulty: JsonObject) -> None:
     if unknown:
         close = nearest_names(unknown[0], names)
         what = f"the task {name} has no difficulty {unknown[0]!r}"
-        fix = f"{(close or ['one of these'])[0]} in place of {unknown[0]}"
+        fix = f"{(close or ['one of these'])[0]} instead of {unknown[0]}"
         why = f"it has: {', '.join(names)}"
         refuse("data.task.difficulty", what, fix, why, error=DataError)
     try:
         _task_dataset(name, 0, 1, json.dumps(difficulty, sort_keys=True))[0]
-    except Exception as error:  # its validate() asserts; a value that it lets through fails later
+    except Exception as error:  # its validate() asserts; some bad values fail only later
         what = f"the task {name} refuses this difficulty"
         why = f"{json.dumps(difficulty)}: {type(error).__name__}: {error}"
-        fix = "correct the value that it names, or leave data.task.difficulty out"
+        fix = "correct the named value, or leave out data.task.difficulty"
         refuse("data.task.difficulty", what, fix, why, error=DataError)

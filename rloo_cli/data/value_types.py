@@ -1,6 +1,6 @@
-"""Converts the values of columns: data.types, and what pandas and Arrow leave in a file.
+"""Converts the values of columns: data.types, and artefacts of pandas and Arrow.
 
-Every conversion that is made is a line of the log, with a count.
+Every conversion is reported in the log, with a count.
 """
 
 import json
@@ -29,7 +29,7 @@ PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 def convert_value(value: object, kind: str) -> object:
     """A value as str, int, float or bool; None and blank text are None.
 
-    Raises ValueError for one that has no such form: 2.5 is not an int.
+    Raises ValueError if it cannot be converted: 2.5 is not an int.
     """
     if value is None or (kind != "str" and isinstance(value, str) and not value.strip()):
         return None
@@ -52,7 +52,7 @@ def convert_value(value: object, kind: str) -> object:
 def convert_row(
     row: JsonObject, number: int, types: Mapping[str, str], changed: Counter[str]
 ) -> JsonObject:
-    """A row with the columns of data.types converted, which are counted in `changed`.
+    """A row with the columns of data.types converted, and counted in `changed`.
 
     Raises DataError.
     """
@@ -67,7 +67,7 @@ def convert_row(
 def convert_columns(data: "Dataset", types: Mapping[str, str]) -> tuple["Dataset", list[str]]:
     """The data with the columns of data.types converted, and a line for each that changed.
 
-    Raises DataError for a column that is not there, and with the row for a value.
+    Raises DataError for a missing column, and for a value with its row.
     """
     changed: Counter[str] = Counter()
     for column, kind in types.items():
@@ -105,17 +105,17 @@ def nested_columns(data: "Dataset", names: Sequence[str]) -> "Dataset":
         if name in data.column_names or not roots:
             continue
         column = data.select_columns([max(roots, key=len)])
-        if is_field_of_rows(iter_rows(column), name):  # else it is said as a missing column
+        if is_field_of_rows(iter_rows(column), name):  # else it is reported as a missing column
             found = dataset_of_rows({name: field_or_none(row, name)} for row in iter_rows(column))
             data = with_column(data, found)
     return data
 
 
 def clean_columns(data: "Dataset") -> tuple["Dataset", list[str]]:
-    """The data without what pandas leaves in files: its index, and NaN for None.
+    """The data without artefacts of pandas: its index, and NaN for None.
 
-    Also returns lines that say so, and that name columns whose types may surprise a reward: text
-    that was read as dates, whole numbers that became floats beside empty cells.
+    Also returns lines that report this, and columns whose types may surprise a reward: text
+    read as dates, whole numbers that became floats because of empty cells.
     """
     notes = []
     index = [c for c in data.column_names if PANDAS_INDEX.fullmatch(c)]
@@ -128,7 +128,7 @@ def clean_columns(data: "Dataset") -> tuple["Dataset", list[str]]:
             data, more = _clean_floats(data, column)
             notes += more
         elif dtype.startswith(("timestamp", "date", "time")):
-            how = "a reward is given datetimes, not text"
+            how = "rewards get datetimes, not text"
             notes.append(f"column {column} holds {len(data)} dates or times: {how}")
     return data, notes
 
@@ -147,7 +147,7 @@ def _clean_floats(data: "Dataset", column: str) -> tuple["Dataset", list[str]]:
         count = len(values) - values.null_count
         key = f"data.types={{{column}: int}}"
         notes.append(
-            f"column {column} holds {count} whole numbers as floats, as pandas does: {key}"
+            f"column {column} holds {count} whole numbers as floats, an effect of pandas: {key}"
         )
     return data, notes
 

@@ -1,11 +1,11 @@
 """A vision-language model's processor: from images and text to token ids and tensors.
 
-Without torchvision, transformers' processors of PIL are used, and a processor whose class has a
-part for videos is built without it: only that part wants torchvision.
+Without torchvision, transformers' PIL processors are used, and a processor class with a video part
+is built without it: only that part needs torchvision.
 
-How many tokens an image becomes depends on its size alone, so the text that stands for an image is
-kept by size: prompts are tokenised at the start without computing their tensors. When a prompt is
-sampled its images are processed for real, and must become the same ids.
+How many tokens an image becomes depends only on its size, so the text that represents an image is
+cached by size: prompts are tokenised at the start without computing tensors. When a prompt is
+sampled its images are really processed, and must give the same ids.
 """
 
 from collections.abc import Sequence
@@ -65,9 +65,9 @@ class VisionProcessor:
         """
         count = text.count(self.processor.image_token)
         if count != len(sizes):
-            what = f"the chat template writes {count} images, and the prompt has {len(sizes)}"
+            what = f"the chat template renders {count} images, but the prompt has {len(sizes)}"
             why = f"{self.processor.image_token!r} stands for an image in {text[:200]!r}"
-            fix = "model.chat_template=FILE.jinja of one that shows parts of type image"
+            fix = "model.chat_template=FILE.jinja, one that renders parts of type image"
             refuse("model.chat_template", what, fix, why, error=DataError)
         if not sizes:
             return self.plain_ids(text)
@@ -76,7 +76,7 @@ class VisionProcessor:
         return self.plain_ids(expanded[0])
 
     def _text_of(self, size: tuple[int, int]) -> str:
-        """The text that stands for an image of this size."""
+        """The text that represents an image of this size."""
         if size not in self._text_by_size:
             from PIL import Image  # lazy: a run without images does not need Pillow
 
@@ -93,11 +93,11 @@ class VisionProcessor:
         return self._text_by_size[size]
 
     def num_tokens(self, size: tuple[int, int]) -> int:
-        """The tokens of an image of this size (width, height) that stand for a part of it."""
+        """The tokens of an image of this size (width, height) that stand for its parts."""
         return self.plain_ids(self._text_of(size)).count(self.image_token_id)
 
     def tensors_of(self, images: "Sequence[Image]") -> tuple[dict[str, Tensor], int]:
-        """What the tower takes for images by themselves, and the tokens that they become."""
+        """The tower's inputs for images without a prompt, and their tokens."""
         text = self.processor.image_token * len(images)
         ids = self.expand_prompt(text, [image.size for image in images])
         return self.image_tensors(text, images, ids), ids.count(self.image_token_id)
@@ -112,23 +112,23 @@ class VisionProcessor:
     def image_tensors(
         self, text: str, images: "Sequence[Image]", prompt_ids: Sequence[int]
     ) -> dict[str, Tensor]:
-        """What the tower takes for the images of a prompt, by the names of the family.
+        """The tower's inputs for the images of a prompt, by the names of the family.
 
-        Raises DataError if the images become other ids than `prompt_ids`, or unknown tensors.
+        Raises DataError if the images give other ids than `prompt_ids`, or unknown tensors.
         """
         made = self.processor(
             images=[list(images)], text=[text], return_tensors="pt", add_special_tokens=False
         )
         odd = sorted({*made} - OTHER_OUTPUTS - {*self.family.tensor_names})
         if odd:
-            what = f"{type(self.processor).__name__} makes {', '.join(odd)} of images"
-            why = f"rloo knows {', '.join(self.family.tensor_names)} of this kind of model"
-            fix = "another model.path; and please report it, with the model's name"
+            what = f"{type(self.processor).__name__} returns {', '.join(odd)} for images"
+            why = f"rloo knows {', '.join(self.family.tensor_names)} for this kind of model"
+            fix = "use another model.path, and please report the model's name"
             refuse("model.path", what, fix, why, error=DataError)
         if made["input_ids"][0].tolist() != list(prompt_ids):
             why = f"{len(prompt_ids)} then, {made['input_ids'].shape[1]} tokens now"
-            what = "a prompt's images are not those that it was tokenised with"
-            refuse("data.path", what, "leave the files as they are in a run", why, error=DataError)
+            what = "a prompt's images have changed since it was tokenised"
+            refuse("data.path", what, "do not change the files during a run", why, error=DataError)
         return {name: made[name] for name in self.family.tensor_names}
 
 
@@ -137,8 +137,8 @@ def load_vision_processor(
 ) -> VisionProcessor:
     """Load the processor of the policy's model.
 
-    Raises DataError for a model that takes no images, ConfigError for a processor that cannot be
-    loaded, MachineError for a package that it lacks.
+    Raises DataError for a model without image input, ConfigError for a processor that cannot be
+    loaded, MachineError for a missing package.
     """
     import transformers  # lazy: only runs with images
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # lazy: as above
@@ -158,18 +158,18 @@ def load_vision_processor(
         processor = processor_class.from_pretrained(path, **options)
     except ImportError as error:
         what = f"{name} cannot be loaded"
-        fix = "pip install 'rloo-cli[images]', or the package that it names"
+        fix = "pip install 'rloo-cli[images]', or the named package"
         refuse("model.path", what, fix, error, error=MachineError)
-    except Exception as error:  # what a damaged file makes a library raise
+    except Exception as error:  # libraries may raise anything for a damaged file
         what = f"the processor of {config.path} cannot be loaded"
-        fix = "model.path=FOLDER or NAME with whole files of its processor"
+        fix = "model.path=FOLDER or NAME with complete processor files"
         refuse("model.path", what, fix, error)
     token_id = transformers.AutoConfig.from_pretrained(path, **options).image_token_id
     return VisionProcessor(processor, tokenizer, family, int(token_id))
 
 
 def without_video_part(processor_class: Any) -> Any:
-    """The processor's class without its part for videos, which wants torchvision."""
+    """The processor's class without its video part, which needs torchvision."""
     names = [n for n in processor_class.get_attributes() if n != VIDEO_ATTRIBUTE]
     members = {"get_attributes": classmethod(lambda cls: names)}
     return type(processor_class.__name__, (processor_class,), members)
@@ -179,7 +179,7 @@ def merge_image_tensors(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]
     """The tensors of several prompts as those of one, in order.
 
     Idefics' tensors (1, tiles, ...) are of a whole prompt: their tiles are joined. LLaVA-NeXT's
-    pixels (images, tiles, 3, H, W) are padded to the most tiles, of which the tower takes as many
+    pixels (images, tiles, 3, H, W) are padded to the most tiles, of which the tower uses as many
     as the image's size says.
     """
     of_whole_prompts = "pixel_attention_mask" in parts[0]

@@ -16,7 +16,7 @@ def check_prompt_ids(
     vocab_size: int | None,
     prompts: Mapping[str | None, Prompts],
 ) -> list[str]:
-    """Check that the embedding has every token of the prompts. -> notes on other tokens it lacks
+    """Check that the embedding has every token of the prompts. -> notes on unused tokens it lacks
 
     `vocab_size`: of the embedding, None = not known. `prompts`: by split. Raises ConfigError.
     """
@@ -25,9 +25,9 @@ def check_prompt_ids(
     used = {int(i) for split in prompts.values() for i in split.used_ids if i >= vocab_size}
     if used:
         shown = ", ".join(repr(t) for t in tokenizer.convert_ids_to_tokens(sorted(used)[:5]))
-        why = f"the prompts use {shown}; the largest id is {max(used)}, and {vocab_size} are known"
-        fix = "model.tokenizer=the one of this model, or a model whose embedding was enlarged"
-        what = f"{len(used)} tokens of the prompts are unknown to the model"
+        why = f"the prompts use {shown}; the largest is {max(used)}, the model has {vocab_size}"
+        fix = "model.tokenizer=this model's own, or a model with a larger embedding"
+        what = f"{len(used)} tokens of the prompts are not in the model's embedding"
         refuse("model.tokenizer", what, fix, why)
     count = len(tokenizer)
     if count > vocab_size:
@@ -45,18 +45,18 @@ def check_reference_tokenizer(
     theirs, added = reference.get_vocab(), tokenizer.get_added_vocab()
     ours = tokenizer.get_vocab().items()
     odd = sorted((i, token) for token, i in ours if token not in added and theirs.get(token) != i)
-    shown = ", ".join(f"{t!r} is {i} and {theirs.get(t, 'nothing')}" for i, t in odd[:3])
+    shown = ", ".join(f"{t!r} is {i} and {theirs.get(t, 'missing')}" for i, t in odd[:3])
     why = f"{len(odd)} tokens have another id in the reference's tokenizer: {shown}"
     fix = "model.ref_path=a model of the policy's family, or null"
-    what = "policy and reference differ in vocabulary"
+    what = "policy and reference have different vocabularies"
     refuse("model.ref_path", what, fix, why)
 
 
 def check_vocabulary_sizes(policy_size: int, reference_size: int) -> None:
     """Raise ConfigError if policy and reference do not have the same number of tokens."""
     if policy_size != reference_size:
-        why = f"the policy knows {policy_size} tokens, the reference {reference_size}"
-        what = "policy and reference differ in vocabulary"
+        why = f"the policy has {policy_size} tokens, the reference {reference_size}"
+        what = "policy and reference have different vocabularies"
         refuse("model.ref_path", what, "model.ref_path=null", why)
 
 
@@ -67,18 +67,18 @@ def same_token_ids(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizer
 
 
 def check_stop_tokens(ids: Iterable[int], vocab_size: int, config: GenerationConfig) -> None:
-    """Check that a completion can end before its longest length. Raises ConfigError.
+    """Check that a completion can end before its length limit. Raises ConfigError.
 
     `ids`: the tokens that end a completion; `vocab_size`: of the embedding.
     """
     if config.ignore_eos or config.stop or any(0 <= i < vocab_size for i in ids):
         return
-    answer = "neither says one"
+    answer = "neither has one"
     if ids:
-        answer = f"the ids {sorted(ids)} are none of its {vocab_size} tokens"
-    why = f"tokenizer and model were asked for their end-of-text token: {answer}"
+        answer = f"the ids {sorted(ids)} are not among its {vocab_size} tokens"
+    why = f"looked for an end-of-text token in tokenizer and model: {answer}"
     fix = (
         "generation.stop_token_ids=[ID], or generation.stop=[TEXT], or"
         " generation.ignore_eos=true for completions of full length"
     )
-    refuse("generation.stop_token_ids", "no token ends a completion", fix, why)
+    refuse("generation.stop_token_ids", "no token can end a completion", fix, why)

@@ -1,11 +1,11 @@
-"""Reads a file of the web whose address a data set names: bounded, and from nowhere else.
+"""Reads a file of the web whose address a data set names, with limits and only from public hosts.
 
-Whoever wrote the data chooses the address, and this machine asks. So it is http or https only, with
-a limit on bytes and on time; and no address of this machine, of its network or of a cloud's own
-services (169.254.169.254) is asked, however it is spelt: the name is resolved once, every address
-that it has is looked at, and the connection goes to one that was. Each redirect is checked alike,
-and none leaves https. Through a proxy of the environment, names that only the proxy can resolve are
-its own affair.
+The author of the data chooses the address, and this machine sends the request. So only http and
+https are allowed, with limits on bytes and time; addresses of this machine, of its network or of
+a cloud's own services (169.254.169.254) are refused, however they are spelt: the name is resolved
+once, every address that it has is checked, and the connection goes to a checked one. Redirects are
+checked alike, and none leaves https. Names that only an environment's proxy can resolve are left
+to the proxy.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ class FetchRefused(ValueError):
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """What one file may take, and where it may come from."""
+    """The limits for one file, and the allowed hosts."""
 
     num_bytes: int
-    seconds: float  # of all, redirects included
+    seconds: float  # in total, redirects included
     private: bool = False  # addresses of this machine and its network too
 
 
@@ -39,7 +39,7 @@ def fetch_web_file(url: str, limits: FetchLimits) -> bytes:
     try:
         return http.run_in_event_loop(_follow_redirects(url, limits))
     except TimeoutError:
-        raise FetchRefused(f"it was not there within {limits.seconds:g} s") from None
+        raise FetchRefused(f"it was not read within {limits.seconds:g} s") from None
     except http.RequestFailed as failed:
         raise FetchRefused(failed.why) from None
     except web_addresses.PrivateAddress as error:
@@ -64,14 +64,14 @@ def _redirect_target(url: str, location: str) -> str:
         target = urljoin(url, location)
         scheme, before = urlsplit(target).scheme, urlsplit(url).scheme
     except ValueError as error:
-        raise FetchRefused(f"it redirects to what is not an address: {error}") from None
+        raise FetchRefused(f"it redirects to an invalid address: {error}") from None
     if scheme not in SCHEMES or (before == "https" and scheme == "http"):
         raise FetchRefused(f"it redirects from {before} to {scheme or 'nothing'}: {target!r:.80}")
     return target
 
 
 async def _request_once(url: str, limits: FetchLimits) -> http.HttpAnswer:
-    """The answer of the first of the host's addresses that takes a connection."""
+    """The answer of the first of the host's addresses that accepts a connection."""
     from yarl import URL  # lazy: aiohttp's, which a run without such images does not need
 
     try:
@@ -81,17 +81,17 @@ async def _request_once(url: str, limits: FetchLimits) -> http.HttpAnswer:
         target = URL(urlunsplit((parts.scheme, netloc, path, query, "")), encoded=True)
         host, port, user = target.raw_host or "", target.port or 0, target.raw_user
     except ValueError as error:
-        raise FetchRefused(f"it is not an address: {error}") from None
+        raise FetchRefused(f"it is not a valid address: {error}") from None
     if target.scheme not in SCHEMES or not host:
         raise FetchRefused("it is not an http or https address")
     if user is not None:
-        raise FetchRefused("it holds a user's name")
+        raise FetchRefused("it contains a user name")
     proxy = http.environment_proxy(url)
     try:
         hosts = await web_addresses.resolve_host(host, port, limits.private)
     except OSError as error:
         if proxy is None:
-            raise FetchRefused(f"its host is not known: {error}") from None
+            raise FetchRefused(f"its host cannot be resolved: {error}") from None
     if proxy is not None:
         hosts = [host]
     headers = HEADERS | {"Host": netloc}

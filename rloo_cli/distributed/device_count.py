@@ -14,7 +14,7 @@ VISIBLE_DEVICES_VARIABLE, DEVICE_ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_
 
 
 def local_process_count(spread: DistributedConfig, generation: GenerationConfig) -> int:
-    """Processes that train on each machine: as the config says, else one per GPU that the run's own
+    """Processes that train on each machine: set by the config, else one per GPU that the run's own
     rollout server leaves, 1 without GPUs."""
     if spread.engine == "single":
         return 1
@@ -22,8 +22,8 @@ def local_process_count(spread: DistributedConfig, generation: GenerationConfig)
 
 
 def local_server_gpus(generation: GenerationConfig) -> int:
-    """GPUs that a rollout server takes which this run starts beside its trainer; 0 where it starts
-    none: another backend, a server elsewhere, nodes of their own that serve."""
+    """GPUs of a rollout server that this run starts besides its trainer; 0 if it starts none:
+    another backend, a server elsewhere, separate serving nodes."""
     keys: Any = generation.own_keys
     if not generation.is_server or keys.base_url is not None or keys.num_nodes:
         return 0
@@ -31,21 +31,21 @@ def local_server_gpus(generation: GenerationConfig) -> int:
 
 
 def gpus_per_server(generation: GenerationConfig) -> int:
-    """GPUs that one rollout server of this run takes, wherever it is."""
+    """GPUs that one rollout server of this run uses, wherever it is."""
     keys: Any = generation.own_keys
     size: int = keys.tensor_parallel_size * keys.data_parallel_size
     return size
 
 
 def hidden_gpu_evidence() -> str:
-    """What says that this machine has GPUs, for an error where torch sees none; "" = nothing, or
+    """Evidence that this machine has GPUs, for an error if torch sees none; "" = none, or
     they are hidden on purpose (CUDA_VISIBLE_DEVICES is empty or -1)."""
     if os.environ.get(VISIBLE_DEVICES_VARIABLE) in ("", "-1"):
         return ""
     given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if given.isdigit() and int(given):
         return f"SLURM_GPUS_ON_NODE={given}"
-    return "/dev/nvidiactl is there" if Path("/dev/nvidiactl").exists() else ""
+    return "/dev/nvidiactl exists" if Path("/dev/nvidiactl").exists() else ""
 
 
 @cache
@@ -62,7 +62,7 @@ def _nvidia_smi_gpus(path: str) -> tuple[str, ...]:
 def visible_gpus() -> list[str]:
     """GPUs visible to this process, as CUDA_VISIBLE_DEVICES or nvidia-smi names them."""
     chosen = os.environ.get(VISIBLE_DEVICES_VARIABLE)
-    if chosen == "NoDevFiles":  # an older Slurm's word for none
+    if chosen == "NoDevFiles":  # an older Slurm's value for none
         return []
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",")]
@@ -74,9 +74,9 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_uuids(gpus: Sequence[str]) -> list[str]:
-    """The UUIDs of GPUs that `visible_gpus` names, by nvidia-smi.
+    """The UUIDs, by nvidia-smi, of the GPUs in `visible_gpus`.
 
-    A name that it does not list stays as it is. UUIDs of different machines differ.
+    A name that it does not list is unchanged. UUIDs of different machines differ.
     """
     listed = _listed_gpus()
     numbered = {str(number): uuid for number, uuid in enumerate(listed)}
@@ -92,10 +92,10 @@ def _listed_gpus() -> tuple[str, ...]:
 
 
 def numbered_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
-    """The variables that show a process these GPUs by number, for a program that reads no UUIDs.
+    """The variables that show a process these GPUs by number, for a program without UUID support.
 
-    nvidia-smi numbers GPUs in the order of the PCI bus, and CUDA only where it is told to. A name
-    that nvidia-smi does not list stays as it is.
+    nvidia-smi numbers GPUs by PCI bus order, CUDA only if told to. A name
+    that nvidia-smi does not list is unchanged.
     """
     listed = _listed_gpus()
     numbers = {g: i for g in gpus for i, uuid in enumerate(listed) if g and uuid.startswith(g)}

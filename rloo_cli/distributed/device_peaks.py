@@ -1,7 +1,7 @@
-"""The peaks of GPUs by their makers' data sheets: the one table of them.
+"""The peak performance of GPUs by their makers' data sheets, in one table.
 
-`perf/mfu` divides by a peak; `rloo plan` takes the share of it that programs reach. What a matrix
-product reaches on one machine is another number (bench/gpu.py measures it), and lower. Without
+`perf/mfu` divides by a peak; `rloo plan` uses the share of it that programs reach. The speed of a
+matrix product on one machine is another, lower number (bench/gpu.py measures it). Without
 torch.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What a GPU could do at most."""
+    """A GPU's peak."""
 
     flops_per_s: float  # bfloat16 products of dense matrices, summed in float32
     bytes_per_s: float  # of its memory
@@ -31,7 +31,7 @@ DEVICE_PEAKS = {
 def find_device_kind(device_name: str) -> str | None:
     """The name in `DEVICE_PEAKS` of a GPU by the driver's name, such as NVIDIA A100-SXM4-80GB.
 
-    None for a GPU that is not in the table, and for a part of one (MIG). Whole words decide: an
+    None for a GPU that is not in the table, and for a part of one (MIG). Whole words count: an
     A10G is not an A10, nor an L40S an L4.
     """
     words = re.split(r"[\s-]+", device_name)
@@ -40,6 +40,6 @@ def find_device_kind(device_name: str) -> str | None:
 
 
 def find_peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its data sheet; None for one that is not in the table."""
+    """Dense bfloat16 FLOP/s of a GPU by its data sheet; None if it is not in the table."""
     kind = find_device_kind(device_name)
     return None if kind is None else DEVICE_PEAKS[kind].flops_per_s

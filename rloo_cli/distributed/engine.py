@@ -1,7 +1,7 @@
-"""What the loop asks of a parallel engine, and the two plainest: one process, and DDP.
+"""The interface of a parallel engine, and the two simplest: one process, and DDP.
 
 An engine distributes a policy's weights, builds the optimizer that goes with them, and runs each
-backward pass. A loss is divided by what the whole update counts, over all ranks, so the ranks'
+backward pass. A loss is divided by a count over the whole update and all ranks, so the ranks'
 gradients add up: if a library averages them, its engine multiplies by the number of ranks.
 """
 
@@ -23,9 +23,9 @@ from rloo_cli.policy.value import ValueModel
 class ParallelEngine:
     """One process, which has everything."""
 
-    lockstep = False  # ranks meet in every forward and backward: they run equally many
+    lockstep = False  # ranks synchronise in every forward and backward
     sharded = False  # no rank holds all weights
-    value_model: ValueModel | None = None  # a second model that learns
+    value_model: ValueModel | None = None  # a second trained model
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ParallelEngine:
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer works in the CPU's memory for a model that computes on a GPU."""
+        """Whether the optimizer works in CPU memory for a model that computes on a GPU."""
         return self.distributed_config.offload != "none" and self.world.device.type == "cuda"
 
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
@@ -66,7 +66,7 @@ class ParallelEngine:
         loss.backward()
 
     def skip_micro_batch(self, is_last: bool) -> None:
-        """Note that this rank has no micro-batch where others have one, and no dummy pass."""
+        """Record that this rank has no micro-batch when others have one, and no dummy pass."""
 
     @contextmanager
     def gathered_parameters(
@@ -74,7 +74,7 @@ class ParallelEngine:
     ) -> Iterator[list[Tensor]]:
         """These weights, whole. All ranks enter and leave the context together.
 
-        `dtype`: they may be cast to it before they are sent; None = as they are.
+        `dtype`: they may be cast to it before they are sent; None = unchanged.
         """
         yield [p.detach() for p in parameters]
 
@@ -84,7 +84,7 @@ class DDPEngine(ParallelEngine):
 
     Gradients are summed once per update, of float32 masters if weights are half precision, and not
     by torch's DistributedDataParallel: an update has many micro-batches here, of which ranks may
-    have unequal numbers, and sums in bfloat16 would lose what the masters keep. In the backward
+    have unequal numbers, and sums in bfloat16 would lose the masters' precision. In the backward
     pass of the last micro-batch they are sent as they become complete (`overlap`).
     """
 

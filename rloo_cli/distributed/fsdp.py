@@ -1,14 +1,14 @@
 """`fsdp2`: weights, gradients and optimizer state in shards, by torch's `fully_shard`.
 
 Each decoder layer is a unit that is gathered for its own forward and backward; embeddings and head
-belong to the root, which is the `Scorer`: whatever asks for logits asks through it. Weights of half
+belong to the root, which is the `Scorer`: all calls for logits go through it. Weights of half
 precision are shards of float32 (they are the masters) that are gathered in half precision, and
 gradients are summed in float32.
 
-accelerate's `fsdp2_prepare_model` calls the same torch function, and is not used: it wants the
+accelerate's `fsdp2_prepare_model` calls the same torch function, but it needs the
 whole model on each rank or a whole state dict on rank 0 (accelerate 1.15, utils/fsdp_utils.py:828),
-where weights come unit by unit here; it has one mesh (:773), where a frozen model has a group of
-its own; and it has no way on a CPU (state.py:1010).
+whereas weights come unit by unit here; it has one mesh (:773), whereas a frozen model has its own
+group here; and it does not support CPUs (state.py:1010).
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ class FSDPEngine(ParallelEngine):
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Shard the policy, whose weights come from rank 0 unit by unit. -> its optimizer"""
         train, distributed = self.train_config, self.distributed_config
-        # Adapters are float32 over a base of any dtype, and cast where they are multiplied.
+        # Adapters are float32 over a base of any dtype, and cast when they are multiplied.
         keeps_masters = distributed.master_weights == "float32"
         has_masters = keeps_masters and not lora.has_adapter(policy.model)
         self._shard(policy, torch.float32 if has_masters else None)
@@ -82,7 +82,7 @@ class FSDPEngine(ParallelEngine):
 
     def distribute_frozen(self, policy: Policy) -> None:
         """Shard a policy that is never trained, in its own dtype."""
-        # In a group of its own: ranks that gathered two models in different orders would get each
+        # In its own group: ranks that gathered two models in different orders would get each
         # other's weights in one group, and wait for each other in two.
         group = dist.new_group(timeout=timedelta(seconds=self.distributed_config.timeout_s))
         self._shard(policy, None, DeviceMesh.from_group(group, self.world.device.type))
@@ -90,7 +90,7 @@ class FSDPEngine(ParallelEngine):
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Run a backward pass, in which FSDP averages gradients.
 
-        With `reduce=last` it does so in the update's last one only: they are sent once, and held
+        With `reduce=last` it does so only in the update's last one: they are sent once, and held
         whole until then.
         """
         assert self.root_module is not None
@@ -125,7 +125,7 @@ class FSDPEngine(ParallelEngine):
         policy.meta_weights = None
 
     def _shard_value(self, value: ValueModel, storage_dtype: torch.dtype | None) -> None:
-        """Shard a value model. Its head, which is float32 in every pass, is a unit of its own."""
+        """Shard a value model. Its head, which is float32 in every pass, is its own unit."""
         weights, model = value.meta_weights, value.model
         self._shard_units([value.head], weights, torch.float32, None)
         units = [*gather.decoder_layers(model), value.forward_module]
@@ -175,7 +175,7 @@ def check_trained_dtypes(model: nn.Module, keys: LoraConfig | None, engine: str)
     value = keys.modules_to_save or keys.bias
     names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
     what = f"{key} = {value} does not go with distributed.engine = {engine}"
-    why = f"what is trained would be {names}, and shards of one layer are reduced in one dtype"
+    why = f"trained weights would be {names}, but shards of one layer are reduced in one dtype"
     good = "[]" if keys.modules_to_save else "none"
     fix = f"{key}={good}, or model.dtype=float32, or distributed=zero2"
     refuse(key, what, fix, why)

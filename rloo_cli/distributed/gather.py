@@ -1,6 +1,6 @@
-"""Fills and gathers a sharded model unit by unit: what lies around the layers, then each layer.
+"""Fills and gathers a sharded model unit by unit: the parts around the layers, then each layer.
 
-A model that is to be sharded is loaded on rank 0 alone, in the CPU's memory; the other ranks have
+A model that is to be sharded is loaded only on rank 0, in CPU memory; the other ranks have
 it on torch's `meta` device. Its weights are then sent unit by unit, and each rank keeps its share:
 no rank ever holds more than one whole unit beside its shards.
 """
@@ -24,7 +24,7 @@ Rank0Tensors = dict[str, Tensor] | None  # rank 0: every tensor of the real mode
 
 
 class WeightGatherer(Protocol):
-    """An engine, of which gathering its weights is asked."""
+    """An engine that can gather its weights."""
 
     def gathered_parameters(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
@@ -34,13 +34,13 @@ class WeightGatherer(Protocol):
 def decoder_layers(model: "PreTrainedModel") -> list[nn.Module]:
     """The decoder layers, in order: the modules of the list that is as long as the config says."""
     count = model.config.get_text_config().num_hidden_layers
-    modules = vision.language_modules(model)  # a tower may have as many layers
+    modules = vision.language_modules(model)  # a tower may have the same number of layers
     lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(lists[0]) if lists else []
 
 
 def parameters_by_unit(model: "PreTrainedModel") -> list[dict[str, nn.Parameter]]:
-    """Parameters by name, in the model's order of units: what no layer has, then each layer's."""
+    """Parameters by name, in the model's order of units: those outside layers, then by layer."""
     of_layer = {
         id(p): n for n, layer in enumerate(decoder_layers(model)) for p in layer.parameters()
     }
@@ -52,7 +52,7 @@ def parameters_by_unit(model: "PreTrainedModel") -> list[dict[str, nn.Parameter]
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor that belongs to a model, by the path of its attribute: parameters, buffers and
-    what modules hold beside them. A tied one has several names."""
+    other tensors in modules. A tied one has several names."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in _module_tensors(module):
@@ -71,12 +71,12 @@ def materialize_unit(
 ) -> None:
     """Give a unit on the meta device its weights, from rank 0, on this rank's device.
 
-    Trained weights are stored in `dtype` if one is given. Tensors that are filled already stay.
+    Trained weights are stored in `dtype` if given. Tensors that are filled already stay.
     """
     if meta_weights is None:
         return
     filled: dict[int, Tensor] = {}  # of this unit: a tied weight stays one
-    shells = []  # their ids must not be another's meanwhile
+    shells = []  # kept alive so that their ids stay unique
     for path, module in meta_weights.modules_of(unit):
         for name, shell in list(_module_tensors(module)):
             if not shell.is_meta:
@@ -120,7 +120,7 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 class MetaWeights:
-    """A model without weights, and on rank 0 those that it is to get."""
+    """A model without weights, and on rank 0 the weights that it will get."""
 
     def __init__(self, meta_model: nn.Module, model: nn.Module | None):
         self.module_paths = {
@@ -138,8 +138,8 @@ class MetaWeights:
 def iter_gathered_adapter(
     engine: "WeightGatherer", model: "PreTrainedModel"
 ) -> Iterator[dict[str, Tensor]]:
-    """The trained adapter of a model, whole, by the names of peft's files: in one piece, as an
-    adapter is small. In the dtype that is trained."""
+    """The trained adapter of a model, whole, by the names of peft's files: in one piece, since an
+    adapter is small. In the trained dtype."""
     parameters = lora.adapter_parameters(model)
     with engine.gathered_parameters(list(parameters.values())) as tensors:
         yield dict(zip(parameters, tensors, strict=True))

@@ -1,7 +1,7 @@
 """Loads a model that is to be sharded: rank 0 has its weights in CPU memory, all ranks a shell.
 
 The shell is on torch's `meta` device and takes no memory. The engine fills it unit by unit
-(`gather.materialize_unit`), and what rank 0 has sent it forgets.
+(`gather.materialize_unit`), and rank 0 frees what it has sent.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ ReadModel = Callable[[], PreTrainedModel]  # on rank 0, in CPU memory
 def load_policy_shell(
     keys: ModelConfig, seed: int, world: World, checkpoint: Path | None, has_reference: bool
 ) -> tuple[PreTrainedModel, gather.MetaWeights]:
-    """Load the model that learns, with its adapter if it has one. -> its shell, its weights
+    """Load the trained model, with its adapter if it has one. -> its shell, its weights
 
-    `has_reference`: on the same base a reference may need a second adapter. Raises what
-    `lora.load_trained_model` raises, on all ranks.
+    `has_reference`: on the same base a reference may need a second adapter. Raises the errors of
+    `lora.load_trained_model`, on all ranks.
     """
     second = has_reference and reference.needs_reference_adapter(keys)
 
@@ -47,7 +47,7 @@ def load_policy_shell(
 def attach_empty_adapters(
     shell: PreTrainedModel, keys: ModelConfig, seed: int, second: bool
 ) -> None:
-    """Attach adapters without values to a shell. `second`: that of the reference too."""
+    """Attach adapters without values to a shell. `second`: also the reference's."""
     assert keys.lora is not None
     lora.attach_adapter(shell, keys.lora, seed)
     if second:
@@ -99,7 +99,7 @@ def load_causal_shell(
 ) -> tuple[PreTrainedModel, gather.MetaWeights]:
     """Load a language model by `read`, on rank 0. -> its shell, its weights
 
-    `prepare`: what is done to a shell before its modules are compared with the model's.
+    `prepare`: changes to a shell before its modules are compared with the model's.
     """
     loaded: list[PreTrainedModel] = []
 
@@ -124,5 +124,5 @@ def load_classifier_shell(
         return config
 
     shell = load.build_meta_classifier(keys, world.run_on_rank0(read_config), world.device)
-    shell.config.architectures = [type(shell).__name__]  # the language model's until now
+    shell.config.architectures = [type(shell).__name__]  # so far the language model's
     return shell, gather.MetaWeights(shell, loaded[0] if loaded else None)

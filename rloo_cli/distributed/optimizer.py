@@ -1,7 +1,7 @@
 """The optimizer, its schedule, and the step: check the numbers, clip, step.
 
-Weights in bfloat16 or float16 get float32 masters here: an update of 1e-6 is lost in bfloat16
-otherwise, silently. The optimizer only ever sees float32.
+Weights in bfloat16 or float16 get float32 masters here: otherwise an update of 1e-6 is silently
+lost in bfloat16. The optimizer only ever sees float32.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from rloo_cli.utils.errors import StorageError, refuse
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 
-# Of each update it is seen whether it changed these: one that the dtype rounds away trains nothing.
+# These are compared before and after each update: if the dtype rounds it away, nothing trains.
 SAMPLED_TENSORS, SAMPLED_NUMBERS = 16, 256
 
 
@@ -35,14 +35,14 @@ def _abort_nothing() -> None:
 
 
 class TrainingOptimizer(Protocol):
-    """What the loop and the checkpoints ask of an engine's optimizer (`Optimizer`)."""
+    """The interface of an engine's optimizer for the loop and the checkpoints (`Optimizer`)."""
 
     inner: torch.optim.Optimizer
     schedule: LRScheduler
     names: list[str]  # of the trained parameters
     weights: list[nn.Parameter]
     max_grad_norm: float | None
-    weight_changes: dict[str, Tensor]  # of the last update; {} where they cannot be seen
+    weight_changes: dict[str, Tensor]  # of the last update; {} if not available
 
     @property
     def parts(self) -> "Sequence[TrainingOptimizer]": ...  # those with a torch optimizer each
@@ -63,8 +63,8 @@ class Optimizer:
     """AdamW (or the user's), schedule and clipping over a model's trainable parameters.
 
     Sharded weights (DTensors) are updated shard by shard. `reduce_gradients` sums gradients over
-    ranks that have a copy each, `abort_reduce` ends a sum that is given up. `value_module` is a
-    second model that learns with it; its names get a prefix. `offloaded`: weights and state lie in
+    ranks that have a copy each, `abort_reduce` cancels a sum. `value_module` is a
+    second trained model; its names get a prefix. `offloaded`: weights and state are in
     the CPU's memory while the model computes on a GPU.
     """
 
@@ -95,7 +95,7 @@ class Optimizer:
         self.schedule = build_lr_schedule(self.inner, config, num_updates)
         self.reduce_gradients: Callable[[Sequence[Tensor]], None] = _reduce_nothing
         self.abort_reduce: Callable[[], None] = _abort_nothing
-        # Names of float32 shards that are gathered in less: masters of what computes.
+        # Names of float32 shards that are gathered in a lower precision: they are masters.
         self.shard_masters: frozenset[str] = frozenset()
         self.weight_changes: dict[str, Tensor] = {}
 
@@ -106,7 +106,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate the next step uses."""
+        """The rate of the next step."""
         return float(self.inner.param_groups[0]["lr"])
 
     @property
@@ -123,8 +123,8 @@ class Optimizer:
     def grad_norm(self, factor: float = 1.0) -> Tensor:
         """Move the gradients, times `factor`, to the masters. -> global L2 norm, unclipped, ()
 
-        An update in which no completion needed a forward has a gradient of 0: with none at all the
-        optimizer would leave its moments, and so the weights, as they are.
+        An update in which no completion needed a forward has a gradient of 0: without any the
+        optimizer would not change its moments, and so the weights.
         """
         for weight, master in zip(self.weights, self.masters, strict=True):
             if weight is not master:
@@ -159,9 +159,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _sample_weights(self) -> Tensor | None:
-        """A few numbers of some weights, in the dtype that computes. -> (at most 4096)
+        """A few numbers of some weights, in the compute dtype. -> (at most 4096)
 
-        None where that dtype is not the shards' own.
+        None if that dtype is not the shards' own.
         """
         if self.shard_masters or not self.weights:
             return None
@@ -174,7 +174,7 @@ class Optimizer:
         return torch.cat([row.to(rows[0]) for row in rows])
 
     def zero_grad(self) -> None:
-        """Drop the gradients, so that none of them is ever applied. All ranks call it together."""
+        """Drop the gradients, so that they are never applied. All ranks call it together."""
         self.abort_reduce()
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
@@ -183,8 +183,8 @@ class Optimizer:
         """The state that a resumed run needs: `<what>/<parameter>` -> tensor, and plain values.
 
         All ranks call it, and each gets a share of the tensors, every one whole. float32 masters of
-        half-precision weights are part of it. Raises StorageError for state that only a pickle
-        could hold.
+        half-precision weights are part of it. Raises StorageError for state that would need
+        pickle.
         """
         saved = StateShard(rank, world_size)
         plain: JsonObject = {}
@@ -192,7 +192,7 @@ class Optimizer:
         for number, (name, weight, master) in enumerate(columns):
             if weight is not master:
                 saved.add(number, f"master/{name}", master)
-            elif name in self.shard_masters:  # the weights' file has them in the model's own dtype
+            elif name in self.shard_masters:  # the weights' file has them in the model's dtype
                 saved.add(number, f"master/{name}", gather_full_tensor(master.detach()))
             for what, value in self.inner.state.get(master, {}).items():
                 if isinstance(value, Tensor):
@@ -206,9 +206,9 @@ class Optimizer:
         try:
             json.dumps(metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
-            why = f"{error}: it is neither a tensor nor a plain value, and no pickle is written"
+            why = f"{error}: it is neither a tensor nor a plain value, and rloo writes no pickles"
             what = "the optimizer's state cannot be saved"
-            fix = "train.optimizer=adamw, or one that keeps tensors and plain values alone"
+            fix = "train.optimizer=adamw, or one that keeps only tensors and plain values"
             refuse("train.optimizer", what, fix, why, error=StorageError)
         return saved.tensors, metadata | {"learning_rate": self.learning_rate}
 
@@ -216,7 +216,7 @@ class Optimizer:
     def restore(self, tensors: Mapping[str, Tensor], metadata: JsonObject) -> None:
         """Restore what `dump` returned, on any number of ranks and with any engine.
 
-        Raises ConfigError when it is of other parameters.
+        Raises ConfigError if it belongs to other parameters.
         """
         check_state_matches(self.names, tensors, metadata)
         masters = dict(zip(self.names, self.masters, strict=True))
@@ -259,36 +259,36 @@ def named_param_groups(
 def check_state_matches(
     names: Sequence[str], tensors: Mapping[str, Tensor], metadata: JsonObject
 ) -> None:
-    """Raises ConfigError when a checkpoint's optimizer is of other parameters than these."""
+    """Raises ConfigError if a checkpoint's optimizer belongs to other parameters than these."""
     saved = {n.partition("/")[2] for n in (*tensors, *metadata["state"])}
     saved |= {n for g in metadata["groups"] for n in g["names"]}
     if others := sorted(saved - set(names)):
-        what = "the checkpoint's optimizer is of other parameters"
+        what = "the checkpoint's optimizer belongs to other parameters"
         why = f"{len(others)} of its parameters are not trained here"
-        fix = "model.path, model.lora and model.freeze as in that run, or resume=never name=OTHER"
+        fix = "use that run's model.path, model.lora and model.freeze, or resume=never name=OTHER"
         refuse(others[0], what, fix, why)
 
 
 def restore_param_groups(optimizer: TrainingOptimizer, metadata: JsonObject) -> None:
-    """Restore options and schedule. Raises ConfigError if the learning rate is another then."""
+    """Restore options and schedule. Raises ConfigError if the learning rate would differ."""
     saved_groups = metadata["groups"]
     for number, group in enumerate(optimizer.inner.param_groups):
         saved = saved_groups[0] if len(saved_groups) == 1 else saved_groups[number]
-        # How it is computed depends on the machine: a checkpoint of a CPU goes on on a GPU.
+        # How it is computed depends on the machine: a CPU's checkpoint can resume on a GPU.
         own = ("names", "fused", "foreach", "capturable")
         group |= {k: _with_tuples(v, group.get(k)) for k, v in saved.items() if k not in own}
     optimizer.schedule.load_state_dict(metadata["schedule"])
     if optimizer.learning_rate != metadata["learning_rate"]:
-        why = f"{optimizer.learning_rate}, where the run stopped with {metadata['learning_rate']}"
+        why = f"{optimizer.learning_rate}, but the run stopped with {metadata['learning_rate']}"
         what, fix = (
-            "the learning rate is not what it was",
+            "the learning rate differs from the checkpoint's",
             "resume=RUN/checkpoint-STEP, an older one",
         )
         refuse("train.learning_rate", what, fix, why)
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, on all ranks together; another tensor is returned as it is."""
+    """Gather a sharded tensor, on all ranks together; other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -301,14 +301,14 @@ def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _with_tuples(value: object, before: object) -> object:
-    """JSON has no tuples, which betas are."""
+    """JSON has no tuples, but betas must be one."""
     return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value
 
 
 def _state_on_device(value: object, master: Tensor, fused: bool) -> object:
     """Move a parameter's state to its device.
 
-    Counters of one element stay on the CPU, where torch's optimizers keep them, but a fused
+    Counters of one element stay on the CPU, where torch's optimizers keep them, except that a fused
     optimizer has them on its device.
     """
     if not isinstance(value, Tensor):
@@ -321,13 +321,13 @@ def _state_on_device(value: object, master: Tensor, fused: bool) -> object:
 def build_optimizer(
     parameters: Iterable[Tensor], config: TrainConfig, offloaded: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the config's optimizer. Raises ConfigError for arguments that it does not take.
+    """Build the config's optimizer. Raises ConfigError for arguments that it does not accept.
 
-    `offloaded`: the parameters lie in the CPU's memory while the model computes on a GPU. There
+    `offloaded`: the parameters are in CPU memory while the model computes on a GPU. There
     torch's fused AdamW is one pass over the memory: five times as fast as torch's default on a CPU,
     and as fast as DeepSpeed's CPU Adam (20 million float32 weights on two cores: 0.21, 0.04 and
-    0.04 s), which needs a compiler and two minutes at the start, and takes no sharded tensors. A
-    model that computes on the CPU keeps torch's default.
+    0.04 s), which needs a compiler and two minutes at the start, and no sharded tensors.
+    A model that computes on the CPU keeps torch's default.
     """
     arguments: JsonObject = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     parameters = list(parameters)
@@ -343,26 +343,26 @@ def build_optimizer(
     except (TypeError, ValueError) as error:
         refuse(
             "train.optimizer_kwargs",
-            f"train.optimizer = {config.optimizer!r} does not take these arguments",
-            "train.optimizer_kwargs={}, or a function that takes all of these",
+            f"train.optimizer = {config.optimizer!r} does not accept these arguments",
+            "train.optimizer_kwargs={}, or a function that accepts all of them",
             f"{error}; it is called as {config.optimizer}(parameters, **{arguments})",
         )
 
 
 def can_use_fused(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch's fused AdamW takes these: all on GPUs, none of a type of its own."""
+    """Whether torch's fused AdamW supports these: all on GPUs, none with its own tensor type."""
     return bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
 
 
 def warmup_updates(config: TrainConfig, num_updates: int) -> int:
-    """Updates of warm-up: as configured, or a tenth of the run where the run would end in it."""
+    """Updates of warm-up: as configured, or a tenth of the run if the run would end within it."""
     if config.lr_scheduler == "constant" or config.warmup_steps < num_updates:
         return config.warmup_steps
     return num_updates // 10
 
 
 def warmup_note(config: TrainConfig, num_updates: int) -> str:
-    """A line for the user where the warm-up is shorter than configured; else ""."""
+    """A line for the user if the warm-up is shorter than configured; else ""."""
     shorter = warmup_updates(config, num_updates)
     if shorter == config.warmup_steps:
         return ""
@@ -381,7 +381,7 @@ def build_lr_schedule(
     except (TypeError, ValueError) as error:
         refuse(
             "train.lr_scheduler",
-            f"train.lr_scheduler = {config.lr_scheduler!r} cannot be made",
+            f"train.lr_scheduler = {config.lr_scheduler!r} cannot be built",
             f"one of {', '.join(s.value for s in SchedulerType)}, or file.py:name",
             f"{error}; train.lr_scheduler_kwargs = {config.lr_scheduler_kwargs}",
         )

@@ -1,4 +1,4 @@
-"""Sums gradients over the ranks of `ddp`, beginning while the backward pass still runs.
+"""Sums gradients over the ranks of `ddp`, starting while the backward pass is still running.
 
 Gradients lie in buckets, in an order that is the same on all ranks: those of the last parameters
 first, as backward completes them. In the last micro-batch of an update a bucket is sent as soon as
@@ -8,7 +8,7 @@ early, the others send in the same order, at the latest in `finalize_reduce`.
 
 A gradient is complete when its hook has fired, which torch calls once in a backward pass, after the
 last addition. Passes within a pass (reentrant checkpointing) make a hook fire several times: the
-first backward pass of a run shows which, and those gradients wait for the pass to end.
+first backward pass of a run shows for which gradients, and those wait for the pass to end.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ class GradientReducer:
         self.bucket_of_gradient = {
             i: number for number, bucket in enumerate(self.buckets) for i in bucket
         }
-        # torch's DETAIL lets every call wait for the other ranks, which may still be elsewhere.
+        # torch's DETAIL makes every call wait for the other ranks, which may still be elsewhere.
         self.can_overlap = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self.multi_fire_gradients: set[int] = set()  # gradients that come in parts
         self.has_seen_backward = False  # whether a backward pass has shown which
@@ -78,7 +78,7 @@ class GradientReducer:
             self._mark_ready(range(len(self.weights)))
 
     def skip_micro_batch(self, is_last: bool) -> None:
-        """Note that this rank has no micro-batch where others have one."""
+        """Record that this rank has no micro-batch when others have one."""
         if is_last:
             self.in_last_micro_batch = True
             self._mark_ready(range(len(self.weights)))
@@ -87,7 +87,7 @@ class GradientReducer:
     def finalize_reduce(self, masters: Sequence[Tensor]) -> None:
         """Sum the gradients, in place. All ranks call it together.
 
-        One that only some ranks have counts as 0 on the others; one that none has stays None.
+        One that only some ranks have counts as 0 on the others; one that no rank has stays None.
         """
         try:
             have = [float(self._gradient_owner(i).grad is not None) for i in range(len(masters))]
@@ -104,7 +104,7 @@ class GradientReducer:
             self._reset_update()
 
     def abort_reduce(self) -> None:
-        """End the sums of an update that is given up. All ranks call it together."""
+        """Cancel the sums of an abandoned update. All ranks call it together."""
         if self.in_last_micro_batch:
             self.finalize_reduce(self.masters)
 
@@ -135,7 +135,7 @@ class GradientReducer:
             self.missing_per_bucket[self.bucket_of_gradient[i]] += 1
 
     def _mark_ready(self, indices: Collection[int]) -> None:
-        """Note that these gradients are complete, and send the buckets that are."""
+        """Mark these gradients as complete, and send the buckets that are."""
         for i in indices:
             grad = self.weights[i].grad
             if (

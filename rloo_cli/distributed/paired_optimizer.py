@@ -1,7 +1,7 @@
 """The optimizers of two DeepSpeed engines as one: a policy's and its value model's.
 
 Each engine shards and steps its own model. Together they have one norm, by which both are clipped,
-and one file of state, as an engine that has both models in one optimizer.
+and one state file, like an engine that has both models in one optimizer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
 from rloo_cli.utils.files import JsonObject
 
-CLIP_EPSILON = 1e-6  # as torch's and DeepSpeed's clipping have it
+CLIP_EPSILON = 1e-6  # as in torch's and DeepSpeed's clipping
 
 
 class PairedOptimizer:
-    """`optimizer.TrainingOptimizer` over two of them, which clip nothing themselves."""
+    """`optimizer.TrainingOptimizer` over two of them, which do not clip themselves."""
 
     def __init__(self, policy: ZeroOptimizer, value: ZeroOptimizer, max_grad_norm: float | None):
         self.parts: Sequence[ZeroOptimizer] = (policy, value)
@@ -30,7 +30,7 @@ class PairedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step uses, of both."""
+        """The rate of the next step, for both."""
         return self.parts[0].learning_rate
 
     @property
@@ -50,7 +50,7 @@ class PairedOptimizer:
     def step(self, norm: Tensor) -> None:
         """Clip both by their common norm, update, advance the schedules.
 
-        Raises NumbersError where DeepSpeed finds an overflow that the norm did not show.
+        Raises NumbersError if DeepSpeed finds an overflow that the norm did not show.
         """
         share = 1.0
         if self.max_grad_norm is not None:
@@ -60,7 +60,7 @@ class PairedOptimizer:
             part.step(norm)
 
     def zero_grad(self) -> None:
-        """Drop the gradients, so that none of them is ever applied."""
+        """Drop the gradients, so that they are never applied."""
         for part in self.parts:
             part.zero_grad()
 
@@ -69,7 +69,7 @@ class PairedOptimizer:
         tensors: dict[str, Tensor] = {}
         groups: list[JsonObject] = []
         metadata: JsonObject = {}
-        for part in reversed(self.parts):  # the policy's schedule is the one that is kept
+        for part in reversed(self.parts):  # the policy's schedule is kept
             own, metadata = part.dump(rank, world_size)
             tensors |= own
             groups = [*metadata["groups"], *groups]

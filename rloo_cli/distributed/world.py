@@ -1,13 +1,13 @@
 """The collectives of ranks: a few calls, each with a deadline, made by all ranks in one order.
 
 A rank's error is raised on all ranks at their next collective, the first failing rank's if there
-are several. Plain objects are sent pickled, between processes of one run and nobody else.
+are several. Plain objects are sent pickled, only between processes of one run.
 
-Who a rank is and which GPU is its own, accelerate's PartialState says; it takes over the process
-group that is made here, because a store that it makes listens on every interface (state.py:237).
-Its object collectives are not used: they are those of the default group and have its deadline
-(utils/operations.py:500 and :695), and a wait for what rank 0 does alone has a longer one. Its
-state of a single process is not used either: a GPU has no number there (state.py:747). Line
+accelerate's PartialState decides who a rank is and which GPU is its own; it takes over the process
+group created here, because a store that it creates listens on every interface (state.py:237).
+Its object collectives are not used: they use the default group and its deadline
+(utils/operations.py:500 and :695), but waiting for work that only rank 0 does needs a longer one.
+Its state of a single process is not used either: a GPU has no number there (state.py:747). Line
 numbers are those of accelerate 1.15.
 """
 
@@ -46,7 +46,7 @@ from rloo_cli.utils.errors import (
 from rloo_cli.utils.files import JsonObject
 
 T = TypeVar("T")
-# One of these is in torch's message when the other side of a collective is gone.
+# One of these is in torch's message if the other side of a collective is gone.
 COLLECTIVE_ERRORS = (
     "gloo", "Gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Broken pipe",
 )  # fmt: skip
@@ -54,18 +54,18 @@ RANK0_TIMEOUT_FACTOR = (
     4.0  # times a generation's own deadlines that the others wait for a rank that leads
 )
 STOP_POLL_INTERVAL_S = 1.0
-# Pieces of work without a question, however short they were: should one take a hundred times as
-# long all of a sudden, the signal of a scheduler is still heard in time.
+# Pieces of work without a poll, however short they were: even if one suddenly takes a hundred times
+# as long, the signal of a scheduler is still handled in time.
 MAX_POLLS_SKIPPED = 32
 
 
 class StopPoll:
-    """Decides how often ranks ask each other whether one of them was told to stop.
+    """Decides how often ranks ask each other whether one of them was asked to stop.
 
-    A micro-batch may take milliseconds, and each poll lets all ranks wait for the slowest. Ranks
-    have to skip the same polls without talking about it: they count pieces of work, and at each
+    A micro-batch may take milliseconds, and each poll makes all ranks wait for the slowest. Ranks
+    have to skip the same polls without communicating: they count pieces of work, and at each
     poll, about once a second, all learn how long the slowest rank's slowest piece took, from which
-    all compute alike how many come before the next poll. `clock`: in seconds, each rank's own.
+    all compute how many pieces come before the next poll. `clock`: in seconds, each rank's own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -84,10 +84,10 @@ class StopPoll:
         return self.remaining < 0
 
     def record_poll(self, slowest_s: float, frequent: bool) -> None:
-        """Note a poll. `slowest_s`: the largest of all ranks.
+        """Record a poll. `slowest_s`: the largest of all ranks.
 
-        `frequent`: small pieces of work follow. If not, the next poll is not skipped, since nobody
-        knows how long the next piece of work takes.
+        `frequent`: small pieces of work follow. If not, the next poll is not skipped, since the
+        duration of the next piece of work is unknown.
         """
         fits = int(STOP_POLL_INTERVAL_S / slowest_s) if slowest_s > 0 else 1
         self.remaining = (
@@ -100,14 +100,14 @@ class StopPoll:
 
 @dataclass(frozen=True)
 class World:
-    """Who we are among the ranks, and the device we compute on."""
+    """This process's rank, and the device that it computes on."""
 
     rank: int
     size: int
     device: torch.device
     local_world_size: int = 1  # ranks on this machine
     group: dist.ProcessGroup | None = None  # of CPU tensors, None with one rank
-    long_timeout_group: dist.ProcessGroup | None = None  # for what only rank 0 does
+    long_timeout_group: dist.ProcessGroup | None = None  # for work that only rank 0 does
     stop_poll: StopPoll = field(default_factory=StopPoll)  # of `check_stop`
 
     @property
@@ -158,7 +158,7 @@ class World:
         return value
 
     def rank0_first(self, work: Callable[[], T]) -> T:
-        """Rank 0 does `work`, and then the others, which find in the cache what it left there.
+        """Rank 0 does `work`, then the others do, and find its results in the cache.
 
         Raises rank 0's error on all ranks.
         """
@@ -172,7 +172,7 @@ class World:
             return value
         box = [value]
         _run_collective(
-            "what rank 0 does", lambda: dist.broadcast_object_list(box, 0, self.long_timeout_group)
+            "rank 0's work", lambda: dist.broadcast_object_list(box, 0, self.long_timeout_group)
         )
         return box[0]
 
@@ -196,7 +196,7 @@ class World:
         asked, slowest, ends = told.tolist()
         self.stop_poll.record_poll(slowest, frequent)
         if asked:
-            stopped = Stopped(f"stopped, as a signal asked another rank to: {signals.STOPPED_FIX}")
+            stopped = Stopped(f"stopped, because another rank got a signal: {signals.STOPPED_FIX}")
             try:
                 signals.raise_if_stopped()
             except Stopped as found:
@@ -227,15 +227,15 @@ def single_process_world(config: DistributedConfig) -> World:
 
 
 def cpu_world() -> World:
-    """One process that only saves."""
+    """A process that only saves."""
     return World(0, 1, torch.device("cpu"))
 
 
 def join_world(run: RunConfig) -> World:
-    """Join the process group, as RANK, WORLD_SIZE, MASTER_ADDR, ... in the environment say.
+    """Join the process group described by RANK, WORLD_SIZE, MASTER_ADDR, ... in the environment.
 
     An engine other than `single` has a process group with one rank too. Raises GenerationError
-    if not all ranks come within distributed.timeout_s.
+    if some ranks do not join within distributed.timeout_s.
     """
     config, teacher = run.distributed, run.algorithm.teacher_server
     size = environment_number("WORLD_SIZE", 1)
@@ -246,7 +246,7 @@ def join_world(run: RunConfig) -> World:
     device = state.device if torch.cuda.is_available() else torch.device("cpu")  # "cpu:0" there
     if config.threads is not None:
         threads = config.threads
-    elif local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:  # each would take all cores
+    elif local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:  # else each would use all cores
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
     torch.set_num_threads(threads)
     if size == 1:
@@ -262,8 +262,8 @@ def join_world(run: RunConfig) -> World:
 def join_process_group(timeout_s: float) -> PartialState:
     """Join the process group of RANK and WORLD_SIZE, unless this process is in one already.
 
-    -> accelerate's state of it. The number of CPU threads is left as it was. Raises MachineError
-    where torch does not see the GPUs, GenerationError if not all ranks come within `timeout_s`.
+    -> accelerate's state of it. The number of CPU threads is unchanged. Raises MachineError
+    if torch does not see the GPUs, GenerationError if some ranks do not join within `timeout_s`.
     """
     check_devices()
     size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
@@ -274,7 +274,7 @@ def join_process_group(timeout_s: float) -> PartialState:
         _run_collective(
             "all ranks at the start", lambda: _init_process_group(backend, rank, size, limit)
         )
-    os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
+    os.environ.setdefault("LOCAL_RANK", "0")  # for a single process without a number
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the number of threads, which the caller sets
         state = PartialState(cpu=not on_gpu, backend=None if on_gpu else "gloo")
@@ -283,9 +283,9 @@ def join_process_group(timeout_s: float) -> PartialState:
 
 
 def join_ranks(run: RunConfig) -> World:
-    """This process alone, or its place among the ranks that one of rloo's verbs has started.
+    """This process alone, or its rank among those that one of rloo's verbs has started.
 
-    Where there is one, `distributed.engine` is not asked for.
+    For a single process `distributed.engine` is ignored.
     """
     if environment_number("WORLD_SIZE", 1) == 1:
         return single_process_world(run.distributed)
@@ -296,14 +296,14 @@ def join_ranks(run: RunConfig) -> World:
 def check_devices() -> None:
     """Raise MachineError if the machine has GPUs and torch sees none.
 
-    It would train on the CPU, a hundred times slower, without a word.
+    Otherwise it would silently train on the CPU, a hundred times slower.
     """
     why = "" if torch.cuda.is_available() else device_count.hidden_gpu_evidence()
     if why:
         refuse(
             "distributed",
-            "this machine has GPUs, and torch sees none of them",
-            "a torch with CUDA; in Slurm srun --gpus-per-node=N (slurm.gpus_per_node=N);"
+            "this machine has GPUs, but torch sees none of them",
+            "install torch with CUDA; in Slurm srun --gpus-per-node=N (slurm.gpus_per_node=N);"
             " to train on the CPU: CUDA_VISIBLE_DEVICES= rloo ...",
             f"{why}; torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
             error=MachineError,
@@ -311,7 +311,7 @@ def check_devices() -> None:
 
 
 def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) -> None:
-    """Create the process group, over a store that listens where the launcher said only."""
+    """Create the process group, over a store that listens only where the launcher set it."""
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -330,7 +330,7 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) 
 
 
 def _generation_timeout_s(generation: GenerationConfig, teacher: TeacherConfig | None) -> float:
-    """Seconds that servers which only rank 0 talks to may take, by their own deadlines."""
+    """Seconds that servers used only by rank 0 may take, by their own deadlines."""
     names = ("ready_timeout_s", "sync_timeout_s", "request_timeout_s", "reconnect_timeout_s")
     asked = (generation.own_keys, teacher)
     return sum(float(getattr(keys, name, 0.0)) for keys in asked for name in names)
@@ -345,16 +345,16 @@ def _run_collective(what: str, call: Callable[[], object]) -> None:
 
 
 def rank_lost_error(where: str, why: str) -> GenerationError:
-    """The error of a rank whose siblings are gone, or do not answer within the deadline."""
-    fix = "the log of each rank is beside this one; distributed.timeout_s is the deadline"
-    error = GenerationError(Problem("another rank does not answer any more", where, why, fix))
+    """The error of a rank whose peers are gone, or do not answer within the deadline."""
+    fix = "see each rank's log in this folder; distributed.timeout_s is the deadline"
+    error = GenerationError(Problem("another rank stopped responding", where, why, fix))
     error.__dict__["lost"] = True
     return error
 
 
 @contextlib.contextmanager
 def explain_lost_ranks(where: str) -> Iterator[None]:
-    """Let torch's error of a collective inside say that another rank is gone.
+    """Turn torch's error of a collective inside into one that says that another rank is gone.
 
     `where`: what this rank was doing. Raises GenerationError.
     """
@@ -367,14 +367,14 @@ def explain_lost_ranks(where: str) -> Iterator[None]:
 
 
 def is_collective_error(error: RuntimeError) -> bool:
-    """Whether this is torch's, in which the other side of a collective is gone."""
+    """Whether this is torch's error for a collective whose other side is gone."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, dist.DistError) or any(w in str(error) for w in COLLECTIVE_ERRORS)
 
 
 def is_rank_lost(error: BaseException) -> bool:
-    """Whether this says that other ranks are gone: there is nothing left to do together."""
+    """Whether this error means that other ranks are gone, so collectives are impossible."""
     return bool(error.__dict__.get("lost"))
 
 
@@ -388,7 +388,7 @@ def _error_to_dict(error: BaseException) -> JsonObject:
 def _raise_first_error(
     errors_by_rank: list[JsonObject | None], rank: int, local_error: BaseException | None
 ) -> None:
-    """Raise the error of the first rank that has one; a stop only where nothing else is wrong."""
+    """Raise the error of the first rank that has one; a stop only if there is no error."""
     wrong = [(r, e) for r, e in enumerate(errors_by_rank) if e is not None]
     if not wrong:
         return
@@ -398,7 +398,7 @@ def _raise_first_error(
         _mark_shared_error(local_error, is_remote=False)
         raise local_error
     kind: Any = getattr(errors, next(iter(error["kinds"]), ""), RunError)
-    why, fix = "no rank goes on without it", f"its traceback is in the log of rank {who}"
+    why, fix = "no rank can continue without it", f"its traceback is in the log of rank {who}"
     problems = [Problem(**p) for p in error["problems"]] or [
         Problem(f"rank {who}: {error['text']}", f"rank {who}", why, fix)
     ]
@@ -408,22 +408,22 @@ def _raise_first_error(
 
 
 def _mark_shared_error(error: BaseException, is_remote: bool) -> None:
-    """Note on an error that all ranks raise it now. `is_remote`: it arose on another rank."""
+    """Mark an error that all ranks now raise. `is_remote`: it arose on another rank."""
     error.__dict__["everywhere"] = True
     error.__dict__["elsewhere"] = is_remote
 
 
 def is_shared_error(error: BaseException) -> bool:
-    """Whether all ranks have left with this error, so that they can still do something together."""
+    """Whether all ranks raise this error, so that they can still run collectives."""
     return bool(error.__dict__.get("everywhere"))
 
 
 def is_remote_error(error: BaseException) -> bool:
-    """Whether the error is another rank's, which says it."""
+    """Whether the error is another rank's, which reports it."""
     return bool(error.__dict__.get("elsewhere"))
 
 
 def is_printed_elsewhere(error: BaseException) -> bool:
-    """Whether another rank prints this error: it arose there, or every rank finds it alike."""
+    """Whether another rank prints this error: it arose there, or every rank finds the same."""
     alike = isinstance(error, ConfigError | DataError | NumbersError | Stopped)
     return is_remote_error(error) or (alike and environment_number("RANK", 0) > 0)

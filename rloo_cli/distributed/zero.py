@@ -1,12 +1,12 @@
 """`zero1`, `zero2`, `zero3`: DeepSpeed's engine, driven directly.
 
 accelerate's wrapper gives the same sums, but it makes the optimizer's step inside the last
-`backward` (accelerate 1.15, utils/deepspeed.py:281). Here the norm is asked for before the step,
-which is only made when it is finite, and a factor on all gradients (an advantage's normalisation,
-known late) goes through the loss scale. So the engine is driven directly: the boundary is set
-before each backward pass.
+`backward` (accelerate 1.15, utils/deepspeed.py:281). Here the norm is computed before the step,
+which is only made if it is finite, and a factor on all gradients (an advantage's normalisation,
+known late) goes through the loss scale. So DeepSpeed's engine is driven directly: the boundary is
+set before each backward pass.
 
-This file knows all engines: `build_engine` has the one of each name.
+This file knows all engines: `build_engine` creates one by name.
 """
 
 import logging
@@ -72,7 +72,7 @@ class DeepSpeedEngine(ParallelEngine):
         num_updates: int,
         prefix: str = "",
     ) -> tuple[Any, ZeroOptimizer]:
-        """Give a model to DeepSpeed. `root`: what is called. -> DeepSpeed's engine, its optimizer
+        """Give a model to DeepSpeed. `root`: the module to call. -> its engine, its optimizer
 
         `heads`: units beside the decoder layers. `prefix`: of its parameters' names.
         """
@@ -124,7 +124,7 @@ class DeepSpeedEngine(ParallelEngine):
     def _deepspeed_config(self, dtype: torch.dtype) -> JsonObject:
         """DeepSpeed's own config."""
         config, on_gpu = self.distributed_config, self.world.device.type == "cuda"
-        # In half precision stage 1 is another optimizer of DeepSpeed; 2 gives the same numbers.
+        # In half precision stage 1 is another DeepSpeed optimizer; 2 gives the same numbers.
         stage = 2 if self.stage == 1 and dtype in DEEPSPEED_DTYPE_SECTIONS else self.stage
         zero: JsonObject = {"stage": stage, "overlap_comm": on_gpu}
         max_grad_norm = self.train_config.max_grad_norm or 0.0
@@ -135,7 +135,7 @@ class DeepSpeedEngine(ParallelEngine):
         settings: JsonObject = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            # Two models are clipped by their common norm, which none of the engines knows.
+            # Two models are clipped by their common norm, which neither engine knows.
             "gradient_clipping": max_grad_norm if self.value_model is None else 0.0,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
@@ -149,9 +149,9 @@ class DeepSpeedEngine(ParallelEngine):
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what is float32 beside weights of half precision: adapters, the head of a value model.
+    """Cast float32 parts of half-precision models: adapters, the head of a value model.
 
-    DeepSpeed keeps float32 masters of what it trains. In stages 1 and 2 it casts all itself.
+    DeepSpeed keeps float32 masters of trained weights. In stages 1 and 2 it casts all itself.
     """
     for weight in module.parameters():
         if weight.dtype is torch.float32 and not hasattr(weight, "ds_id"):
@@ -159,8 +159,8 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _import_deepspeed() -> Any:
-    """Import DeepSpeed, without its log lines and without the helper it would compile for a CPU."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
+    """Import DeepSpeed, without its log lines and the helper that it would compile for a CPU."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # for a single process without a number
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -183,5 +183,5 @@ ENGINE_CLASSES: dict[str, type[ParallelEngine]] = {
 def build_engine(
     world: World, train: TrainConfig, distributed: DistributedConfig, lora: LoraConfig | None
 ) -> ParallelEngine:
-    """Build the engine that `distributed.engine` names."""
+    """Build the engine named by `distributed.engine`."""
     return ENGINE_CLASSES[distributed.engine](world, train, distributed, lora)

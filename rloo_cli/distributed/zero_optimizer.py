@@ -1,4 +1,4 @@
-"""The optimizer of a DeepSpeed engine, as the loop and the checkpoints know one."""
+"""The optimizer of a DeepSpeed engine, with the interface of `optimizer.Optimizer`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +49,7 @@ class ZeroOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate the next step uses."""
+        """The rate of the next step."""
         return float(self.inner.param_groups[0]["lr"])
 
     @property
@@ -68,7 +68,7 @@ class ZeroOptimizer:
         if self.stage3:
             groups = self.zero_optimizer._get_norm_groups()
             norm = torch.stack([torch.as_tensor(n).double().cpu() for n in groups]).norm()
-            bad = any(float(n) == -1.0 for n in groups)  # how DeepSpeed says inf or NaN
+            bad = any(float(n) == -1.0 for n in groups)  # DeepSpeed's value for inf or NaN
         else:
             norm = torch.as_tensor(self.zero_optimizer.scaled_global_norm()).double().cpu()
             bad = not torch.isfinite(norm) or float(norm) < 0
@@ -78,7 +78,7 @@ class ZeroOptimizer:
     def step(self, norm: Tensor) -> None:
         """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`.
 
-        Raises NumbersError where DeepSpeed finds an overflow that the norm did not show.
+        Raises NumbersError if DeepSpeed finds an overflow that the norm did not show.
         """
         before = self.zero_optimizer.loss_scale
         if self.gradient_factor != 1.0:
@@ -93,7 +93,7 @@ class ZeroOptimizer:
         self.schedule.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients, so that none of them is ever applied."""
+        """Drop the gradients, so that they are never applied."""
         zero = self.zero_optimizer
         if self.stage3:
             zero._overflow_clean_up(zero.loss_scale)
@@ -144,9 +144,9 @@ class ZeroOptimizer:
 
 
 def restore_counters(inner: torch.optim.Optimizer, counters: Mapping[str, Tensor]) -> None:
-    """Restore state of one element for each of the flat shares that the optimizer updates.
+    """Restore one-element state for each of the flat shares that the optimizer updates.
 
-    It lies on the CPU, or on the share's device if the optimizer is fused, whose kernel reads it.
+    It is on the CPU, or on the share's device if the optimizer is fused, whose kernel reads it.
     """
     fused = bool(inner.param_groups[0].get("fused"))
     for flat, state in inner.state.items():
@@ -160,14 +160,14 @@ def parameter_numel(parameter: Tensor) -> int:
 
 
 class ZeroState:
-    """A torch optimizer's state per parameter, of which DeepSpeed has flat shares."""
+    """A torch optimizer's state per parameter, from DeepSpeed's flat shares."""
 
     def __init__(self, engine: Any, inner: torch.optim.Optimizer, stage3: bool):
         self.engine, self.zero_optimizer = engine, engine.optimizer
         self.inner, self.stage3 = inner, stage3
 
     def tensor_names(self) -> list[str]:
-        """Names of the state that has an element for each of a parameter's."""
+        """Names of state with one element per element of a parameter."""
         state: JsonObject = next(iter(self.inner.state.values()), {})
         return [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0]
 
@@ -177,9 +177,9 @@ class ZeroState:
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
 
     def make_state(self, names: Sequence[str]) -> None:
-        """Allocate state of these names, which the optimizer itself makes at its first step only.
+        """Allocate state of these names, which the optimizer itself only makes at its first step.
 
-        Stages 1 and 2 have let it do so at their start.
+        Stages 1 and 2 have made it do so at the start.
         """
         flats = (
             self.zero_optimizer.fp32_partitioned_groups_flat
@@ -189,7 +189,7 @@ class ZeroState:
         for flat in flats:
             if not self.inner.state.get(flat):
                 self.inner.state[flat] = {kind: torch.zeros_like(flat) for kind in names}
-        if not self.stage3:  # what finds a parameter's share of it
+        if not self.stage3:  # the mapping to each parameter's share
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
     def get(self, weight: Any, name: str | None) -> Tensor:

@@ -2,13 +2,13 @@
 
 Evaluating changes nothing in the run, bit for bit: neither counters nor the position in the data
 nor any global random state; scores that `cache: true` keeps are dropped after the evaluation; and
-training's rewards never see its lines in `trainer_state.log_history`. (A reward that keeps a state
-of its own, in a global or an object, is not covered.)
+training's rewards never see its lines in `trainer_state.log_history`. (A reward that keeps its own
+state, in a global or an object, is not covered.)
 
 Samples are a pure function of weights and config: the seed of completion k of a set's i-th prompt
-is `sampling_seed(seed, "eval", 0, i, k)`. The step is not part of it, so that equal weights make
+is `sampling_seed(seed, "eval", 0, i, k)`. The step is not part of it, so that equal weights give
 equal samples anywhere and at any time (`rloo eval` repeats a run's numbers), and two evaluations
-of one run differ by their weights, not by their luck.
+of one run differ by their weights, not by sampling luck.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ from rloo_cli.utils.timers import StepTimer
 
 
 class EvaluationSetup(Protocol):
-    """All that an evaluation needs: a `Run` has it, and `rloo eval` builds only this."""
+    """Everything that an evaluation needs: a `Run` has it, and `rloo eval` builds only this."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -89,13 +89,13 @@ def evaluate_run(run: Run) -> JsonObject:
         run.log.save_samples(f"pairs_{step:06d}", judged.pair_records)
     line = {"step": step, **evaluation_metrics(run, answered_sets, judged)}
     line = run.log.write_evaluation(line)
-    run.clock.lap()  # the seconds of an evaluation belong to no step
+    run.clock.lap()  # an evaluation's seconds do not count for a step
     return line
 
 
 @dataclass
 class AnsweredSet:
-    """Every sample of one held-out set, greedy ones first, and where rewards failed."""
+    """Every sample of one held-out set, greedy ones first, and the rewards' failure rates."""
 
     samples: list[JsonObject]
     failure_rates: dict[str, float]  # reward -> share of the samples

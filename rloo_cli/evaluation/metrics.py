@@ -5,7 +5,7 @@ ones.
 
 A completion without a score (every reward returned None, or failed under on_error=none) is left
 out: it lowers its prompt's n, and does not count as a failure. A prompt with n < k is left out of
-pass@k; then `pass@k/prompts` counts the others. Where nothing has a score, there is no metric.
+pass@k; then `pass@k/prompts` counts the others. If nothing has a score, there is no metric.
 
 Every mean of scores has a standard error (`.../se`) and a 95 % interval (`.../low`, `.../high`),
 clustered by prompt: equal rows of the data are one cluster (`reporting.statistics`).
@@ -32,9 +32,9 @@ METRICS = {"Evaluations": [  # read by utils.metrics
     ("unscored", "count", "", "of these, without a score"),
     ("sampled_unscored", "count", "", "sampled completions without a score"),
     ("avg@<k>", "score", "", "mean over prompts of the mean score of K sampled completions"),
-    ("pass@<k>", "share", "", "unbiased estimate that one of k sampled completions passes"),
+    ("pass@<k>", "share", "", "unbiased estimate of the chance that one of k completions passes"),
     ("pass@<k>/prompts", "count", "",
-     "prompts with at least k scored completions, where not all have"),
+     "prompts with at least k scored completions, if not all have them"),
     ("reward/se", "score", "", "standard error of reward, clustered by prompt"),
     ("reward/<reward>/mean/se", "score", "",
      "standard error of reward/<reward>/mean, clustered by prompt"),
@@ -131,7 +131,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def _prompt_key(sample: JsonObject) -> str:
-    """What makes the prompt of a sample: its text, its images and the columns of its row."""
+    """The identity of a sample's prompt: its text, its images and the columns of its row."""
     return repr([sample.get(name) for name in ("prompt", "images", "row")])
 
 
@@ -140,7 +140,7 @@ def _mean_score(
 ) -> JsonObject:
     """The mean of the scores that are not None with its error, {} without any.
 
-    Each is of one prompt, and the mean of so many completions.
+    Each belongs to one prompt, and is the mean of this many completions.
     """
     known = [(s, prompt) for s, prompt in zip(scores, prompts, strict=True) if s is not None]
     interval = score_interval([s for s, _ in known], [p for _, p in known], completions)

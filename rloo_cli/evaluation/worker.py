@@ -1,7 +1,7 @@
-"""The process of `rloo eval`: model, rewards and held-out sets, and nothing that trains.
+"""The process of `rloo eval`: model, rewards and held-out sets, without training.
 
-`rloo eval` starts it with a folder that holds config.yaml (with a checkpoint as model.path) and
-about.json, which describes the run that the model is from. It writes the results beside them.
+`rloo eval` starts it with a folder that has config.yaml (with a checkpoint as model.path) and
+about.json, which describes the model's run. It writes the results there.
 """
 
 import gc
@@ -90,7 +90,7 @@ def run_evaluation(folder: Path, functions: Functions | None = None) -> JsonObje
     chat_templates.set_template_clock(about.get("template_clock"))  # prompts as in the run
     state, world = _restore_run_state(about), join_ranks(settings)
     setup, policy = _build_setup(settings, world, folder, functions)
-    setup.generator.load(policy, state.updates)  # each sample says which weights made it
+    setup.generator.load(policy, state.updates)  # each sample names its weights
     journal = Path(about["run"] or "", "metrics.jsonl")
     lines = read_training_lines(journal, state.step) if about["run"] else []
     trainer_state = state.trainer_state(about["steps"], about["prompts"], settings, lines)
@@ -117,7 +117,7 @@ def run_evaluation(folder: Path, functions: Functions | None = None) -> JsonObje
 def _other_answers(
     setup: EvalWorkerSetup, answered_sets: dict[str, AnsweredSet], folder: Path
 ) -> OtherAnswers | None:
-    """The answers of the model that ours are judged against; None where reference texts are."""
+    """The answers of the model that ours are judged against; None for reference texts."""
     keys = setup.judge.judge_config if setup.judge is not None else None
     if keys is None or keys.against == AGAINST_REFERENCE:
         return None
@@ -131,7 +131,7 @@ def _other_answers(
     torch.cuda.empty_cache()
     if setup.world.is_main:
         print(f"the other model: {keys.against}", flush=True)
-    # A folder with an adapter alone names its base model itself.
+    # A folder with only an adapter names its base model itself.
     none = dict.fromkeys(("tokenizer", "revision", "lora", "quantization"))
     model = setup.config.model.model_copy(update={"path": keys.against, **none})
     unjudged = setup.config.eval.model_copy(update={"judge": None})
@@ -155,7 +155,7 @@ def _write_judge_results(folder: Path, judge: Judge, judged: JudgedSets, console
 
 
 def _restore_run_state(about: JsonObject) -> RunState:
-    names = {f.name for f in fields(RunState)} - {"memory"}  # which only training needs
+    names = {f.name for f in fields(RunState)} - {"memory"}  # only needed for training
     return RunState(**{name: value for name, value in about["state"].items() if name in names})
 
 
@@ -203,7 +203,7 @@ def _build_setup(
             model, tokenizer, settings, context, folder, note, tools, vision
         )
 
-    engine = ParallelEngine(world, settings.train, settings.distributed)  # all have the whole model
+    engine = ParallelEngine(world, settings.train, settings.distributed)  # whole model per rank
     alone = world.size == 1 or not settings.generation.is_server
     generator = build() if alone else _generator_of_ranks(engine, policy, build)
     parts = (load_algorithm(settings.algorithm), generator, rewards, sets, judge, world)
@@ -224,12 +224,12 @@ def _generator_of_ranks(
 
 
 def _progress_printer(world: World) -> Callable[[str, int, int], None]:
-    """Progress is printed by one rank, of all."""
+    """Only one rank prints progress, for all."""
     return _ProgressPrinter() if world.is_main else ignore_progress
 
 
 class _ProgressPrinter:
-    """Prints a line now and then, for evaluations that take long."""
+    """Prints a line now and then, for long evaluations."""
 
     def __init__(self) -> None:
         self.printed_at = time.monotonic()

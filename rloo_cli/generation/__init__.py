@@ -4,7 +4,7 @@ The backend's file imports no torch, so that the registry can read its `Config`.
 `IMPLEMENTATION` (`module:name`, for `registry.load_code`) names the function that makes the
 generator: `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
 prints a line. A file may have `rules(config, max_prompt_length)`, problems of its keys. The
-training loop uses nothing of a backend but its `Generator`.
+training loop uses only its `Generator`.
 
     common/        shared by every backend
     hf/            sampling with the trained model
@@ -35,10 +35,10 @@ GPU_FLOAT32_TOLERANCE = 0.1  # vLLM's attention multiplies float32 in TF32 there
 
 
 def logprob_tolerance(*dtypes: str, on_gpu: bool = False, coarse: bool = False) -> float:
-    """Rms nats per token that sampler and trainer, of these dtypes, may differ by.
+    """Rms nats per token by which sampler and trainer, of these dtypes, may differ.
 
-    `on_gpu`: the sampler is an engine on a GPU. `coarse`: its weights or its cache are quantized,
-    or the model is a mixture of experts, whose router turns a rounding into another expert.
+    `on_gpu`: the sampler is an engine on a GPU. `coarse`: its weights or cache are quantized, or
+    the model is a mixture of experts, whose router can turn a rounding error into another expert.
     """
     if coarse:
         return QUANTIZED_TOLERANCE
@@ -75,7 +75,7 @@ class Generator(Protocol):
         """Fill `groups[i].rollouts` with `len(seeds[i])` rollouts, one per seed and in order.
 
         A completion depends on its prompt and its seed, not on its neighbours. `temperature` None
-        is that of the config. `arrived(i)` is called once for each group, as soon as it is whole,
+        means the config's. `arrived(i)` is called once for each group, as soon as it is complete,
         from any thread. Raises GenerationError.
         """
 
@@ -93,35 +93,35 @@ class Generator(Protocol):
         """Inside, a lost engine ends the sampling: GenerationError's cause is then EngineLost."""
 
     def forbid_recovery(self) -> None:
-        """Never start a lost engine again."""
+        """Never restart a lost engine from now on."""
 
     def carrying(self) -> "CarryingGenerator":
-        """What goes on with other weights (overlap=carry)."""
+        """The generator that can continue completions with other weights (overlap=carry)."""
 
 
 class GeneratorBase:
-    """What a generator can do beside sampling, for one that has no engine of its own."""
+    """Defaults for a generator without an engine of its own."""
 
     samples_on_rank0 = False
 
     def stay_awake(self) -> AbstractContextManager[None]:
-        """There is nothing that sleeps."""
+        """Nothing sleeps here."""
         return nullcontext()
 
     def without_recovery(self) -> AbstractContextManager[None]:
-        """There is nothing that recovers."""
+        """Nothing recovers here."""
         return nullcontext()
 
     def forbid_recovery(self) -> None:
-        """There is nothing that recovers."""
+        """Nothing recovers here."""
 
     def carrying(self) -> "CarryingGenerator":
-        """Config rules let overlap=carry through for generators that override this alone."""
-        raise NotImplementedError(f"{type(self).__name__} begins each completion anew")
+        """Config rules allow overlap=carry only for generators that override this."""
+        raise NotImplementedError(f"{type(self).__name__} cannot continue completions")
 
 
 class GeneratorWrapper(GeneratorBase):
-    """A generator around another one, `inner`, which can do what that one can."""
+    """A generator around another one, `inner`, with the abilities of `inner`."""
 
     def __init__(self, inner: Generator):
         self.inner = inner
@@ -169,13 +169,13 @@ class GeneratorWrapper(GeneratorBase):
 
 
 class CarryingGenerator(Generator, Protocol):
-    """A generator that can be interrupted, and goes on with other weights from what it has."""
+    """A generator that can be interrupted, and later continues with other weights."""
 
     stop_rule: "StopRule"
 
     @property
     def version(self) -> int:
-        """Of the weights that it samples with."""
+        """The version of the weights that it samples with."""
 
     def make_ready(self, groups: "list[Group]") -> None:
         """Connect, and check that the sampler has the weights; called by the trainer's thread."""
@@ -188,14 +188,14 @@ class CarryingGenerator(Generator, Protocol):
     ) -> None:
         """Sample each group's unfinished completions to their ends, or until `interrupted` is set.
 
-        What was sampled is added to them, whatever ends the call. `ended(group)` is called once a
+        The sampled tokens are added to them, however the call ends. `ended(group)` is called once a
         group has no unfinished one left, from any thread. Raises GenerationError, EngineLost.
         """
 
     def handle_engine_loss(self, error: Exception) -> None:
         """Give a lost engine up; `make_ready` connects again. Called by the trainer's thread.
 
-        Raises GenerationError where it was lost too often.
+        Raises GenerationError if it was lost too often.
         """
 
 

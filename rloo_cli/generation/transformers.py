@@ -1,6 +1,6 @@
 """Sampling in this process with the trainer's own weights.
 
-It needs only transformers, runs on a CPU too, and is the reference in tests: sampler and trainer
+It needs only transformers, also runs on a CPU, and is the reference in tests: sampler and trainer
 are the same module, so behaviour_logp is old_logp up to rounding.
 """
 
@@ -20,7 +20,7 @@ IMPLEMENTATION = "rloo_cli.generation.hf.generator:build_transformers_generator"
 
 
 class TransformersSection(Frozen):
-    """How completions are decoded here."""
+    """Keys of decoding in this process."""
 
     batch_tokens: Positive | None = key(
         "Most tokens, padding included, decoded at once; null = all, on a GPU 1/4 of its memory"
@@ -38,26 +38,26 @@ class Config(GenerationConfig):
     transformers: TransformersSection
 
 
-# Sampling arguments of transformers' generate, whose processors look at no other row.
+# Sampling arguments of transformers' generate whose processors look at one row at a time.
 SAMPLING_KWARGS = (
     "bad_words_ids", "epsilon_cutoff", "eta_cutoff", "sequence_bias", "suppress_tokens",
     "typical_p",
 )  # fmt: skip
-# What a completion may have to follow, by vLLM's names.
+# Structured outputs, by vLLM's names.
 FORM_KEY = f"generation.kwargs.{STRUCTURED}"
 FORMS = ("regex", "json", "json_object", "choice", "grammar")
-FORM_EXAMPLES = {  # one of each kind that can be wrong
+FORM_EXAMPLES = {  # one of each kind
     "regex": "'[0-9]+'", "json": "{type: object}", "choice": "['yes', 'no']",
     "grammar": "'root ::= [0-9]+'",
 }  # fmt: skip
 
 
 def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
-    """The settings that this backend refuses. `max_prompt_length`: of data; None = no key says."""
+    """The settings that this backend refuses. `max_prompt_length`: of data; None = unknown."""
     known = (*SAMPLING_KWARGS, STRUCTURED)
     for name, value in config.kwargs.items():
         if name not in known:
-            what = f"generation.kwargs.{name} is not taken by generation=transformers"
+            what = f"generation.kwargs.{name} is not supported by generation=transformers"
             fix = "one of these, a key of generation, or generation=vllm_colocate"
             yield Problem(what, "generation.kwargs", f"known: {', '.join(known)}", fix)
         elif name == STRUCTURED:
@@ -65,14 +65,14 @@ def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
 
 
 def _form_problems(form: object) -> Iterator[Problem]:
-    """What is wrong with a form that completions are to follow."""
+    """Faults of a structured-output specification."""
     where = FORM_KEY
     if not (isinstance(form, dict) and len(form) == 1 and next(iter(form)) in FORMS):
-        why = f"it has one of: {', '.join(FORMS)}"
-        yield Problem(f"{where} = {form!r:.80} is no form", where, why, f"{{{FORMS[0]}: '[0-9]+'}}")
+        why = f"it must have exactly one of: {', '.join(FORMS)}"
+        yield Problem(f"{where} = {form!r:.80} is invalid", where, why, f"{{{FORMS[0]}: '[0-9]+'}}")
     elif importlib.util.find_spec("xgrammar") is None:
         fix = "pip install 'rloo-cli[structured]', or generation=vllm_colocate"
-        yield Problem("xgrammar is not installed", where, "it says which ids may come next", fix)
+        yield Problem("xgrammar is not installed", where, "structured outputs need it", fix)
     else:
         try:
             parse_form(*next(iter(form.items())))
@@ -81,7 +81,7 @@ def _form_problems(form: object) -> Iterator[Problem]:
 
 
 def parse_form(kind: str, value: Any) -> "xgrammar.Grammar":
-    """A form of this kind, read without a tokenizer. Raises ConfigError for one that is none."""
+    """A specification of this kind, parsed without a tokenizer. Raises ConfigError."""
     from xgrammar import Grammar as Parsed  # lazy: optional
 
     try:
@@ -93,8 +93,8 @@ def parse_form(kind: str, value: Any) -> "xgrammar.Grammar":
         if kind == "json":
             return Parsed.from_json_schema(value if isinstance(value, str) else json.dumps(value))
         return Parsed.from_regex(value) if kind == "regex" else Parsed.from_ebnf(value)
-    except Exception as error:  # the text of a parser in C++
+    except Exception as error:  # the message of a C++ parser
         why = str(error).strip().rpartition("\n")[2][:300]
         what = f"{FORM_KEY}.{kind} cannot be read"
-        fix = f"correct it; one that can be read: {{{kind}: {FORM_EXAMPLES.get(kind)}}}"
+        fix = f"correct it; a valid example: {{{kind}: {FORM_EXAMPLES.get(kind)}}}"
         refuse(FORM_KEY, what, fix, why)

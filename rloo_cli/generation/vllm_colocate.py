@@ -1,6 +1,6 @@
-"""Sampling by a vLLM engine on the trainer's own device, in a child process that listens nowhere.
+"""Sampling by a vLLM engine on the trainer's own device, in a child process without open ports.
 
-It is a child because an engine inside the trainer's process would re-seed its random state. On a
+It is a child because an engine inside the trainer's process would reseed its random state. On a
 GPU the weights are sent by CUDA IPC, which copies nothing twice; without a GPU by gloo.
 """
 
@@ -22,8 +22,8 @@ class ColocateSection(EngineKeys):
         "What the engine frees while the trainer trains: nothing, its KV cache, all (GPUs)"
     )
     core_process: bool | None = key(
-        "Run vLLM's scheduler and model in a process of their own; null = on GPUs, where"
-        " they would wait for Python"
+        "Run vLLM's scheduler and model in a separate process; null = only on GPUs, where"
+        " they would otherwise wait for Python"
     )
     ready_timeout_s: float = key("Seconds until the engine is loaded", gt=0, le=1e6)
     sync_timeout_s: float = key("Seconds for one weight update", gt=0, le=1e6)
@@ -43,10 +43,10 @@ class Config(EngineConfig):
 
 
 def rules(config: Config, max_prompt_length: int | None) -> Iterator[Problem]:
-    """The settings that this backend refuses. `max_prompt_length`: of data; None = no key says."""
+    """The settings that this backend refuses. `max_prompt_length`: of data; None = unknown."""
     colocate, need = config.colocate, (max_prompt_length or 1) + config.max_completion_length
     yield from engine_key_problems("generation.colocate", colocate, need)
     yield from sampling_kwargs_problems(config.kwargs)
     if colocate.transfer == "nccl":
-        what, why = "cannot join two processes on one GPU", "NCCL needs a GPU for each of its ranks"
+        what, why = "cannot join processes on one GPU", "NCCL needs a GPU for each of its ranks"
         yield value_problem("generation.colocate.transfer", "nccl", what, "auto", why)

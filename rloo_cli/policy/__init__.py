@@ -2,10 +2,10 @@
 
 classifier_forward  score by a sequence classifier's own forward
 divergence          a student's distance from a teacher, over the whole vocabulary
-flash_kernels       torch's flash kernels on segments
+flash_kernels       torch's flash kernels over segments
 fused_head          log-probabilities without whole logits
 kept_head           log-probabilities over the ids that a sampler kept
-layout_support      what a model's code must be for a layout
+layout_support      requirements of a layout on a model's code
 layouts             choose padded, packed or shared by trying each
 load                load models and tokenizers
 lora                LoRA adapters
@@ -19,7 +19,7 @@ reward_load         load a reward model
 reward_scores       scores of a sequence classifier, packed
 row_selection       pick rows of hidden states, with gradients added in float32
 shared_attention    attention over a prompt that its completions share
-token_budget        how many tokens a training forward may have: one rule for run and plan
+token_budget        tokens per training forward: one rule for run and plan
 value               PPO's value model
 vision              images in a forward pass: the tower once for each prompt
 """

@@ -1,6 +1,6 @@
 """Scores by a sequence classifier's own class, if its head reads more than the last token.
 
-These are encoders (BERT's pooler), encoder-decoders (T5's EOS) and heads that rloo does not know.
+These are encoders (BERT's pooler), encoder-decoders (T5's EOS) and unknown heads.
 Sequences are padded on the right if that changes nothing; else they are scored one by one.
 """
 
@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 PADDED_BY_CLASS, SINGLE_BY_CLASS = "padded, by its own class", "one by one, by its own class"
-NO_PAD_TOKEN = -1  # for padding: some classes refuse None
-# How far two ways to compute scores may differ, relative to the largest score: in float32, else.
+NO_PAD_TOKEN = -1  # for padding: some classes reject None
+# Allowed difference of two ways to compute scores, relative to the largest: in float32, else.
 MAX_RELATIVE_DIFFERENCE = (1e-3, 0.05)
 
 
@@ -30,9 +30,9 @@ class ClassifierForward:
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
 
     def scores(self, sequences: Sequence[list[int]], batch_size: int) -> list[float]:
-        """The score of each sequence, `batch_size` sequences of like lengths per forward. -> (B,)
+        """The score of each sequence, `batch_size` of similar lengths per forward. -> (B,)
 
-        A sequence alone is not padded at all: a class that looks for the pad id would take an EOS
+        A single sequence is not padded at all: a class that looks for the pad id would take an EOS
         of the same id at the sequence's end for padding.
         """
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
@@ -58,7 +58,7 @@ class ClassifierForward:
         try:
             truth = torch.tensor(self.scores(plain, 1))
             gap = (torch.tensor(self.scores(plain, len(plain))) - truth).abs().max()
-        except Exception:  # scoring one by one will show what is wrong
+        except Exception:  # scoring one by one will raise the error
             return False
         exact = next(self.model.parameters()).dtype is torch.float32
         return bool(gap <= MAX_RELATIVE_DIFFERENCE[0 if exact else 1] * truth.abs().max())

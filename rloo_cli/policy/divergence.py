@@ -1,7 +1,7 @@
 """The divergence of a student's distributions from a teacher's, over the whole vocabulary.
 
-Both models' logits of a micro-batch are held whole, as many tokens as it has by the vocabulary.
-What is computed from them is several times as large, so that it is computed in blocks of tokens,
+Both models' logits of a micro-batch are kept whole: tokens times vocabulary. The values computed
+from them are several times as large, so they are computed in blocks of tokens,
 and again in the backward pass.
 """
 
@@ -18,8 +18,8 @@ def generalized_jsd(student: Tensor, teacher: Tensor, temperature: float, beta: 
     """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p, in nats per token.
 
     p is the student's distribution, q the teacher's, at this temperature (GKD, arXiv 2306.13649,
-    eq. 1). At both ends that is 0; there it is what it approaches when it is divided by beta or by
-    1 - beta, as in TRL: KL(q || p) for beta = 0, KL(p || q) for beta = 1.
+    eq. 1). At both ends that is 0; there its limit after division by beta or by 1 - beta is
+    used instead, as in TRL: KL(q || p) for beta = 0, KL(p || q) for beta = 1.
     (N, V), (N, V) -> (N,)
     """
     p = (_at_least_float32(student) / temperature).log_softmax(-1)

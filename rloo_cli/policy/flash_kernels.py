@@ -120,9 +120,9 @@ class _CpuKernels:
 
 
 class _EagerKernels:
-    """Attention segment by segment, for a device that has no flash kernel.
+    """Attention segment by segment, for a device without a flash kernel.
 
-    It keeps nothing of size [T, T], only scores of one segment at a time.
+    It keeps nothing of size [T, T], only the scores of one segment at a time.
     """
 
     @staticmethod

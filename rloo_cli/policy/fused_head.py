@@ -5,8 +5,8 @@
     dlogits = g * (onehot(target) - softmax(logits))                   (N, V), in tiles
 
 A tile is a block of some tokens by some entries of the vocabulary. Forward keeps each tile's
-largest logit and its sum of exponentials; backward computes the tile again, from which the softmax
-follows, unless there was memory to keep the exponentials (`keep_bytes`). A tile does not hold whole
+largest logit and its sum of exponentials; backward recomputes the tile, from which the softmax
+follows, unless there was memory to keep the exponentials (`keep_bytes`). A tile does not span all
 logits of a token: each block of the weight's gradient is finished before the next begins, so it is
 summed in float32 and rounded once, without a float32 copy of the whole, and a tile small enough for
 the cache is still a good matrix product. With a single block of tokens it is one product, which
@@ -14,7 +14,7 @@ writes the gradient itself. The sums over tiles are those of the online softmax 
 Gimelshein, arXiv 1805.02867).
 
 Tokens are multiplied by g * scale / temperature on the (N, h) side of both products and never on
-the tile: what backward feeds to the products is softmax - onehot alone.
+the tile: backward feeds only softmax - onehot to the products.
 """
 
 import functools
@@ -35,13 +35,13 @@ from rloo_cli.policy.row_selection import add_row_gradients
 # between them; the lower limit is an estimate: products of fewer leave a large GPU idle.
 GPU_TILE_LOGITS, MIN_GPU_TILE_LOGITS = 2**25, 2**22
 # Measured with one thread at V 8192 and 131072, 2**17 to 2**25: within noise of 2**19 to 2**23,
-# 5 to 20 % faster than 2**17 (small products) and than 2**25 (passes that leave the cache).
+# 5 to 20 % faster than 2**17 (small products) and than 2**25 (passes that exceed the cache).
 CPU_TILE_LOGITS = 2**20
 # Logits of a pass below which a GPU runs `_reduce_tile_in_place` and `_softmax_in_place` instead of
 # compiling their twins: Inductor takes 8 to 15 s, and saves less than 2 ms of such a pass.
 MIN_COMPILED_LOGITS = 2**28
 MIN_TILE_VOCAB = 64  # a tile is at least this wide, so that sums per tile stay far below (N, V)
-TILE_ALIGNMENT = 128  # large tiles are multiples of this on both sides, as tensor cores like them
+TILE_ALIGNMENT = 128  # sides of large tiles are multiples of this, for tensor cores
 
 
 class TilePlan(NamedTuple):
@@ -50,10 +50,10 @@ class TilePlan(NamedTuple):
     tile_tokens: int  # tokens of a tile
     tile_vocab: int  # vocabulary entries of a tile
     logit_factor: float  # scale / temperature
-    compute_dtype: torch.dtype  # what the products multiply; their results are float32
-    saved_dtype: torch.dtype | None  # the exponentials are kept, in this; None = computed again
+    compute_dtype: torch.dtype  # of the factors; products are float32
+    saved_dtype: torch.dtype | None  # of kept exponentials; None = recomputed
     want_entropy: bool
-    compiled: bool = False  # what follows a product is one kernel of Inductor's
+    compiled: bool = False  # one Inductor kernel after each product
 
     def logits_buffer(self, like: Tensor) -> Tensor:
         """Allocate one tile of logits."""
@@ -76,14 +76,14 @@ def token_logp(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden @ weight.T + bias) * scale / temperature) at the targets; entropy.
 
-    tile_logits: logits computed at once, at least 64; None = what suits the device.
+    tile_logits: logits computed at once, at least 64; None = chosen for the device.
     keep_bytes: up to this size the (N, V) exponentials are kept for backward, in hidden's dtype;
         that saves a quarter of the head's work. They are never kept without gradient.
     float32: keep and multiply float32 even if hidden and weight are of less precision. On a GPU
-        the products still take both as they are: each product of half-precision numbers is exact,
+        the products still read both as stored: each product of half-precision numbers is exact,
         and the sums are float32, 15 times as fast as from float32.
     row_index: (N,) the rows of `hidden`, which then has any number of them. Gradients of a row that
-        is there several times are added in float32.
+        occurs several times are added in float32.
 
     The entropy is in nats, has no gradient, and is None unless asked for. A target outside the
     vocabulary makes its logp NaN.
@@ -113,8 +113,8 @@ def gpu_tile_logits(l2_bytes: int, itemsize: int) -> int:
     """The logits of a tile that stays in a GPU's L2 cache of `l2_bytes`: a power of two.
 
     `itemsize`: bytes of a number that the products multiply. A tile is there in float32 and in
-    that. An H100 (50 MB) in half precision gets 2^23. A cache that is unknown (0), or too small for
-    a good product, does not matter: then a tile is as large as `GPU_TILE_LOGITS`.
+    that dtype. An H100 (50 MB) in half precision gets 2^23. If the cache is unknown (0), or too
+    small for a good product, a tile is as large as `GPU_TILE_LOGITS`.
     """
     fitting = l2_bytes // (torch.float32.itemsize + itemsize)
     if fitting < MIN_GPU_TILE_LOGITS:
@@ -123,7 +123,7 @@ def gpu_tile_logits(l2_bytes: int, itemsize: int) -> int:
 
 
 def worth_compiling(num_logits: int) -> bool:
-    """Whether a GPU's pass over so many logits is worth the seconds that Inductor takes."""
+    """Whether a GPU's pass over this many logits is worth Inductor's compile time."""
     return num_logits >= MIN_COMPILED_LOGITS
 
 
@@ -164,7 +164,7 @@ class TokenLogp(torch.autograd.Function):
             hidden = hidden.index_select(0, row_index)
         sums = TileSums(hidden, weight, plan)
         ctx.kept = {} if plan.saved_dtype else None
-        # in place, a tile of float32 logits becomes what is kept of it
+        # in place, a tile of float32 logits becomes its kept values
         buffer = None if plan.saved_dtype == torch.float32 else plan.logits_buffer(hidden)
         for number, (vocab, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
             w = w.to(plan.compute_dtype)
@@ -229,7 +229,7 @@ class TileSums:
 
     def __init__(self, hidden: Tensor, weight: Tensor, plan: TilePlan):
         n, count = len(hidden), math.ceil(len(weight) / plan.tile_vocab)
-        # (N,) the targets' logits; NaN where a target is not in the vocabulary
+        # (N,) the targets' logits; NaN if a target is not in the vocabulary
         self.target_logits = hidden.new_full((n,), math.nan, dtype=torch.float32)
         self.max_logit = hidden.new_empty((count, n), dtype=torch.float32)  # (C, N) of C blocks
         self.exp_sum = torch.empty_like(self.max_logit)  # (C, N) sum of e^(z - largest)
@@ -237,7 +237,7 @@ class TileSums:
         self.entropy_sum = torch.empty_like(self.max_logit) if plan.want_entropy else None
 
     def pick_targets(self, tokens: slice, z: Tensor, local: Tensor) -> None:
-        """Keep the targets' logits that are in this tile. (n, v), (n,)"""
+        """Store the targets' logits that are in this tile. (n, v), (n,)"""
         inside, local = _targets_in_tile(local, z)
         here = z.gather(1, local[:, None]).squeeze(1)
         self.target_logits[tokens] = torch.where(inside, here, self.target_logits[tokens])
@@ -250,7 +250,7 @@ class TileSums:
         exp_sum: Tensor,
         entropy_sum: Tensor | None,
     ) -> None:
-        """Keep the sums of one tile. (n,) each"""
+        """Store the sums of one tile. (n,) each"""
         self.max_logit[block_index, tokens], self.exp_sum[block_index, tokens] = max_logit, exp_sum
         if self.entropy_sum is not None and entropy_sum is not None:
             self.entropy_sum[block_index, tokens] = entropy_sum
@@ -271,7 +271,7 @@ class TileSums:
 
 
 class WeightGradient:
-    """The weight's gradient, a block of the vocabulary after another.
+    """The weight's gradient, one block of the vocabulary after another.
 
     Each is summed over the blocks of tokens in float32 and rounded once, at the last of them.
     """
@@ -330,7 +330,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: flo
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, summed in float32 and rounded once, in an `out` of less precision."""
+    """out = a @ b, summed in float32 and rounded once, in an `out` of lower precision."""
     if a.dtype != out.dtype:
         out.copy_(a @ b)
         return
@@ -340,7 +340,7 @@ def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 @contextmanager
 def _float32_sums() -> Iterator[None]:
-    """No product on a GPU adds parts of a sum in half precision, which cuBLAS may do otherwise."""
+    """No product on a GPU adds partial sums in half precision, which cuBLAS may otherwise do."""
     flags = torch.backends.cuda.matmul
     names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
     before = {name: getattr(flags, name) for name in names}
@@ -381,7 +381,7 @@ def _reduce_tile(
 def _reduce_tile_in_place(
     z: Tensor, want_entropy: bool, saved_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`_reduce_tile` in as few passes and as little memory as eager operations can. Consumes z."""
+    """`_reduce_tile` in as few passes and as little memory as eager code allows. Consumes z."""
     largest = z.amax(1)
     below = z.sub_(largest[:, None])
     e = below.exp() if want_entropy else below.exp_()

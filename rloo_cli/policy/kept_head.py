@@ -4,7 +4,7 @@
     logp = z_target / temperature - logsumexp over the token's own j    (N,)
 
 Only these rows of the head are read, in blocks: neither whole logits nor the rows of all ids are
-ever in memory. It is exact, as the other ids have no part in the sum. The products of
+ever in memory. It is exact, since the other ids are not in the sum. The products of
 half-precision numbers are summed in float32, as in `fused_head`.
 """
 

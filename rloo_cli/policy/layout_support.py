@@ -1,10 +1,10 @@
-"""Finds out, without a forward pass, whether our attention may compute a shared prompt.
+"""Decides, without a forward pass, whether our attention may compute a shared prompt.
 
-Our attention replaces the model's own through transformers' `AttentionInterface`, and gets
-queries, keys and values and nothing else. So it is wrong wherever the model's attention uses more
-than these (a window, a cap, a sink), wherever a layer carries a state from token to token past it,
-and wherever the model never calls it. This is the first of three checks: what it cannot find, a
-count of the calls and a comparison of numbers must (`layouts`).
+Our attention replaces the model's own through transformers' `AttentionInterface`, and gets only
+queries, keys and values. So it is wrong if the model's attention uses more
+than these (a window, a cap, a sink), if a layer carries a state from token to token past it,
+or if the model never calls it. This is the first of three checks: what it misses is found by
+counting calls and comparing numbers (`layouts`).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def why_not_shared(
     config, family = model.config, family_of_model(model)
     if family is not None:
         if family.two_way_images:
-            return "the tokens of an image attend to each other both ways"
+            return "image tokens attend to each other bidirectionally"
         config = config.get_text_config()
     return (
         _interface_reason(model)
@@ -51,7 +51,7 @@ def _interface_reason(model: PreTrainedModel) -> str | None:
     can_set = getattr(model, "_can_set_attn_implementation", None)
     if can_set is None:
         return f"{name} is not a transformers model"
-    if getattr(model, "_is_stateful", False):  # mamba has no attention at all, and could "set" it
+    if getattr(model, "_is_stateful", False):  # mamba has no attention, but would accept it
         return "layers that keep a state (linear attention, state space)"
     if not can_set():  # `set_attn_implementation` would only warn, and change nothing
         return "its attention cannot be set"
@@ -72,7 +72,7 @@ def _adapter_reason(model: PreTrainedModel) -> str | None:
 
 
 def _input_reason(config: PretrainedConfig, several_axes: bool = False) -> str | None:
-    """Why its inputs rule it out. `several_axes`: rows come with positions on all of its axes."""
+    """Why its inputs rule it out. `several_axes`: rows have positions on all of its axes."""
     if any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention")):
         return "an encoder"
     names = sorted(set(getattr(config, "sub_configs", {})) - SETTINGS_SUBCONFIGS)
@@ -104,7 +104,7 @@ def _window_reason(
     windows = {values["sliding_window"] for values in settings if "sliding_window" in values}
     typed = SLIDING_WINDOW_TYPE in (getattr(config, "layer_types", None) or ())
     off = getattr(config, "use_sliding_window", None) is False
-    # Windows that layers hold are more reliable than a config, which may name one for some layers.
+    # Windows in the layers are more reliable than a config, which may name one for some layers.
     if typed or not (windows or off):
         windows.add(getattr(config, "sliding_window", None))
     sizes = [int(window) for window in windows if window]
@@ -141,5 +141,5 @@ def _dropout_reason(model: PreTrainedModel, config: PretrainedConfig) -> str | N
 
 
 def _attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules that know their layer: attentions, and in some models the layers themselves."""
+    """Modules with a layer index: attentions, and in some models the layers themselves."""
     return (module for module in language_modules(model) if "layer_idx" in vars(module))

@@ -1,9 +1,9 @@
 """Chooses a model's layout and head: the fastest that give the model's own numbers.
 
-There are three checks (README, Fast), and each is needed. The config and the code are read for
+There are three checks (README, Fast), and each is needed. The config and the code are searched for
 windows, caps, sinks and dropout (`layout_support`). The calls of our attention are counted: one per
 layer, with its plan. At the loaded weights, log-probabilities of two groups are compared with those
-of each completion alone through the model's own forward. falcon_h1 passes the first two checks and
+of each completion alone through the model's own forward. falcon_h1 passes the first two checks but
 is wrong; opt is right shared and wrong packed.
 """
 
@@ -44,7 +44,7 @@ class HasLayout(Protocol):
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout that a model was found to support, and why not a better one."""
+    """The layout that a model supports, and why not a better one."""
 
     layout: str
     head: str  # fused; model = the model's own, with whole logits
@@ -108,15 +108,15 @@ def share_layout(
 ) -> LayoutChoice:
     """Give a policy and the teacher of its whole distributions one layout, and their own heads.
 
-    Both compute the same micro-batches then. `choice` is the policy's so far. Every model can be
-    computed padded, which is what they get where each would have another layout.
+    Both then compute the same micro-batches. `choice` is the policy's so far. Every model supports
+    padded, which both get if they would have different layouts.
     """
     why = "whole logits for the teacher's divergence"
     if policy.layout != teacher.layout:
         for model in (policy, teacher):
             shared_attention.uninstall_shared_attention(model.model)
             set_best_layout(model, LAYOUTS[-1], max_length, LayoutProbe(model))
-        why = f"as its teacher is; {why}"
+        why = f"the same as its teacher's; {why}"
         choice = replace(choice, layout=LAYOUTS[-1])
     for model in (policy, teacher):
         model.logprob_module.use_fused_head = False
@@ -161,10 +161,10 @@ class LayoutProbe:
         return (values - self.expected).abs()
 
     def _measure_noise(self) -> float:
-        """Mean nats per completion by which kernels that sum in another order differ.
+        """Mean nats per completion by which kernels with another order of summation differ.
 
         It is measured between padded sequences and sequences alone, or between two of the model's
-        own attentions on sequences alone if that is more: some kernels compute equal bits for
+        own attentions on sequences alone if that is more: some kernels give identical bits for
         padded ones.
         """
         noise = float(self.differences(self.layout_values("padded")).mean())
@@ -178,7 +178,7 @@ class LayoutProbe:
         return noise
 
     def mismatch_reason(self, layout: str) -> str | None:
-        """A text that says by how much this layout differs; None if only by rounding."""
+        """A text that says how much this layout differs; None if only by rounding."""
         gap = self.differences(self.layout_values(layout))
         worst, most = float(gap.max()), FLOAT32_PROBE_TOLERANCE
         if not self.is_float32:
@@ -188,21 +188,21 @@ class LayoutProbe:
 
 
 def check_finite_probe(model: PreTrainedModel, values: Tensor) -> None:
-    """Raise NumbersError if the model's outputs at its loaded weights are not numbers."""
+    """Raise NumbersError if the model's outputs at its loaded weights are not finite."""
     if not bool(values.isnan().any()):
         return
     bad = [n for n, p in model.named_parameters() if p.numel() and not bool(p.isfinite().all())]
     why = f"{len(bad)} of its tensors hold NaN or inf: {', '.join(bad[:3])}" if bad else ""
-    why = why or "its tensors are finite: they overflow in this dtype"
+    why = why or "its tensors are finite: the forward overflows in this dtype"
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    what = f"{name} computes NaN before any training"
-    refuse("model.path", what, "other weights, or model.dtype=float32", why, error=NumbersError)
+    what = f"{name} returns NaN before any training"
+    refuse("model.path", what, "use other weights, or model.dtype=float32", why, error=NumbersError)
 
 
 def check_images_matter(policy: Any, groups: list[Group]) -> None:
-    """Raise NumbersError if other pixels leave the log-probabilities of completions as they are.
+    """Raise NumbersError if other pixels do not change the log-probabilities of completions.
 
-    A model whose tower got no weights, or is not called, would be trained as one of text.
+    A model whose tower got no weights, or is not called, would be trained as a text model.
     """
     shown = [replace(g, rollouts=g.rollouts[:1]) for g in groups if g.media is not None][:1]
     if not shown:
@@ -215,7 +215,7 @@ def check_images_matter(policy: Any, groups: list[Group]) -> None:
     after = _logprobs_alone(policy, [replace(shown[0], media=other)])
     if torch.equal(before, after):
         what = f"{type(policy.model).__name__} does not see its images"
-        why = "with all pixels negated, log-probabilities stay what they were, bit for bit"
+        why = "with all pixels negated, log-probabilities do not change at all"
         refuse("model.path", what, "a checkpoint with its vision tower", why, error=NumbersError)
 
 
@@ -232,16 +232,16 @@ def check_attention_calls(model: PreTrainedModel, micro_batch: MicroBatch) -> No
 def try_layout(
     policy: HasLayout, layout: str, max_length: int | None, probe: LayoutProbe
 ) -> str | None:
-    """Set a model up for a layout. -> None, or why it cannot be used: then nothing has changed"""
+    """Set a model up for a layout. -> None, or why it is unusable: then nothing has changed"""
     if layout == "shared" and (reason := why_not_shared(policy.model, max_length)):
         return reason
     if layout == "packed" and not policy.names_position_ids:
-        return "it takes no positions"
+        return "it does not accept positions"
     if layout == "shared":
         shared_attention.install_shared_attention(policy.model)
     try:
         reason = probe.mismatch_reason(layout)
-    except Exception as error:  # a model's own code may fail on inputs that it was not made for
+    except Exception as error:  # a model may fail on unexpected inputs
         if layout == LAYOUTS[-1]:
             raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}"
@@ -253,7 +253,7 @@ def try_layout(
 
 
 def _try_fused_head(policy: Policy, probe: LayoutProbe) -> str | None:
-    """Set the fused head up. -> None, or why it cannot be used: then the model's own head stays"""
+    """Set the fused head up. -> None, or why it is unusable: then the model's own head stays"""
     module, config = policy.logprob_module, policy.model.config.get_text_config()
     if type(module.head) is not torch.nn.Linear:
         return f"the output embedding is a {type(module.head).__name__}"
@@ -281,7 +281,7 @@ def probe_groups(policy: HasLayout) -> list[Group]:
 
     def ids(count: int) -> list[int]:
         drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
-        return [0 if i in special else i for i in drawn]  # an image's token wants an image
+        return [0 if i in special else i for i in drawn]  # an image token needs an image
 
     probe_lengths = zip(PROBE_PROMPT_LENGTHS, PROBE_COMPLETION_LENGTHS, strict=True)
     groups = [
@@ -300,7 +300,7 @@ def probe_groups(policy: HasLayout) -> list[Group]:
 def _float32_head(model: PreTrainedModel) -> Iterator[None]:
     """Let a head of half precision multiply in float32 inside.
 
-    Logits that are rounded to bfloat16 are less exact than the numbers that they are compared with.
+    Logits rounded to bfloat16 are less exact than the numbers that they are compared with.
     """
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or head.weight.dtype not in HALF_DTYPES:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def load_policy_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer and give it a pad token.
 
-    Pad and EOS are told apart by position, never by id.
+    Pad and EOS are distinguished by position, never by id.
     """
     name = config.tokenizer or config.path
     path = synthetic.resolve_model_path(name)
@@ -82,7 +82,7 @@ def load_reference_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | N
     changes = {"path": config.ref_path, "tokenizer": None, "revision": None, "chat_template": None}
     try:
         return load_policy_tokenizer(config.model_copy(update=changes))
-    except (ConfigError, MachineError):  # a folder of weights alone is enough for a reference
+    except (ConfigError, MachineError):  # a folder with only weights is enough for a reference
         return None
 
 
@@ -91,7 +91,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load the model in `path` on `device`. Pickled weight files are refused.
 
-    `compute_device`: the device that decides what dtype=auto is, if it is another one.
+    `compute_device`: the device that decides dtype=auto, if it is another one.
 
     Raises ConfigError for a folder that is not a loadable model, MachineError for one that was not
     found.
@@ -103,7 +103,7 @@ def load_causal_lm(
     if missing:
         what = f"{path} lacks {len(missing)} of the model's tensors"
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
-        fix = "fetch or save that model again, whole, or name another one"
+        fix = "download or save that model again completely, or use another one"
         refuse("model.path", what, fix, why)
     apply_model_settings(loaded, config)
     if config.quantization is not None:
@@ -113,11 +113,11 @@ def load_causal_lm(
 
 
 def _language_class(config: ModelConfig, path: str) -> Any:
-    """The Auto class of the language model in `path`; one of its own with a vision tower."""
+    """The Auto class of the language model in `path`; a different one with a vision tower."""
     try:
         revision = config.revision if path == config.path else None
         values = hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
-    except ValueError:  # `_refuse_bad_config` says what is wrong
+    except ValueError:  # `_refuse_bad_config` raises the error
         return AutoModelForCausalLM
     return AutoModelForImageTextToText if vision_family(values) else AutoModelForCausalLM
 
@@ -187,7 +187,7 @@ def load_sequence_classifier(
 ) -> PreTrainedModel:
     """Load a language model as a sequence classifier with one label, whose head may be new.
 
-    Raises ConfigError if there is no such class for it, or the rest of the weights is missing.
+    Raises ConfigError if transformers has no such class, or the rest of the weights is missing.
     """
     return load_classifier_with_head(config, path, device)[0]
 
@@ -197,7 +197,7 @@ def load_classifier_with_head(
 ) -> tuple[PreTrainedModel, bool]:
     """Load a model as `load_sequence_classifier` does. -> the model, whether its head is new
 
-    `compute_device`: the device that decides what dtype=auto is, if it is another one.
+    `compute_device`: the device that decides dtype=auto, if it is another one.
     """
     auto_class = AutoModelForSequenceClassification
     loaded, lacking = _load_weights(
@@ -206,7 +206,7 @@ def load_classifier_with_head(
     missing = [name for name in lacking if name != "score.weight"]
     if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
-        fix = "name a whole model, whose classifier in transformers has a `score` without bias"
+        fix = "use a complete model, whose classifier in transformers has a `score` without bias"
         what, why = f"{path} cannot become a reward model", f"{type(loaded).__name__}: {lacks}"
         refuse("model.path", what, fix, why)
     if config.disable_dropout:
@@ -246,7 +246,7 @@ def _load_weights(
 def _check_unused(path: str, loaded: PreTrainedModel, unused: list[str]) -> None:
     """Log the tensors of the files that the model does not use.
 
-    Raises ConfigError for whole layers: without them it would be another model.
+    Raises ConfigError for unused layers: the loaded model would be another one.
     """
     if layers := rules_model.uncounted_layers(loaded.config.to_dict(), unused):
         why = f"its config.json leaves out {len(layers)} tensors: {', '.join(layers[:5])}"
@@ -266,7 +266,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if dtype is torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported():
         what, why = (
             "model.dtype = bfloat16",
-            f"{torch.cuda.get_device_name(device)} has no bfloat16",
+            f"{torch.cuda.get_device_name(device)} does not support bfloat16",
         )
         refuse("model.dtype", what, "model.dtype=float32", why, error=MachineError)
     return dtype
@@ -280,7 +280,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 def compute_head_in_float32(model: PreTrainedModel) -> None:
     """Let the output embedding compute in float32, whatever the dtype of its weights.
 
-    In bfloat16 two kernels that sum in another order differ by more than sampling can tolerate;
+    In bfloat16 two kernels with other summation orders differ by more than sampling can tolerate;
     most of that is the head's (arXiv 2506.13585).
     """
     head = model.get_output_embeddings()
@@ -308,7 +308,7 @@ def zero_dropout(model: nn.Module) -> None:
 
 
 def _refuse_bad_config(path: str, config: ModelConfig, auto_class: object) -> None:
-    """Refuse a config.json that would fill the memory, or whose weights have another head."""
+    """Refuse a config.json that would exceed the memory, or whose weights have another head."""
     revision = config.revision if path == config.path else None
     try:
         values = hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
@@ -320,21 +320,21 @@ def _refuse_bad_config(path: str, config: ModelConfig, auto_class: object) -> No
     except ValueError as error:
         why = str(error)
     if why:
-        fix = "name another model, or correct its config.json"
+        fix = "use another model, or correct its config.json"
         refuse("model.path", f"{path} cannot be loaded", fix, why)
 
 
 def _load_pretrained(
     load: Callable[..., T], name: str, path: str, config: ModelConfig, **options: object
 ) -> T:
-    """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
+    """Call a `from_pretrained`, and turn its many errors into one with a fix."""
     revision = config.revision if name == config.path else None  # the revision is model.path's
     remote = {"trust_remote_code": config.trust_remote_code, "revision": revision}
     try:
         return load(path, **{k: v for k, v in remote.items() if v is not None}, **options)
-    except RunError:  # a signal came meanwhile
+    except RunError:  # from a signal
         raise
-    except Exception as error:  # what a damaged or a hostile file makes a library raise
+    except Exception as error:  # libraries may raise anything for a damaged file
         fix = "name a folder that save_pretrained has written"
         refuse_unloadable(error, name, path, "model.path", fix, ConfigError)
 
@@ -342,22 +342,22 @@ def _load_pretrained(
 def refuse_unloadable(
     error: Exception, name: str, path: str, key: str, fix: str, refusal: type[RunError]
 ) -> NoReturn:
-    """Turn one of the many errors of `from_pretrained` into one that says what to do.
+    """Turn one of the many errors of `from_pretrained` into one with a fix.
 
-    path: the folder or hub name that was read, `name` as the user wrote it. fix, refusal: of a
-    folder that cannot be loaded. Raises MachineError for one that is not here.
+    path: the folder or hub name that was read, `name` as the user wrote it. fix, refusal: for a
+    folder that cannot be loaded. Raises MachineError for a model that is not here.
     """
     check_missing_library(error, key)
     why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
     if "trust_remote_code" in str(error):
         section = key.rpartition(".")[0]
         fix = f"{section}.trust_remote_code=true, if you trust its authors; nothing was run"
-        refuse(key, f"{name} brings Python code of its own", fix, why, error=refusal)
+        refuse(key, f"{name} comes with its own Python code", fix, why, error=refusal)
     if Path(path).exists():
         refuse(key, f"{name} cannot be loaded", fix, why, error=refusal)
     if rules_paths.looks_like_path(path):
         what, fix = f"{name} does not exist", "name a folder that exists, or a hub's ORG/NAME"
         refuse(key, what, fix, f"looked at {Path(path).absolute()}", error=refusal)
-    why = f"not a folder here, not in the cache {hf_cache.hub_cache_folder()}, and the hub:\n{why}"
+    why = f"not a local folder, not in the cache {hf_cache.hub_cache_folder()}, and the hub:\n{why}"
     fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
     refuse(key, f"{name!r} was not found", fix, why, error=MachineError)

@@ -1,7 +1,7 @@
 """Adapters (LoRA and peft's other kinds) inside a causal language model. The base never changes.
 
 peft puts its layers in place of the linear ones; class, backbone and output embedding of the model
-stay the same, so packing, attention and head need not know of it. Only adapters, and whole copies
+stay the same, so packing, attention and head need no changes. Only adapters, and whole copies
 of the layers in `modules_to_save`, get gradients. Adapters are float32 whatever the dtype of the
 base: they are small, and need no masters.
 
@@ -52,9 +52,9 @@ def load_trained_model(
     seed: int,
     compute_device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load the model that learns, in full or by an adapter. `checkpoint`: where training resumes.
+    """Load the trained model, in full or with an adapter. `checkpoint`: where training resumes.
 
-    If it is an adapter's checkpoint, only the adapter is read: the base is model.path's.
+    For an adapter's checkpoint, only the adapter is read: the base is model.path's.
     `compute_device`: where it will compute, if it is loaded elsewhere. Raises ConfigError for an
     adapter that does not fit, MachineError for a package that is not installed.
     """
@@ -63,7 +63,7 @@ def load_trained_model(
         model = load.load_causal_lm(config, path, device, compute_device)
         vision.freeze_parts(model, config.freeze)
         return model
-    _check_arguments(config.lora)  # told before the weights are loaded
+    _check_arguments(config.lora)  # fail before the weights are loaded
     loaded = load.load_causal_lm(config, config.path, device, compute_device)
     attach_adapter(loaded, config.lora, seed)
     check_mergeable(loaded)
@@ -81,8 +81,8 @@ def attach_adapter(
 ) -> None:
     """Freeze the base and attach a new adapter, which changes nothing yet.
 
-    Its random half is sampled from `seed` alone, so it is the same on every rank, and torch's own
-    state is left as it was. Raises ConfigError if it cannot be attached.
+    Its random half is sampled only from `seed`, so it is the same on every rank, and torch's own
+    state is unchanged. Raises ConfigError if it cannot be attached.
     """
     adapter = make_adapter_config(keys)
     before = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -98,27 +98,27 @@ def attach_adapter(
         ) as error:  # fmt: skip
             check_missing_library(error, "model.lora")
             what = "the adapter does not fit the model"
-            fix = "name layers that the model has; all-linear in model.lora.target_modules has all"
+            fix = "name layers that the model has; model.lora.target_modules=all-linear selects all"
             refuse("model.lora", what, fix, error)
     model.set_adapter(TRAINED_ADAPTER)  # of two adapters, the first one learns
     after = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and any(a is not b for a, b in zip(before, after, strict=True)):
-        why = "its input and output embeddings are one tensor, and the adapter would part them"
+        why = "its input and output embeddings are one tensor, which the adapter would split"
         fix = "leave both out of model.lora.target_modules and model.lora.modules_to_save"
         refuse("model.lora", "the model ties its embeddings", fix, why)
     prefix = _weight_prefix(model)
     for part, weight in model.named_parameters():
         if prefix in part and weight.dtype in HALF_DTYPES:
             weight.data = weight.data.float()
-    if keys.peft_type == "LORA" and not keys.use_dora:  # DoRA's arithmetic reads weights directly
+    if keys.peft_type == "LORA" and not keys.use_dora:  # DoRA reads weights directly
         multiply_in_base_dtype(model)
     if getattr(model, "is_gradient_checkpointing", False):
-        model.enable_input_require_grads()  # where nothing before the first adapter has a gradient
+        model.enable_input_require_grads()  # else nothing before the first adapter has a gradient
 
 
 def multiply_in_base_dtype(model: PreTrainedModel) -> None:
-    """Let float32 adapters multiply in the dtype of their input, as the layers beside them do.
+    """Let float32 adapters multiply in the dtype of their input, like the layers next to them.
 
     peft casts the input to the adapter's float32 instead, keeps that for the backward pass, and
     multiplies in float32, which a GPU does 15 times as slowly. Weights, gradients and updates stay
@@ -158,8 +158,8 @@ def has_adapter(model: PreTrainedModel) -> bool:
 def adapter_parameters(
     model: PreTrainedModel, name: str = TRAINED_ADAPTER
 ) -> dict[str, nn.Parameter]:
-    """An adapter's parameters by the names that peft's files have; this rank's shares of them
-    where an engine has sharded them.
+    """An adapter's parameters by their names in peft's files; this rank's shares of them if an
+    engine has sharded them.
 
     Whole layers that are trained (`modules_to_save`) are among them.
     """
@@ -175,7 +175,7 @@ def adapter_tensors(model: PreTrainedModel, name: str = TRAINED_ADAPTER) -> dict
 
 
 def adapter_state(model: PreTrainedModel, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
-    """The tensors of an adapter that this process has whole, as a file takes them."""
+    """The adapter's tensors, which this process has whole, in the form of a file."""
     return {part: tensor.contiguous() for part, tensor in adapter_tensors(model, name).items()}
 
 
@@ -184,13 +184,13 @@ def save_adapter(
 ) -> None:
     """Write the trained adapter as peft does: its config, which names the base, and its tensors.
 
-    `gathered`: the tensors, where the model has only shares of them.
+    `gathered`: the tensors, if the model has only shares of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[TRAINED_ADAPTER])
-    config.inference_mode = True  # as peft saves it: the next user may not want to train it
+    config.inference_mode = True  # as peft saves it
     for part in ("target_modules", "exclude_modules", "modules_to_save"):
-        if isinstance(getattr(config, part, None), set | list):  # a set has another order each time
+        if isinstance(getattr(config, part, None), set | list):  # sets have no fixed order
             setattr(config, part, sorted(getattr(config, part)))
     config.save_pretrained(str(folder))
     tensors = adapter_state(model) if gathered is None else gathered
@@ -206,7 +206,7 @@ def read_adapter_weights(model: PreTrainedModel, folder: Path, name: str = TRAIN
     """
     try:
         tensors = load_file(folder / PEFT_WEIGHTS_FILE)
-    except Exception as error:  # safetensors has errors of its own
+    except Exception as error:  # safetensors has its own errors
         what = f"the adapter {folder / PEFT_WEIGHTS_FILE} cannot be read"
         refuse("model.lora.path", what, f"name a folder with a whole {PEFT_WEIGHTS_FILE}", error)
     copy_into_adapter(model, tensors, name, str(folder))
@@ -216,7 +216,7 @@ def read_adapter_weights(model: PreTrainedModel, folder: Path, name: str = TRAIN
 def copy_into_adapter(
     model: PreTrainedModel, tensors: dict[str, Tensor], name: str, source: str
 ) -> None:
-    """Copy tensors, by the names of peft's files, into an adapter. `source`: where they are from.
+    """Copy tensors, by their names in peft's files, into an adapter. `source`: their origin.
 
     Raises ConfigError if they are not those of this adapter.
     """
@@ -227,15 +227,15 @@ def copy_into_adapter(
         odd = sorted(n for n in {**sizes, **found} if sizes.get(n) != found.get(n))
         lines = [f"{n}: {found.get(n, 'missing')}, expected {sizes.get(n, 'none')}" for n in odd]
         why = f"{len(odd)} tensors differ: {'; '.join(lines[:3])}"
-        what = f"the adapter in {source} is not the one that model.lora describes"
-        fix = f"set in model.lora what its {PEFT_CONFIG_FILE} has: r, target_modules, ..."
+        what = f"the adapter in {source} does not match model.lora"
+        fix = f"copy r, target_modules, ... from its {PEFT_CONFIG_FILE} to model.lora"
         refuse("model.lora", what, fix, why)
     for part, tensor in adapter.items():
         tensor.copy_(tensors[part])
 
 
 def tensors_to_save(model: PreTrainedModel) -> list[Tensor]:
-    """The tensors that a checkpoint holds: the trained adapter's, or else every parameter."""
+    """The tensors in a checkpoint: the trained adapter's, or else every parameter."""
     parameters = adapter_parameters(model).values() if has_adapter(model) else model.parameters()
     return list(parameters)
 
@@ -260,7 +260,7 @@ def use_adapter(layers: list[AdapterLayer], name: str | None) -> Iterator[None]:
     """Let these `layers` compute with the adapter `name` inside, or with none.
 
     peft's own functions also set `requires_grad` of parameters that an optimizer and a parallel
-    engine already hold; this sets nothing but the switch.
+    engine already hold; this only sets the switch.
     """
     before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in layers]
     for layer in layers:
@@ -281,7 +281,7 @@ def use_adapter(layers: list[AdapterLayer], name: str | None) -> Iterator[None]:
 def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class with the trained adapter merged into its weights.
 
-    The live one is left as it is: an adapted layer is merged in a copy, all others are shared.
+    The live one is unchanged: an adapted layer is merged in a copy, all others are shared.
     Quantised weights come back in the dtype that the model computes in.
     """
     whole = _empty_plain(model)
@@ -289,7 +289,7 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     whole.tie_weights()
     for name, module in whole.named_modules():
         for part, tensor in module.named_buffers(recurse=False):
-            if tensor.is_meta:  # no file holds it: the frequencies of positions, for example
+            if tensor.is_meta:  # not in files: the frequencies of positions, for example
                 module._buffers[part] = model.get_submodule(name).get_buffer(part)
     empty = [n for n, p in whole.named_parameters() if p.is_meta]
     if empty:
@@ -303,7 +303,7 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
 def check_mergeable(model: PreTrainedModel) -> None:
     """Check that merging would leave no parameter of the plain model without values.
 
-    Otherwise only the final save, after the training, would show that a model cannot be merged.
+    Otherwise only the final save, after the training, would reveal that a model cannot be merged.
     Raises ConfigError with the layers that can be adapted.
     """
     names = {n for n, _ in model.named_parameters() if f".{_weight_prefix(model)}" not in n}
@@ -317,7 +317,7 @@ def check_mergeable(model: PreTrainedModel) -> None:
 
 
 def adapted_parameters(model: PreTrainedModel) -> list[str]:
-    """Names of adapted parameters that belong to no linear layer.
+    """Names of adapted parameters outside linear layers.
 
     The experts of a mixture, whose weights are one tensor, are such parameters.
     """
@@ -327,7 +327,7 @@ def adapted_parameters(model: PreTrainedModel) -> list[str]:
 
 
 def linear_targets(model: PreTrainedModel) -> list[str]:
-    """Last names of the adapted linear layers, as `target_modules` can list them."""
+    """Last names of the adapted linear layers, in the form of `target_modules`."""
     kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     skipped = _parameter_wrapper()
     layers = ((n, m) for n, m in model.named_modules() if isinstance(m, kind))
@@ -424,32 +424,32 @@ def read_adapter_config(folder: Path) -> JsonObject:
 def make_adapter_config(keys: LoraConfig) -> Any:
     """peft's config of the kind `keys.peft_type`.
 
-    Raises ConfigError for arguments that it does not take, MachineError where peft is not there.
+    Raises ConfigError for arguments that it does not accept, MachineError without peft.
     """
     kinds = import_peft().mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     if keys.peft_type not in kinds:
-        why, fix = "it is newer than the peft that is installed", "pip install --upgrade peft"
+        why, fix = "it is newer than the installed peft", "pip install --upgrade peft"
         what = f"peft has no {keys.peft_type}"
         refuse("model.lora.peft_type", what, fix, why, error=MachineError)
     kind, arguments = kinds[keys.peft_type], _adapter_arguments(keys)
     known = {field.name for field in dataclasses.fields(kind)}
     for name in [name for name in arguments if name not in known]:
         key = f"kwargs.{name}" if name in keys.kwargs else name
-        what = f"{kind.__name__} takes no {name}"
-        why = f"it takes {', '.join(sorted(known - PEFT_ORIGIN))}"
+        what = f"{kind.__name__} has no argument {name}"
+        why = f"it has {', '.join(sorted(known - PEFT_ORIGIN))}"
         refuse(f"model.lora.{key}", what, "leave it out", why)
     try:
         return kind(**arguments)
     except (ValueError, TypeError) as error:
-        what = f"{kind.__name__} refuses these arguments"
-        fix = "correct what it names, in model.lora or in model.lora.kwargs"
+        what = f"{kind.__name__} rejects these arguments"
+        fix = "correct the named argument, in model.lora or in model.lora.kwargs"
         refuse("model.lora.kwargs", what, fix, error)
 
 
 def _check_arguments(keys: LoraConfig) -> None:
-    """Check what peft is given, and that an adapter to go on from was made with the same.
+    """Check peft's arguments, and that an adapter to continue from was made with the same.
 
-    Raises ConfigError: a scale is in no tensor, and another one would go unnoticed.
+    Raises ConfigError: a scale is in no tensor, so another one would go unnoticed.
     """
     ours = make_adapter_config(keys).to_dict()
     if keys.path is None or keys.peft_type == "LORA":  # a LoRA's: config/rules_lora.py
@@ -459,9 +459,9 @@ def _check_arguments(keys: LoraConfig) -> None:
         mine, found = (sorted(v) if isinstance(v, set | list) else v
                        for v in (ours[name], theirs.get(name, ours[name])))  # fmt: skip
         if mine != found:
-            what = f"model.lora.kwargs: {name} is {mine}, and the adapter's is {found}"
+            what = f"model.lora.kwargs: {name} is {mine}, but the adapter's is {found}"
             fix = paste_setting("model.lora.kwargs", {name: found})
-            refuse("model.lora.kwargs", what, fix, f"it lies in {keys.path}")
+            refuse("model.lora.kwargs", what, fix, f"the adapter is in {keys.path}")
 
 
 def _adapter_arguments(keys: LoraConfig) -> JsonObject:
@@ -479,6 +479,6 @@ def _adapter_arguments(keys: LoraConfig) -> JsonObject:
 
 
 def _weight_prefix(model: PreTrainedModel) -> str:
-    """How the names of the adapter's own weights begin."""
+    """The prefix of the names of the adapter's own weights."""
     kind = model.peft_config[TRAINED_ADAPTER].peft_type
     return str(import_peft().mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind])

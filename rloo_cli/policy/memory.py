@@ -1,8 +1,8 @@
-"""How many tokens a forward pass may have, from what it keeps for its backward pass.
+"""How many tokens fit a forward pass, from the memory that it keeps for its backward pass.
 
 This is measured, not estimated: a small forward with gradient counts the bytes that autograd
-saves. They are compared with the machine's memory, not with what happens to be free, so that a run
-has the same micro-batches, and the same bits, whenever it is started again on such a machine.
+saves. They are compared with the machine's memory, not with the currently free part, so a run
+has the same micro-batches, and the same bits, on every restart on such a machine.
 """
 
 import os
@@ -32,13 +32,13 @@ from rloo_cli.policy.value import ValueModel
 from rloo_cli.utils import environment
 from rloo_cli.utils.errors import OutOfMemory, refuse
 
-MAX_MASKED_TOKENS = 4096  # with a mask of tokens by tokens, which has 16 million entries then
-NO_GRAD_TOKEN_FACTOR = 4  # times as many tokens where nothing is kept for a backward pass
+MAX_MASKED_TOKENS = 4096  # with a tokens-by-tokens mask, of 16 million entries then
+NO_GRAD_TOKEN_FACTOR = 4  # times as many tokens if nothing is kept for a backward pass
 CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
 def model_forward_cost(model: PreTrainedModel) -> ForwardCost:
-    """What a forward pass of this model costs, from its config and its parameters."""
+    """The cost of a forward pass of this model, from its config and its parameters."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     tables = {id(head): prod(weight_shape(head))}
@@ -71,9 +71,9 @@ def measure_forward_limits(
 
     `max_group_tokens`: tokens of the largest group that can occur. `has_reference_model`: a second
     model is in memory. `held_share`: share of weights and optimizer that this process holds, and
-    how many processes share its memory. `value_model`: it learns too, with backward passes of its
-    own. `required_tokens`: tokens that have to fit without recomputing; None = those of the largest
-    group. Splitting a group, where that costs nothing, is better than recomputing everything.
+    how many processes share its memory. `value_model`: it is trained too, with its own backward
+    passes. `required_tokens`: tokens that have to fit without recomputing; None = the largest
+    group. Splitting a group, if that costs nothing, is better than recomputing everything.
     `other_bytes`: bytes of the device that other models take.
     """
     shape = model_forward_cost(policy.model)
@@ -92,13 +92,13 @@ def measure_forward_limits(
     policy.logprob_module.keep_logits_bytes = int(room.most_kept_logits)
     size = train.micro_batch_size
     no_grad_size = train.no_grad_batch_size or (None if size is None else 2 * size)
-    # More than `most` is no faster, and slower on a CPU, whose caches hold less.
+    # More than `most` is not faster, and slower on a CPU, whose caches are smaller.
     no_grad_tokens = max(tokens, min(NO_GRAD_TOKEN_FACTOR * tokens, most))
     return ForwardLimits(shape, tokens, no_grad_tokens, size, no_grad_size)
 
 
 def has_attention_mask(policy: Policy) -> bool:
-    """Whether attention makes a mask of tokens by tokens.
+    """Whether attention builds a mask of tokens by tokens.
 
     A model's own attention does so on packed sequences on a GPU, unless it is flash attention,
     which gets the documents' lengths.
@@ -110,7 +110,7 @@ def has_attention_mask(policy: Policy) -> bool:
 def _activation_memory(
     policy: Policy, train: TrainConfig, samples_beside: bool, free_bytes: float
 ) -> ActivationMemory:
-    """The memory that a training forward of the policy has."""
+    """The memory available to a training forward of the policy."""
     kind = "cpu" if policy.device.type == "cpu" else "cuda"
     itemsize = 4 if policy.logprob_module.float32_head else policy.dtype.itemsize
     return ActivationMemory(
@@ -134,7 +134,7 @@ def can_recompute(model: PreTrainedModel) -> bool:
 
 
 def _bytes_per_policy_token(policy: Policy, value_model: ValueModel | None) -> float:
-    """Bytes per token of the policy that the policy or the value model takes, whichever is more."""
+    """Bytes per token of the policy for the policy or the value model, whichever is more."""
     policy_bytes = _working_bytes_per_token(policy)
     if value_model is None:
         return policy_bytes
@@ -143,7 +143,7 @@ def _bytes_per_policy_token(policy: Policy, value_model: ValueModel | None) -> f
 
 
 def _working_bytes_per_token(policy: Policy | ValueModel) -> float:
-    """Bytes per token that a training forward keeps, and a layer's where that is computed again.
+    """Bytes per token that a training forward keeps, and one layer's if it is recomputed.
 
     With gradient checkpointing the backward pass has one layer's activations at a time, which are
     more than all that the forward keeps.
@@ -206,7 +206,7 @@ def _free_bytes(
     held_share: tuple[float, int] = (1.0, 1),
     value_model: ValueModel | None = None,
 ) -> float:
-    """Bytes of the device that weights, gradients, masters and optimizer leave."""
+    """Bytes of the device that weights, gradients, masters and optimizer leave free."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     count, each = sum(prod(weight_shape(p)) for p in weights), policy.dtype.itemsize
     every = sum(prod(weight_shape(p)) * min(p.element_size(), each)
@@ -223,7 +223,7 @@ def _free_bytes(
     else:
         if generation.shares_device:
             _check_engine_fits(generation, held, total)
-        contexts = 2 if generation.shares_device else 1  # of a trial that waits
+        contexts = 2 if generation.shares_device else 1  # of a waiting trial
         total = gpu_bytes_left(total, generation)
         total -= contexts * environment.offloaded_trials_bytes()
     return max(total - held, 0.0)
@@ -232,7 +232,7 @@ def _free_bytes(
 def _check_engine_fits(generation: Any, held_bytes: float, total_bytes: float) -> None:
     """Raise OutOfMemory if a sleeping inference engine could not wake up.
 
-    What the trainer keeps between two updates stays in memory while the engine samples.
+    Memory that the trainer keeps between two updates stays occupied while the engine samples.
     """
     share = generation.colocate.gpu_memory_utilization
     fits = 1 - CUDA_CONTEXT_SHARE - held_bytes / total_bytes
@@ -240,7 +240,7 @@ def _check_engine_fits(generation: Any, held_bytes: float, total_bytes: float) -
         what, where = "trainer and sampler do not fit on one GPU", "gpu_memory_utilization"
         where = f"generation.colocate.{where}"
         why = f"weights, optimizer and reference keep {held_bytes / 1e9:.1f} GB of"
-        why += f" {total_bytes / 1e9:.1f}, the engine wants {share:.0%}"
+        why += f" {total_bytes / 1e9:.1f}, the engine needs {share:.0%}"
         fix = "model.lora, distributed=zero2 with more GPUs, or generation=vllm_server"
         fix = f"{where}={max(fits, 0.0):.2f}" if fits > 0.05 else fix
         refuse(where, what, fix, why, error=OutOfMemory)

@@ -1,10 +1,10 @@
 """Log-probabilities of completion tokens under a causal language model.
 
-The head runs on the positions that predict a completion token and on no others. The fused head
-never makes their logits whole (`fused_head`); of tokens that were sampled from a part of the
-vocabulary it computes the logits of that part alone (`kept_head`). With the model's own head, a
-hook picks these positions out of the hidden states as they enter the output embedding, so whatever
-a model does to its logits afterwards (soft-capping) still happens. `layouts` decides which head and
+The head runs only on the positions that predict a completion token. The fused head
+never computes their whole logits (`fused_head`); for tokens sampled from a part of the
+vocabulary it computes only that part's logits (`kept_head`). With the model's own head, a
+hook picks these positions out of the hidden states as they enter the output embedding, so
+later changes to the logits (soft-capping) still happen. `layouts` decides which head and
 which layout.
 """
 
@@ -31,7 +31,7 @@ from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 
-# Of tokens that stand for images: their probability is 0 in every dtype, and 0 times it, too.
+# For tokens that stand for images: their probability is 0 in every dtype, and times the value too.
 NEVER_SAMPLED_LOGIT = -1e4
 
 
@@ -45,21 +45,21 @@ class LogProbs(NamedTuple):
 
 
 class TeacherLogits(NamedTuple):
-    """What a teacher says of every completion token of a micro-batch."""
+    """A teacher's logits for every completion token of a micro-batch."""
 
     logits: Tensor  # (N, V)
     beta: float  # its share of the mixture (`divergence.generalized_jsd`)
 
 
 class PlainSequence(NamedTuple):
-    """One prompt with its images and a completion, as the model takes them by itself."""
+    """One prompt with its images and a completion, in the form of the model's own forward."""
 
     input_ids: Tensor  # (1, T)
     media: Media
 
 
 def own_inputs(sequence: Tensor | PlainSequence) -> JsonObject:
-    """The arguments of the model's forward, which runs the tower and finds positions itself."""
+    """The arguments of the model's forward, which runs the tower and computes positions itself."""
     if isinstance(sequence, Tensor):
         return {"use_cache": False, "input_ids": sequence}
     ids, media = sequence
@@ -74,7 +74,7 @@ def own_inputs(sequence: Tensor | PlainSequence) -> JsonObject:
 
 
 class LogprobModule(nn.Module):
-    """Backbone and head in one module, which is what a parallel engine wraps.
+    """Backbone and head in one module, which a parallel engine wraps.
 
     With `use_fused_head` the head is computed in tiles instead of by the model's own forward. Up to
     `keep_logits_bytes` of logits are kept for the backward pass, which recomputes the others.
@@ -99,10 +99,10 @@ class LogprobModule(nn.Module):
     ) -> Tensor | tuple[list[Tensor], Tensor | None, Tensor | None]:
         """log p of the completion tokens at each temperature; entropy at the first. (N,) each
 
-        Of tokens with a sampling mask both are of the distribution over its ids alone.
+        For tokens with a sampling mask both refer to the distribution over its ids.
 
         With a teacher also the divergence from it, at the last temperature, with gradient. It needs
-        whole logits, so that the head must not be fused.
+        whole logits, so the head must not be fused.
 
         Given ids (1, T) instead of a micro-batch, or with images a `PlainSequence`, return the
         model's own logits (1, T, V). A sharded model must always be called through this module,
@@ -163,7 +163,7 @@ class LogprobModule(nn.Module):
     def _kept_results(
         self, chosen: Tensor, kept: KeptIds, temperatures: Sequence[float], want_entropy: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """The same over the kept ids alone, from their logits `chosen` (M,). (N,) each"""
+        """The same over only the kept ids, from their logits `chosen` (M,). (N,) each"""
         found = [kept_logprobs(chosen / temperature, kept) for temperature in temperatures]
         entropy = found[0][1]
         if not (self.entropy_grad and torch.is_grad_enabled()):
@@ -185,7 +185,7 @@ class LogprobModule(nn.Module):
         return logits.index_fill(-1, index, NEVER_SAMPLED_LOGIT)
 
     def _head_bias(self, head: nn.Linear) -> Tensor | None:
-        """The head's bias; with tokens that are never sampled, what takes these out, too. (V,)"""
+        """The head's bias, with a large negative one for tokens that are never sampled. (V,)"""
         if not self.never_sampled:
             return cast(Tensor | None, head.bias)
         size, weight = weight_shape(head.weight)[0], head.weight
@@ -204,7 +204,7 @@ class LogprobModule(nn.Module):
 
 
 def position_ids_support(model: PreTrainedModel) -> tuple[bool, bool]:
-    """Whether a module's forward names `position_ids`, and whether it takes them at all."""
+    """Whether a module's forward names `position_ids`, and whether it accepts them at all."""
     parameters = inspect.signature(model.forward).parameters
     is_named = "position_ids" in parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -227,7 +227,7 @@ def forward_inputs(micro_batch: MicroBatch, takes_position_ids: bool) -> JsonObj
 def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Let calls of the module run this function inside.
 
-    A parallel engine that gathers a module's weights at each call gathers them for these calls too.
+    A parallel engine that gathers a module's weights at each call does so for these calls too.
     """
     before = vars(module).get("forward")
     module.forward = forward
@@ -241,7 +241,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Itera
 
 @contextmanager
 def head_on_positions(head: nn.Module, positions: Tensor) -> Iterator[None]:
-    """Let the output embedding compute these positions of the hidden states only. (N,)"""
+    """Let the output embedding compute only these positions of the hidden states. (N,)"""
 
     def pick(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden = args[0]
@@ -278,11 +278,11 @@ class Policy:
         self.temperature = temperature
         self.kl_temperature = temperature if kl_temperature is None else kl_temperature
         self.layout = "padded"  # until `layouts` finds a better one
-        # Whose whole distributions are learned, and its share of the mixture; None = nobody's.
+        # The teacher of whole distributions, and its share of the mixture; None = no teacher.
         self.teacher: tuple[Policy, float] | None = None
         self.image_examples: list[Group] = []  # prompts with images, for the check of layouts
-        self.vision: VisionProcessor | None = None  # of images that episodes were shown
-        # Shows the tower an image in micro-batches of text, where ranks meet in every forward.
+        self.vision: VisionProcessor | None = None  # of episodes' images
+        # Shows the tower an image in text micro-batches, if ranks synchronise in every forward.
         self.blank_vision: VisionProcessor | None = None
 
     @property
@@ -305,7 +305,7 @@ class Policy:
         group_slices: Sequence[GroupSlice],
         masked: Tensor | None = None,
     ) -> MicroBatch:
-        """Pack these completions in the layout of this model, on its device."""
+        """Pack these completions in this model's layout, on its device."""
         micro_batch = packing.pack_micro_batch(
             groups, group_slices, masked, self.device, self.layout, True, self.vision
         )

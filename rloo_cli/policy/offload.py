@@ -1,8 +1,8 @@
-"""Moves the tensors that a run keeps on its device to the CPU's memory and back.
+"""Moves the tensors that a run keeps on its device to CPU memory and back.
 
 It is for trials of a sweep that share a device (`utils/sweep_time_slices`). Tensors stay the same
 objects, only their data moves, since optimizer and modules refer to them. Copies are exact.
-Quantized weights stay: the state that bitsandbytes keeps beside them is bound to the device.
+Quantized weights stay: bitsandbytes' state for them is bound to the device.
 """
 
 from collections.abc import Iterable, Iterator

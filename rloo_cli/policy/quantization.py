@@ -37,12 +37,12 @@ def quantized_load_options(
             "bnb_4bit_use_double_quant": keys.double_quant,
             "bnb_4bit_compute_dtype": dtype,
         }
-    # A quantised model cannot be moved afterwards: it is made where it stays.
+    # A quantised model cannot be moved afterwards: it is created on its device.
     return {"quantization_config": settings(**options), "device_map": {"": str(device)}}
 
 
 def disable_avx512_kernel(model: PreTrainedModel) -> None:
-    """Let training and sampling compute alike without a GPU.
+    """Make training and sampling compute the same without a GPU.
 
     bitsandbytes' inference kernel there reorders the weights in place, and rounds to bfloat16.
     """

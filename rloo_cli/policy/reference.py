@@ -1,9 +1,9 @@
-"""The reference of the KL: a model of its own, or the policy's weights without an adapter.
+"""The reference of the KL: a separate model, or the policy's weights without an adapter.
 
-With an adapter there is no second model: the base under the adapter is the reference, which takes
+With an adapter there is no second model: the base under the adapter is the reference, takes
 no memory and has exactly its old values. If training resumes from an adapter, or the reference
 moves, it is a second adapter on the same base. `ref_path` is always a second model; `ref_offload`
-keeps it in the CPU's memory between its passes, of which there is then one per rollout batch.
+keeps it in CPU memory between its passes, of which there is then one per rollout batch.
 
 A reference that moves becomes, every so many updates, alpha policy + (1 - alpha) reference,
 parameter by parameter (TR-DPO, arXiv 2404.09656). For an adapter these are its two factors, as in
@@ -27,7 +27,7 @@ from rloo_cli.policy.model import LogProbs, Policy
 class Reference(Policy):
     """A frozen model, in eval mode. `device`: where it computes.
 
-    `offload_from`: the device that it is moved to for its passes, from the memory where it lies
+    `offload_from`: the device that it is moved to for its passes, from the memory where it is
     otherwise. `policy`: the policy that it follows, if it moves.
     """
 
@@ -54,7 +54,7 @@ class Reference(Policy):
 
     @property
     def is_second_model(self) -> bool:
-        """Whether it is a second model, whose layout has to be found, unlike an adapter's base."""
+        """Whether it is a second model, which needs its own layout, unlike an adapter's base."""
         return True
 
     @property
@@ -115,7 +115,7 @@ class Reference(Policy):
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state` returned. Raises KeyError, RuntimeError for another model's."""
+        """Restore the result of `state`. Raises KeyError, RuntimeError for another model's."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
 
@@ -188,14 +188,14 @@ def attach_reference_adapter(model: PreTrainedModel, keys: ModelConfig, seed: in
 def build_reference(
     keys: ModelConfig, policy: Policy, device: torch.device, temperature: float, seed: int
 ) -> Reference:
-    """Build the reference that `model.ref_*` and `model.lora` ask for. Raises ConfigError."""
+    """Build the reference set by `model.ref_*` and `model.lora`. Raises ConfigError."""
     if keys.lora is not None and keys.ref_path is None:
         return AdapterReference(policy, temperature, keys, seed)
     path = keys.ref_path or keys.path
     if not keys.ref_offload:
         model = load.load_causal_lm(keys, path, device)
         return Reference(model, temperature, keys.ref_sync, policy)
-    # It is loaded into CPU memory, in the dtype that it will have on the device.
+    # It is loaded into CPU memory, in its dtype on the device.
     dtype = str(load.resolve_dtype(keys.dtype, device)).removeprefix("torch.")
     model = load.load_causal_lm(keys.model_copy(update={"dtype": dtype}), path, torch.device("cpu"))
     return Reference(model, temperature, keys.ref_sync, policy, offload_from=device)

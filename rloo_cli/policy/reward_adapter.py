@@ -1,8 +1,8 @@
-"""Loads a reward model that is an adapter: peft's folder over a base that it names.
+"""Loads a reward model that is an adapter: peft's folder, which names its base.
 
-TRL's RewardTrainer leaves one with `--use_peft`. The base becomes a sequence classifier, the
-adapter (of any kind that peft can merge) is merged into it, and its own score head takes the place
-of the base's: what scores is a plain model, as any other.
+TRL's RewardTrainer saves one with `--use_peft`. The base becomes a sequence classifier, the
+adapter (of any kind that peft can merge) is merged into it, and its own score head replaces
+the base's: the result is a plain model like any other.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 def find_adapter_folder(path: str) -> Path | None:
-    """The folder of an adapter; None where `path` is a model or a name of the hub."""
+    """The folder of an adapter; None if `path` is a model or a hub name."""
     folder = Path(path).expanduser()
     is_adapter = (folder / lora.PEFT_CONFIG_FILE).is_file()
     return folder if is_adapter and not (folder / "config.json").is_file() else None
@@ -27,8 +27,8 @@ def find_adapter_folder(path: str) -> Path | None:
 def load_merged_classifier(folder: Path, key: str, options: JsonObject) -> PreTrainedModel:
     """Load the base of an adapter as a classifier with one label, and merge the adapter into it.
 
-    `options`: arguments of the base's `from_pretrained`. Raises MachineError for an adapter that
-    has no score head, or cannot be merged; other errors are the libraries'.
+    `options`: arguments of the base's `from_pretrained`. Raises MachineError for an adapter
+    without a score head, or that cannot be merged; other errors are the libraries'.
     """
     peft = lora.import_peft()
     about = lora.read_adapter_config(folder)
@@ -51,7 +51,7 @@ def _given(options: JsonObject) -> JsonObject:
 
 
 def _check_score_head(folder: Path, key: str, missing: list[str]) -> None:
-    """Raise MachineError if neither the base nor the adapter has all weights of the classifier."""
+    """Raise MachineError if base and adapter together lack weights of the classifier."""
     with safe_open(folder / lora.PEFT_WEIGHTS_FILE, "pt") as file:
         own = {name.removeprefix(lora.PEFT_NAME_PREFIX) for name in file.keys()}  # noqa: SIM118
     if absent := [name for name in missing if name not in own]:

@@ -1,4 +1,4 @@
-"""Loads a reward model and its tokenizer, and refuses what is not one."""
+"""Loads a reward model and its tokenizer, and refuses anything else."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,14 +42,14 @@ def load_reward_tokenizer(key: str, config: RewardModelKeys) -> PreTrainedTokeni
     """
     path = config.tokenizer or config.path
     where = f"{key}.tokenizer" if config.tokenizer else f"{key}.path"
-    # The revision is one of `path`, not of the tokenizer's repository.
+    # The revision belongs to `path`, not to the tokenizer's repository.
     revision = None if config.tokenizer else config.revision
     call = AutoTokenizer.from_pretrained
     found = _load_pretrained_reward(call, path, where, key, config, revision=revision)
     if found.pad_token_id is None:
         if found.eos_token_id is None:
             what = f"the tokenizer of {path} has neither a pad token nor an EOS token"
-            fix = f"{key}.tokenizer=FOLDER of one that has"
+            fix = f"{key}.tokenizer=FOLDER of one with either"
             refuse(where, what, fix, "sequences are padded", error=MachineError)
         found.pad_token = found.eos_token
     return found
@@ -58,7 +58,7 @@ def load_reward_tokenizer(key: str, config: RewardModelKeys) -> PreTrainedTokeni
 def load_reward_model(
     key: str, config: RewardModelKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> RewardModelScorer:
-    """Load the reward model, in eval mode and without gradients. `device`: what auto stands for.
+    """Load the reward model, in eval mode and without gradients. `device`: the value of auto.
 
     Raises MachineError if it was not found or is not a reward model.
     """
@@ -91,11 +91,11 @@ def load_reward_model(
 def _check_reward_weights(
     key: str, path: str, model: PreTrainedModel, loading_info: JsonObject
 ) -> None:
-    """Raise MachineError if weights are missing, or for several labels."""
+    """Raise MachineError for missing weights, or for several labels."""
     mismatched = (m[0] for m in loading_info["mismatched_keys"])
     absent = sorted([*loading_info["missing_keys"], *mismatched])
     if absent:
-        what = f"{path} lacks {len(absent)} of the tensors of a {type(model).__name__}"
+        what = f"{path} lacks {len(absent)} tensors of a {type(model).__name__}"
         why = f"missing: {', '.join(absent[:5])}; they would be random numbers"
     elif model.config.num_labels != 1:
         what = f"{path} is not a reward model"
@@ -112,7 +112,7 @@ def _reward_device(key: str, name: str, default: torch.device) -> torch.device:
     found = torch.device(name)
     count = torch.cuda.device_count() if found.type == "cuda" else 1
     if found.type == "cuda" and (found.index or 0) >= count:
-        what, why = f"{key}.device = {name} is not there", f"this machine has {count} GPUs"
+        what, why = f"{key}.device = {name} does not exist", f"this machine has {count} GPUs"
         refuse(f"{key}.device", what, f"{key}.device=auto", why, error=MachineError)
     return found
 
@@ -134,13 +134,13 @@ def _load_pretrained_reward(
     config: RewardModelKeys,
     **options: object,
 ) -> T:
-    """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
+    """Call a `from_pretrained`, and turn its many errors into one with a fix."""
     options = {"trust_remote_code": config.trust_remote_code, **options}
     path = synthetic.resolve_model_path(name)
     try:
         return call(path, **{k: v for k, v in options.items() if v is not None})
-    except RunError:  # a signal came meanwhile
+    except RunError:  # from a signal
         raise
-    except Exception as error:  # what a damaged or a hostile file makes a library raise
+    except Exception as error:  # libraries may raise anything for a damaged file
         fix = f"{key}.path=FOLDER of a sequence classifier in safetensors files"
         load.refuse_unloadable(error, name, path, where, fix, MachineError)

@@ -1,10 +1,10 @@
 """A reward model's scores: one number per sequence, read at its last token.
 
 A decoder reads sequences as the policy does: those of a group that begin alike are computed with
-their common beginning once (`packing`), in the layout that `layouts` finds right for it by the same
-three checks. Here the hidden states at the last token are compared, which is stricter than to
-compare one number. Before that, head and backbone must compute the scores of the model's own class;
-an encoder, whose head reads elsewhere, fails that and is scored by its class, on right-padded
+their common prefix once (`packing`), in the layout that `layouts` finds right for it by the same
+three checks. Here the hidden states at the last token are compared, which is stricter than
+comparing one number. Before that, head and backbone must compute the scores of the model's own
+class; an encoder, whose head reads elsewhere, fails that and is scored by its class, on padded
 sequences if padding changes nothing and one by one if it does. The last token is found by its
 position: a class looks for the pad id, which may also be the EOS at the end of a sequence.
 """
@@ -45,7 +45,7 @@ class RewardModelScorer:
     """A sequence classifier with one label, on its device or, with `offload`, moved there.
 
     The token ids are those of its tokenizer. `batch_size`: sequences of a padded forward.
-    `max_tokens`: tokens of a packed forward; None = as many as the device can make use of.
+    `max_tokens`: tokens of a packed forward; None = as many as the device can use well.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RewardModelScorer:
         self.layout, self.why = SINGLE_BY_CLASS, ""
         weights = {name: tensor.data for name, tensor in _parameters_and_buffers(model)}
         self.cpu_weights = weights if offload else None
-        self.lock = threading.Lock()  # a call that ran out of time may still be at work
+        self.lock = threading.Lock()  # a call that timed out may still be running
         if self.head is not None:  # the last sum decides between two nearly equal sequences
             self.head.float()
             self.head.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
@@ -75,9 +75,9 @@ class RewardModelScorer:
             model.to(device)
 
     def choose_layout(self, max_length: int | None) -> str:
-        """Find the layout that computes the class's own numbers. -> a line that says which, and why
+        """Find the layout that computes the class's own numbers. -> a line with the layout and why
 
-        `max_length`: the most tokens of a sequence; None if that is not known.
+        `max_length`: the most tokens of a sequence; None if unknown.
         """
         with self.on_device(), torch.no_grad():
             why = self._why_not_by_head()
@@ -86,7 +86,7 @@ class RewardModelScorer:
                 for layout in LAYOUTS:
                     try:
                         reason = layouts.try_layout(self, layout, max_length, probe)
-                    except Exception as error:  # only padded sequences, the last, raise
+                    except Exception as error:  # only the last layout, padded, raises
                         reason = f"{type(error).__name__}: {error!s:.150}"
                     if reason is None:
                         break
@@ -175,16 +175,16 @@ class RewardModelScorer:
         return scores
 
     def _why_not_by_head(self) -> str | None:
-        """Why the class's score is not the head's value at the last hidden state; None if it is."""
+        """Why the class's score differs from the head's value at the last hidden state, or None."""
         if self.head is None:
-            return "a head that rloo does not know"
+            return "an unknown kind of head"
         try:
             groups = layouts.probe_groups(self)
             sequences = [g.prompt_ids + r.completion_ids for g in groups for r in g.rollouts]
             truth = torch.tensor(self.by_class.scores(sequences, 1))
             states = torch.cat([self.last_hidden_state(sequence) for sequence in sequences])
             ours = self.head(states).squeeze(-1).cpu()
-        except Exception as error:  # an encoder-decoder, or a backbone that returns something else
+        except Exception as error:  # an encoder-decoder, or another kind of backbone
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}"
         exact = self.dtype is torch.float32
         gap = float((ours - truth).abs().max() / truth.abs().max().clamp_min(1e-12))
@@ -234,11 +234,11 @@ def find_score_head(model: PreTrainedModel) -> torch.nn.Module | None:
 def _group_by_prefix(
     sequences: Sequence[list[int]], group_of_sequence: Sequence[int]
 ) -> tuple[list[Group], list[list[int]]]:
-    """Split the sequences of a group into their common beginning, as a prompt, and completions.
+    """Split the sequences of a group into their common prefix, as a prompt, and completions.
 
     A completion gets one id more than it has: `packing` leaves out the last one, which predicts
     nothing, and points at the position before it, the sequence's last token. -> groups, and for
-    each group the indices of the sequences that its completions are from
+    each group the indices of the sequences of its completions
     """
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(group_of_sequence):

@@ -2,7 +2,7 @@
 
 All K completions of a prompt begin at the same row, the prompt's last, which predicts the first
 token of each. `index_select` adds their K gradients in the dtype of the states: in bfloat16 each
-addition rounds to 8 bits, and on a GPU in an order that changes. Here they are added in float32 and
+addition rounds to 8 bits, and on a GPU in a varying order. Here they are added in float32 and
 rounded once.
 """
 
@@ -36,7 +36,7 @@ class SelectRows(torch.autograd.Function):
 def select_rows(states: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Rows of `states`, in `dtype` (None: their own). (T, h), (N,) -> (N, h)
 
-    Gradients that come in float32, because `dtype` is, are rounded only after they are added.
+    Gradients that arrive in float32, because `dtype` is, are rounded only after they are added.
     """
     selected: Tensor = SelectRows.apply(states, index, dtype or states.dtype)
     return selected

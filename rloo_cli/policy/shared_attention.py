@@ -1,6 +1,6 @@
-"""Attention for the layout `shared`, in which a prompt stands once for its K completions.
+"""Attention for the layout `shared`, in which a prompt occurs once for its K completions.
 
-There are two passes of flash attention: every prompt and completion as a document of its own,
+There are two passes of flash attention: every prompt and completion as a separate document,
 causal; then a group's completions together over their prompt, without a mask. The two are merged by
 their log-sum-exps. No keys are copied, there is no [T, T] mask, and a prompt's keys are read once
 for its group. This is exact: a flash backward recomputes P = exp(S - lse) and needs only
@@ -8,11 +8,11 @@ rowsum(do * o), so given the merged output and lse, each pass yields its share o
 (cascade attention, as in FlashInfer, arXiv 2501.01005; the backward as in ring attention, arXiv
 2310.01889).
 
-transformers calls the function by its name in `AttentionInterface`. There is no mask function of
+transformers calls the function by its name in `AttentionInterface`. There is no mask function with
 that name, so the model builds no mask and passes the plan to each layer among its arguments, where
 gradient checkpointing keeps it. Once installed, a forward without a plan is an error, never a stock
-attention over a shared prompt: that would be silently wrong. `native_attention` gives the model its
-own attention back inside a context.
+attention over a shared prompt: that would be silently wrong. `native_attention` restores the
+model's own attention inside a context.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ SHARED_LAYOUT_ARGUMENT = "rloo_plan"  # the argument of a model's forward
 
 
 class SharedAttentionError(RuntimeError):
-    """The model asks its attention for something that the shared layout does not have."""
+    """The model requests an attention feature that the shared layout does not support."""
 
 
 @torch.compiler.disable  # each micro-batch has another plan
@@ -57,7 +57,7 @@ def shared_layout_attention(
     if plan is None:
         raise SharedAttentionError("called without a plan: these are not shared rows")
     odd = [n for n in ("softcap", "s_aux") if kwargs.get(n) is not None]
-    window = kwargs.get("sliding_window")  # one as long as the longest sequence changes nothing
+    window = kwargs.get("sliding_window")  # a window of the longest sequence has no effect
     odd += ["sliding_window"] if window is not None and window < plan.max_seqlen else []
     odd += ["dropout"] if kwargs.get("dropout") else []
     odd += ["attention_mask"] if attention_mask is not None else []
@@ -65,7 +65,7 @@ def shared_layout_attention(
         odd.append("heads of unequal sizes")
     if odd or query.shape[0] != 1 or query.shape[2] != sum(plan.segment_lengths):
         wanted = ", ".join(odd) or f"queries of shape {tuple(query.shape)}"
-        raise SharedAttentionError(f"it asks for {wanted}")
+        raise SharedAttentionError(f"it requests {wanted}")
     plan.attention_calls[0] += 1
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -134,7 +134,7 @@ def has_shared_attention(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def native_attention(model: PreTrainedModel, attention: str | None = None) -> Iterator[None]:
-    """Let the model use its own attention inside, or the one of that name."""
+    """Let the model use its own attention inside, or the one with that name."""
     before = [(c, c._attn_implementation) for c in _configs(model)]
     native = getattr(model, "rloo_native", [])
     _set_attention_names([(c, attention) for c, _ in before] if attention else native)

@@ -1,12 +1,12 @@
 """How many tokens a training forward may have: one rule for a run and for its plan.
 
-A run measures what a token keeps for the backward pass and what is held on its device
-(`policy/memory.py`); a plan derives both from config and model (`planning/peak_memory.py`). From
-there on they compute the same. Nothing here imports torch.
+A run measures what a token keeps for the backward pass and how much memory of its device is used
+(`policy/memory.py`); a plan derives both from config and model (`planning/peak_memory.py`). The
+rest is computed the same way. Nothing here imports torch.
 
-Of what weights, optimizer, other models and a vLLM engine leave, the logits that are kept are taken
-off, and `ACTIVATION_SHARE` of the rest is for activations. What remains is for what is not counted:
-tiles of logits, the output embedding's gradient, a layer's temporaries, fragments.
+From the memory that weights, optimizer, other models and a vLLM engine leave, the kept logits are
+subtracted, and `ACTIVATION_SHARE` of the rest is for activations. The remainder is for what is not
+counted: tiles of logits, the output embedding's gradient, a layer's temporaries, fragments.
 """
 
 from dataclasses import dataclass
@@ -14,42 +14,42 @@ from dataclasses import dataclass
 from rloo_cli.config.schema import GenerationConfig
 
 ACTIVATION_SHARE = 0.8
-# On a CPU, where glibc keeps half of the activations again in pieces (docs/scale.md), and beside a
-# sampler that decodes while we train: its keys and values are in the same memory.
+# On a CPU, where glibc keeps half of the activations again in fragments (docs/plan.md), and with a
+# sampler that decodes during training: its keys and values are in the same memory.
 CROWDED_ACTIVATION_SHARE = 0.5
-KEPT_LOGITS_SHARE = 0.125  # of the free memory that logits may take at most
+KEPT_LOGITS_SHARE = 0.125  # most of the free memory for logits
 MAX_USEFUL_TOKENS = {"cpu": 1024, "cuda": 32768}  # tokens beyond which nothing gets faster
-TOKEN_STEP = 256  # a budget is a multiple: tiles of the kernels are full, and few sizes occur
+TOKEN_STEP = 256  # budgets are multiples: kernel tiles are full, and few sizes occur
 MIN_TOKENS = 64
-CUDA_CONTEXT_SHARE = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
+CUDA_CONTEXT_SHARE = 0.02  # of a GPU: for CUDA, its libraries, and backward buffers
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """The memory that a training forward has. `kind` is torch's, cpu or cuda; sizes in bytes."""
+    """The memory of a training forward. `kind` is torch's, cpu or cuda; sizes in bytes."""
 
     kind: str
     device_bytes: float
-    free_bytes: float  # what weights, gradients, optimizer, other models and an engine leave
+    free_bytes: float  # left by weights, gradients, optimizer, other models, engine
     logits_bytes_per_token: float
     keep_logits_gb: float | None  # train.keep_logits_gb
     crowded: bool  # `samples_beside_training`
 
     @property
     def activation_share(self) -> float:
-        """The share of what kept logits leave that activations may take."""
+        """The share of the memory left by kept logits that activations may take."""
         return CROWDED_ACTIVATION_SHARE if self.crowded or self.kind == "cpu" else ACTIVATION_SHARE
 
     @property
     def most_kept_logits(self) -> float:
-        """Bytes of logits that may be kept for the backward pass: as the key says, else 2 GB, on a
+        """Bytes of logits that may be kept for the backward pass: set by the key, else 2 GB, on a
         GPU a tenth of it; never more than `KEPT_LOGITS_SHARE` of the free memory."""
         most = 0.1 * self.device_bytes if self.kind == "cuda" else 2e9
         most = most if self.keep_logits_gb is None else self.keep_logits_gb * 1e9
         return min(most, KEPT_LOGITS_SHARE * self.free_bytes)
 
     def tokens_that_fit(self, bytes_per_token: float) -> float:
-        """Tokens of a forward that keeps so many bytes of activations for each of them.
+        """Tokens of a forward that keeps this many bytes of activations per token.
 
         Solves t * bytes_per_token = share * (free - min(t * logits_bytes_per_token, most kept)):
         a forward of t tokens keeps at most t tokens' logits.
@@ -63,7 +63,7 @@ class ActivationMemory:
 def gpu_bytes_left(device_bytes: float, generation: GenerationConfig) -> float:
     """Bytes of a GPU for the trainer's tensors: without CUDA's own and a colocated vLLM engine's.
 
-    An engine that drops its weights while we train leaves its share to us.
+    An engine that drops its weights during training leaves its share to us.
     """
     left = device_bytes * (1 - CUDA_CONTEXT_SHARE)
     if not generation.shares_device:
@@ -73,15 +73,15 @@ def gpu_bytes_left(device_bytes: float, generation: GenerationConfig) -> float:
 
 
 def samples_beside_training(generation: GenerationConfig) -> bool:
-    """Whether completions are decoded in the trainer's process while it trains."""
+    """Whether completions are decoded in the trainer's process during training."""
     return generation.samples_here and generation.overlap != "none"
 
 
 def choose_token_budget(max_useful: int, max_group_tokens: int, tokens_that_fit: float) -> int:
     """The tokens of a forward: `max_useful`, or `max_group_tokens` if that is more.
 
-    If so many do not fit, it is the largest multiple of `TOKEN_STEP` that does; a group that fits
-    is not cut for the rounding, since cutting it can cost another pass.
+    If that many do not fit, it is the largest multiple of `TOKEN_STEP` that does; a group that fits
+    is not split for the rounding, since splitting it can cost another pass.
     """
     wanted = max(max_useful, max_group_tokens)
     if wanted <= tokens_that_fit:

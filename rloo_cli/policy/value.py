@@ -1,13 +1,13 @@
 """The value model: a backbone with one number per position, the expected rest of the return.
 
-V_t is read where the policy's logits for token t are, at the positions that predict a completion's
-tokens, so a micro-batch of the policy serves it too: `shared`, `packed` and `padded` layouts and
-our attention alike. Which of them gives the backbone's own numbers is found as for a reward model,
+V_t is read at the policy's logits for token t, at the positions that predict a completion's
+tokens, so a micro-batch of the policy also works here: `shared`, `packed` and `padded` layouts and
+our attention alike. The right layout is found as for a reward model,
 by comparing hidden states, here at every one of these positions.
 
 It starts as a reward model, head included, if one fits; else as the policy with a head of zeros.
 Then V is 0 at first, whatever the seed, and a step's returns are plain sums of token rewards until
-it has learned. The head is float32 whatever the rest is: V is compared with returns, of which it
+it has learned. The head is always float32: V is compared with returns, of which it
 must resolve small differences.
 """
 
@@ -37,7 +37,7 @@ from rloo_cli.utils.fault_injection import poison_tensor
 
 
 class ValueModule(nn.Module):
-    """Backbone and head in one module, which is what a parallel engine wraps."""
+    """Backbone and head in one module, which a parallel engine wraps."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ValueModule(nn.Module):
         hidden = select_rows(rows, micro_batch.logit_index, dtype)
         if hidden_only:
             return hidden
-        values: Tensor = self.model.score(hidden)  # FSDP takes no view as an output
+        values: Tensor = self.model.score(hidden)  # FSDP does not accept a view as an output
         return values
 
 
@@ -68,7 +68,7 @@ class ValueModel:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, new_head: bool = False):
         self.model, self.device = model, device
-        self.new_head = new_head  # whether the head had no weights to start from
+        self.new_head = new_head  # whether the head is newly initialised
         self.head: nn.Linear = model.score.float()
         self.head.forward = MethodType(_float32_linear, self.head)
         self.forward_module = ValueModule(model)
@@ -119,11 +119,11 @@ class ValueModel:
         group_slices: Sequence[GroupSlice],
         masked: Tensor | None = None,
     ) -> MicroBatch:
-        """Pack these completions in the layout of this model, on its device."""
+        """Pack these completions in this model's layout, on its device."""
         return packing.pack_micro_batch(groups, group_slices, masked, self.device, self.layout)
 
     def repack(self, batch: Batch, micro_batch: MicroBatch, layout: str) -> MicroBatch:
-        """A micro-batch that has this `layout` in the layout of this model."""
+        """A micro-batch of another layout, in this model's `layout`."""
         if self.layout == layout:
             return micro_batch
         return self.pack(batch.groups, micro_batch.group_slices, batch.masked)
@@ -144,7 +144,7 @@ class ValueModel:
             return self.values(micro_batch)
 
     def dummy_loss(self, groups: Sequence[Group], with_grad: bool) -> Tensor:
-        """Forward the first completion where other ranks have a micro-batch. -> 0, ()"""
+        """Forward the first completion if only other ranks have a micro-batch. -> 0, ()"""
         micro_batch = self.pack(groups, [(0, (0,))])
         values = self.values(micro_batch) if with_grad else self.frozen_values(micro_batch)
         return values.sum() * 0.0
@@ -190,7 +190,7 @@ class ValueLayoutProbe(layouts.LayoutProbe):
 def _float32_linear(layer: nn.Linear, hidden: Tensor) -> Tensor:
     """Compute the head in float32, also of weights that an engine keeps in less. (N, h) -> (N, 1)
 
-    They are float32 but under DeepSpeed in half precision, whose masters are.
+    They are float32 except under DeepSpeed in half precision, whose masters are.
     """
     return nn.functional.linear(hidden, layer.weight.float())
 
@@ -205,7 +205,7 @@ def load_value_weights(
     """Load the value model's weights. -> the model, whether its head is new
 
     `compute_device`: where it will compute, if it is loaded elsewhere. `saved`: the file of a
-    checkpoint that has what they have become. Raises ConfigError, MachineError, with the key that
+    checkpoint with the trained weights. Raises ConfigError, MachineError, with the key that
     named it.
     """
     names = ("path", "revision", "trust_remote_code")
@@ -223,7 +223,7 @@ def load_value_weights(
 
 @torch.no_grad()
 def _read_saved_weights(model: PreTrainedModel, file: Path) -> None:
-    """Read the weights that a checkpoint has. Raises ConfigError for another model's, or none."""
+    """Read the weights in a checkpoint. Raises ConfigError if missing or another model's."""
     try:
         tensors = load_file(file)
         for name, parameter in model.named_parameters():
@@ -240,14 +240,14 @@ def build_value_model(
     vocab_size: int,
     device: torch.device,
 ) -> ValueModel:
-    """Build the value model of its weights, or of a shell for them. `vocab_size`: the policy's.
+    """Build the value model from its weights, or from a shell. `vocab_size`: the policy's.
 
     Raises ConfigError with the key that named it.
     """
     value_model = ValueModel(model.train().requires_grad_(True), device, new_head)
     if value_model.vocab_size != vocab_size:
-        what = "policy and value model differ in vocabulary"
-        why = f"the policy knows {vocab_size} tokens, the value model {value_model.vocab_size}"
+        what = "policy and value model have different vocabularies"
+        why = f"the policy has {vocab_size} tokens, the value model {value_model.vocab_size}"
         fix = "model.value.path=PATH of a model with the policy's vocabulary"
         refuse(value_init.key, what, fix, why)
     return value_model

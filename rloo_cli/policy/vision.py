@@ -1,8 +1,8 @@
-"""Images in a forward pass: the tower once for each prompt, its vectors wherever rows show them.
+"""Images in a forward pass: the tower runs once per prompt, its vectors are used in every row.
 
 The tower is not run by the model's own forward, which would run it for every row. transformers'
-vision models take what it made as `mm_encoder_outputs`, and put these vectors in place of the image
-tokens, in order. Gradients of all rows meet in the prompt's vectors, and pass the tower once.
+vision models accept its output as `mm_encoder_outputs`, and put these vectors in place of the image
+tokens, in order. Gradients of all rows add up in the prompt's vectors, and pass the tower once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 def family_of_model(model: PreTrainedModel) -> VisionFamily | None:
-    """How this model takes images; None for a model of text."""
+    """How this model reads images; None for a text model."""
     config = getattr(model, "config", None)  # not every part of a model has one
     if getattr(config, "vision_config", None) is None:
         return None
@@ -28,7 +28,7 @@ def family_of_model(model: PreTrainedModel) -> VisionFamily | None:
 
 
 def image_token_ids(config: PretrainedConfig) -> set[int]:
-    """The ids that stand for images and videos, which no completion may have."""
+    """The ids that stand for images and videos, which completions must not have."""
     if getattr(config, "vision_config", None) is None:
         return set()
     found = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
@@ -39,9 +39,9 @@ def image_token_ids(config: PretrainedConfig) -> set[int]:
 def media_arguments(
     model: PreTrainedModel, media: MediaInputs, vectors: Tensor | None = None
 ) -> JsonObject:
-    """The arguments of a forward of the model that show it these images.
+    """The arguments of a forward that show the model these images.
 
-    `vectors`: the images' own, if they are known (F, H).
+    `vectors`: the images' own, if already computed (F, H).
     """
     vectors = image_vectors(model, media) if vectors is None else vectors
     vectors = vectors.index_select(0, media.feature_index)
@@ -53,25 +53,25 @@ def media_arguments(
 
 
 def image_vectors(model: PreTrainedModel, media: MediaInputs) -> Tensor:
-    """What tower and projector make of the images, one after the other. -> (F, H)
+    """The outputs of tower and projector for the images, one after the other. -> (F, H)
 
-    Raises NumbersError if that is not a vector for each image token.
+    Raises NumbersError unless there is one vector per image token.
     """
     made: Any = model.get_image_features(**media.tensors, return_dict=True).pooler_output
     parts = made if isinstance(made, list | tuple) else [made]
     vectors = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
     if len(vectors) != media.num_features:
         what = f"the vision tower makes {len(vectors)} vectors for {media.num_features} tokens"
-        why = "the processor and the model's config.json do not belong together"
-        fix = "name a model whose processor and config.json were saved together, or fetch it again"
+        why = "the processor and the model's config.json do not match"
+        fix = "use a model whose processor and config.json were saved together, or fetch it again"
         refuse("model.path", what, fix, why, error=NumbersError)
     return vectors
 
 
 def _as_model_reads(model: PreTrainedModel, vectors: Tensor) -> Any:
-    """Vectors in the form in which the model's own tower returns them."""
+    """Vectors in the form that the model's own tower returns."""
     config = model.config
-    if config.model_type == "smolvlm":  # it puts whole tiles in place, and asks how long one is
+    if config.model_type == "smolvlm":  # it inserts whole tiles, and needs their length
         side = config.vision_config.image_size // config.vision_config.patch_size
         length = side**2 // config.scale_factor**2
         return vectors.view(len(vectors) // length, length, vectors.shape[-1])
@@ -80,15 +80,15 @@ def _as_model_reads(model: PreTrainedModel, vectors: Tensor) -> Any:
 
 
 def freeze_parts(model: PreTrainedModel, parts: Sequence[str]) -> int:
-    """Let `model.freeze`'s parts keep their weights. -> how many parameters do
+    """Freeze the parts in `model.freeze`. -> the number of frozen parameters
 
-    Raises ConfigError for a model that has no such part.
+    Raises ConfigError if the model has no such part.
     """
     frozen = 0
     for part in parts:
         found = [*_weights_of(model, part).values()]
         if not found:
-            what = f"model.freeze names {part}, and the model has no such part"
+            what = f"model.freeze names {part}, but the model has no such part"
             why = f"{type(model).__name__} has {', '.join(n for n, _ in model.named_children())}"
             refuse("model.freeze", what, "model.freeze=[]", why)
         for weight in found:
@@ -98,7 +98,7 @@ def freeze_parts(model: PreTrainedModel, parts: Sequence[str]) -> int:
 
 
 def _weights_of(model: PreTrainedModel, part: str) -> dict[str, nn.Parameter]:
-    """The weights of a part that `model.freeze` names; none for a model without it."""
+    """The weights of a part in `model.freeze`; empty for a model without it."""
     family = family_of_model(model)
     attribute = {"vision": "towers", "projector": "projectors"}[part]
     modules = {*getattr(family, attribute)} if family is not None else set()
@@ -106,7 +106,7 @@ def _weights_of(model: PreTrainedModel, part: str) -> dict[str, nn.Parameter]:
 
 
 def frozen_names(model: PreTrainedModel) -> set[str]:
-    """The weights of parts that keep all of theirs (`model.freeze`)."""
+    """The weights of parts that are completely frozen (`model.freeze`)."""
     if all(w.requires_grad for w in model.parameters()):
         return set()
     parts = [_weights_of(model, part) for part in ("vision", "projector")]
@@ -114,13 +114,13 @@ def frozen_names(model: PreTrainedModel) -> set[str]:
 
 
 def modules_beside_language(model: PreTrainedModel) -> set[str]:
-    """Names of the modules that see images, or join them to the language model."""
+    """Names of the modules that process images, or connect them to the language model."""
     family = family_of_model(model)
     return set() if family is None else {*family.towers, *family.projectors}
 
 
 def language_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that compute text: all of a model without a tower."""
+    """The modules that compute text: all of them without a tower."""
     apart = modules_beside_language(model)
     if not apart:
         yield from model.modules()

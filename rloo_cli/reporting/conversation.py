@@ -1,8 +1,8 @@
-"""An episode as a conversation: what the policy said and called, and what it was told.
+"""An episode as a conversation: the policy's messages and calls, and the answers.
 
-A sample that a run wrote has its `turns`; here they become parts with a heading, for the panel, for
-`rloo samples` and for a report. Their texts are as the model and the tools wrote them: the one that
-shows a part cleans it (`clean_line`, `show_control_characters`, a page's escapes).
+A sample written by a run has `turns`; here they become parts with a heading, for the panel, for
+`rloo samples` and for a report. Texts are exactly as the model and the tools wrote them: whoever
+shows a part has to clean it (`clean_line`, `show_control_characters`, a page's escapes).
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rloo_cli.utils.files import JsonObject
 
-# Why an episode ended, in words; what is not here is its own word.
+# Why an episode ended, for people; a reason that is missing here is shown as it is.
 ENDS = {
     "answer": "an answer",
     "done": "the environment",
@@ -30,7 +30,7 @@ class ConversationPart:
     """A message between the policy and its tools."""
 
     kind: Literal["told", "said", "called"]
-    head: str  # who is heard: a tool's name, a role, or the turn's number
+    head: str  # the speaker: a tool's name, a role, or the turn's number
     text: str
 
 
@@ -59,7 +59,7 @@ def _objects(values: object) -> Iterator[JsonObject]:
 
 
 def _content_text(content: object) -> str:
-    """A message's text; of blocks, the text of each and the type of those that have none."""
+    """A message's text; for blocks, the text of each, or its type if it has none."""
     if not isinstance(content, list):
         return str(content)
     blocks = [block if isinstance(block, dict) else {"text": block} for block in content]

@@ -20,7 +20,7 @@ from rloo_cli.reporting.metrics_lines import MetricsMapping, read_metrics_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMOOTH_FROM = 30  # points; fewer are read one by one
+SMOOTH_FROM = 30  # points; fewer are drawn without smoothing
 GREY, GRID = "#8a8f98", "#e6e8eb"
 BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea580c", "#15803d", "#dc2626"
 PURPLE, TEAL, BROWN = "#7c3aed", "#0d9488", "#92400e"
@@ -33,21 +33,21 @@ CurvePoints = tuple[list[float], list[float]]
 
 
 class CurveDrawer:
-    """Draws the curves of a run while it goes on, into its own folder.
+    """Draws the curves of a running run into its own folder.
 
-    With `rate_limited`, drawings take only a small share of the time. The first one that fails is
-    a warning.
+    With `rate_limited`, drawing takes only a small share of the time. The first failure is a
+    warning.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.last_drawn_at, self.last_drawing_s = time.monotonic(), FIRST_DRAWING_S
-        self.drawn_lines, self.failed = 0, False  # drawn_lines: metrics lines of the last picture
+        self.drawn_lines, self.failed = 0, False  # drawn_lines: metrics lines in the last picture
 
     def draw_curves(
         self, num_lines: int, note: Callable[[str], None], rate_limited: bool = False
     ) -> None:
-        """Draw curves.png, where the run has `num_lines` lines of metrics. Never raises."""
+        """Draw curves.png for a run with `num_lines` lines of metrics. Never raises."""
         began, folder = time.monotonic(), self.folder
         early = DRAWING_TIME_SHARE * (began - self.last_drawn_at) < self.last_drawing_s
         if num_lines < MIN_CURVE_LINES or num_lines == self.drawn_lines or (rate_limited and early):
@@ -59,7 +59,7 @@ class CurveDrawer:
             if not self.failed:
                 note(f"curves.png is not drawn ({error}): pip install 'rloo-cli[view]'")
             self.failed = True
-        except Exception as error:  # a picture must not end a run, whatever matplotlib raises
+        except Exception as error:  # a drawing must not end a run, whatever matplotlib raises
             if not self.failed:
                 note(f"warning: curves.png cannot be drawn: {type(error).__name__}: {error}")
             self.failed = True
@@ -70,9 +70,9 @@ class CurveDrawer:
 def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
     """Write the curves of the file `metrics_path` to `out_png` (an SVG if its name ends in .svg).
 
-    Raises ConfigError where there are no metrics.
+    Raises ConfigError if there are no metrics.
     """
-    from matplotlib.figure import Figure  # takes 0.3 s, so only where one is drawn
+    from matplotlib.figure import Figure  # takes 0.3 s, so only when drawing
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     metrics_lines = read_metrics_lines(Path(metrics_path))
@@ -109,7 +109,7 @@ def metric_points(metrics_lines: Sequence[MetricsMapping], name: str) -> CurvePo
 
 
 def smooth_values(values: Sequence[float]) -> list[float]:
-    """Each point on a straight line that is fitted to a fifteenth of the points around it.
+    """Each point on a straight line fitted to a fifteenth of the points around it.
 
     Unlike a mean, it neither lags where the window is cut at an end nor jumps there. Each window's
     sums are differences of running ones, so that a million points take a second.
@@ -119,7 +119,7 @@ def smooth_values(values: Sequence[float]) -> list[float]:
     low, high = np.maximum(0, x - half), np.minimum(count, x + half + 1)
     size, middle = high - low, (low + high - 1) / 2
     y = np.asarray(values, np.float64)
-    level = y.mean() if count else 0.0  # taken off, for small sums keep more digits
+    level = y.mean() if count else 0.0  # subtracted: small sums keep more digits
     sums = [np.concatenate(([0.0], np.cumsum(terms))) for terms in (y - level, x * (y - level))]
     of_y, of_xy = (total[high.astype(int)] - total[low.astype(int)] for total in sums)
     width = size * (size**2 - 1) / 12  # the sum of (x - middle)² over a window
@@ -173,7 +173,7 @@ def _points_of_both(metrics_lines: Sequence[MetricsMapping], *names: str) -> lis
 
 
 def plot_reward(axis: Axes, metrics_lines: Sequence[MetricsMapping]) -> bool:
-    """Plot the mean score, a group's std around it, and the held-out score where there is one."""
+    """Plot the mean score, a group's std around it, and the held-out score if there is one."""
     (steps, middle), (_, spread) = _points_of_both(metrics_lines, "reward", "reward_std")
     if len(steps) > SMOOTH_FROM:
         middle, spread = smooth_values(middle), smooth_values(spread)

@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: a live panel on a terminal, else one plain line per logged step."""
+"""Shows a running run: a live panel on a terminal, else one plain line per logged step."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ MAX_LINES_KEPT = 1000  # lines that are drawn: more than a terminal has columns
 
 
 class Display:
-    """Shows a run while it goes on; `close` it in a `finally` (twice is harmless).
+    """Shows a running run; `close` it in a `finally` (twice is harmless).
 
     With mode="auto" it is a panel if `file` (stdout) is a terminal, else a line for each logged
     step, with `num_samples` samples.
@@ -54,15 +54,15 @@ class Display:
         utf = (getattr(self.file, "encoding", None) or "utf-8").lower().startswith("utf")
         if mode == "panel" or (mode == "auto" and drawable and utf):
             self.console = Console(file=self.file)
-            # Drawn by the clock alone, so that a run of fast steps does not pay for every one.
+            # Drawn by the clock only, so that a run of fast steps does not pay for every step.
             panel = Live(console=self.console, get_renderable=self._panel, refresh_per_second=2)
             self.live_panel = panel
             panel.start()
 
     def _panel(self) -> RenderableType:
         elapsed = time.monotonic() - self.started_at
-        # Two cells stay free for the ^C that a terminal writes behind the frame: on a line of its
-        # own it would move everything, and leave a part of this frame above what comes next.
+        # Two cells stay free for the ^C that a terminal writes after the frame: on its own line it
+        # would move everything, and leave a part of this frame above the next output.
         width = min(self.console.width - 2, 160)
         below, spent = self.phase_name, time.monotonic() - self.phase_started_at
         if self._is_startup_phase(below) and spent >= SLOW_PHASE_S:
@@ -79,7 +79,7 @@ class Display:
         else:
             try:
                 print(text, file=self.file, flush=True)
-            except BrokenPipeError:  # `rloo train | head`: nobody reads, and the run continues
+            except BrokenPipeError:  # `rloo train | head`: the reader is gone, the run continues
                 sys.stdout = self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def _is_startup_phase(self, name: str) -> bool:
@@ -101,7 +101,7 @@ class Display:
             self._print(f"{clean_line(name)} ...")
 
     def progress(self, text: str) -> None:
-        """Show how far the phase has come: at once in the panel, else in a line now and then."""
+        """Show the progress of a phase: at once in the panel, else in a line now and then."""
         self.phase_detail, now = clean_line(text), time.monotonic()
         if not self.live_panel and now - self.last_progress_at >= SLOW_PHASE_S:
             self.last_progress_at = now
@@ -110,7 +110,7 @@ class Display:
     def step(self, metrics: JsonObject, samples: Sequence[JsonObject] = ()) -> None:
         """Show a logged line of metrics, and samples of that step."""
         self.metrics_lines.append(metrics)
-        # Drawing the panel must not take longer as the run goes on.
+        # Drawing the panel must not take longer as the run grows.
         if len(self.metrics_lines) >= 2 * MAX_LINES_KEPT:
             self.metrics_lines = self.metrics_lines[-MAX_LINES_KEPT:]
         self.samples = samples or self.samples
@@ -131,7 +131,7 @@ class Display:
                 self._print(f"  {line.plain.rstrip()}")
 
     def _reward_means_text(self, metrics: JsonObject) -> str:
-        """The mean of each of several rewards, behind the score: ` (right 0.5, short -0.2)`."""
+        """The mean of each of several rewards, after the score: ` (right 0.5, short -0.2)`."""
         means = []
         for name, key in reward_mean_names([metrics]).items():
             means += [
@@ -140,11 +140,11 @@ class Display:
         return f" ({', '.join(means)})" if means else ""
 
     def note(self, text: str) -> None:
-        """Print lines that stay, above the panel."""
+        """Print permanent lines above the panel."""
         self._print("\n".join(clean_line(line) for line in text.splitlines()))
 
     def close(self) -> None:
-        """Draw the panel a last time and give the terminal back."""
+        """Draw the panel a last time and release the terminal."""
         live, self.live_panel, self.phase_name = self.live_panel, None, ""
         if live:
             live.stop()

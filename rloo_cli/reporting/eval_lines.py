@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from rloo_cli.utils.files import JsonObject
 
-INTERVAL_PARTS = ("/se", "/low", "/high")  # beside a score: its standard error, its 95 % interval
+INTERVAL_PARTS = ("/se", "/low", "/high")  # of a score: its standard error, its 95 % interval
 HEADLINE_METRIC = re.compile(r"eval_(?:(?P<name>\w+)_)?(?P<what>reward|win_rate|avg@\d+|pass@\d+)")
 
 
@@ -20,7 +20,7 @@ def eval_samples_name(name: str, step: int) -> str:
 
 
 def is_evaluation(metrics: Iterable[str]) -> bool:
-    """Whether a line of metrics.jsonl is of an evaluation, and not of a step."""
+    """Whether a line of metrics.jsonl belongs to an evaluation rather than a step."""
     return "step_time" not in metrics and any(name.startswith("eval_") for name in metrics)
 
 
@@ -37,7 +37,7 @@ def split_by_set(metrics: Mapping[str, object], names: Sequence[str]) -> dict[st
 
 
 def headline_metrics(metrics: Iterable[str]) -> list[tuple[str, str]]:
-    """The metrics of an evaluation that are shown while a run goes on: (label, metric), set by set.
+    """The metrics of an evaluation that are shown during a run: (label, metric), set by set.
 
     They are the mean score, greedy and of K, the win rate, and the pass@k of the largest k.
     """
@@ -60,7 +60,7 @@ def is_interval_part(name: str, metrics: Container[str]) -> bool:
 
 
 def interval_text(metrics: Mapping[str, object], name: str) -> str:
-    """The 95 % interval of a score, ` (0.77 to 0.85)`; "" of one that has none."""
+    """The 95 % interval of a score, ` (0.77 to 0.85)`; "" if it has none."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
     if not isinstance(low, int | float) or not isinstance(high, int | float):
         return ""

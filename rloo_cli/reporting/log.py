@@ -36,7 +36,7 @@ TRL_ALIASES = {ours: name for name, _, _, ours in METRICS["TRL's spelling"] if "
 
 
 class RunLog:
-    """Writes what a run did into its folder, and shows it."""
+    """Writes a run's output into its folder, and shows it."""
 
     def __init__(
         self,
@@ -44,25 +44,25 @@ class RunLog:
         every: int,
         samples_every: int,
         aliases: bool,
-        guards: Mapping[str, object] | None = None,  # what the config says of each health rule
+        guards: Mapping[str, object] | None = None,  # the config's setting of each health rule
     ):
         self.folder, self.every = folder, every
         self.samples_every, self.aliases = samples_every, aliases
         self.metrics_lines: list[JsonObject] = []  # as written
-        self.training_lines: list[JsonObject] = []  # lines of steps, which rewards may look back at
+        self.training_lines: list[JsonObject] = []  # lines of steps, which rewards can read
         self.pending_steps: list[JsonObject] = []  # metrics of the steps since the last line
-        self.pending_counts: list[JsonObject] = []  # the counts that their means were taken over
+        self.pending_counts: list[JsonObject] = []  # the counts behind their means
         self.display: Display | None = None
         self.trackers: TrackerClient | None = None
         self.events = EventSender()
         self.writes_files = True  # false in all ranks but the first
-        self.token_samples = 0  # samples of a file that are written token by token
+        self.token_samples = 0  # samples per file that are written token by token
         self.decode_token: DecodeToken = str
         # Returns rank 0's line on every rank.
         self.share_from_rank0: Callable[[JsonObject], JsonObject] = dict
         self.current_phase = "the start"
         self.advisor = Advisor(guards)
-        self.failed_guards: dict[str, str] = {}  # those set to fail that fired -> what they said
+        self.failed_guards: dict[str, str] = {}  # guards set to fail that fired -> their messages
         self.drawer = CurveDrawer(folder)
         self.noted_kinds: set[str] = set()
 
@@ -71,25 +71,25 @@ class RunLog:
         return step % self.every == 0 or step == num_steps
 
     def note(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
         if self.display is not None:
             self.display.note(text)
 
     def phase(self, name: str) -> None:
-        """Show, and remember, what the run does now."""
+        """Show, and store, the run's current phase."""
         self.current_phase = name
         if self.display is not None:
             self.display.phase(name)
 
     def progress(self, text: str) -> None:
-        """Show how far the current phase has come."""
+        """Show the progress of the current phase."""
         if self.display is not None:
             self.display.progress(text)
 
     def step(self, metrics: JsonObject, counts: JsonObject, batch: Batch, num_steps: int) -> None:
         """Add one finished step of `num_steps`; write a line when it is due, and its samples.
 
-        `metrics` has the key `step`; `counts` are what the means were taken over.
+        `metrics` has the key `step`; `counts` are the counts behind the means.
         """
         for note in batch.notes:
             kind = re.sub(r"\d+", "", note)[:40]
@@ -111,7 +111,7 @@ class RunLog:
             self._advise(metrics)
 
     def _advise(self, metrics: JsonObject) -> None:
-        """Show what the health rules say of a line, or keep it for the error that ends the run."""
+        """Show the health rules' advice for a line, or keep it for the error that ends the run."""
         for name, figures in self.advisor.advise(metrics).items():
             if self.advisor.levels[name] == "fail":
                 self.failed_guards[name] = figures
@@ -138,7 +138,7 @@ class RunLog:
         self.metrics_lines, self.training_lines = [], []
         for metrics in map(json.loads, lines):
             self.store_line(metrics)
-            self.advisor.advise(metrics)  # advice of before is not repeated
+            self.advisor.advise(metrics)  # earlier advice is not repeated
         if self.display is not None:
             self.display.metrics_lines = list(self.metrics_lines[-MAX_LINES_KEPT:])
 
@@ -199,14 +199,14 @@ class RunLog:
 def samples_to_jsonl(samples: list[JsonObject]) -> str:
     """Samples as the text of their file: one line of JSON each.
 
-    Half a surrogate pair, which UTF-8 cannot hold, is written as JSON's own escape.
+    Half a surrogate pair, which UTF-8 cannot encode, is written as a JSON escape.
     """
     lines = [json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples]
     return "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def batch_samples(batch: Batch) -> list[JsonObject]:
-    """Every completion of a batch, as it is written to samples/."""
+    """Every completion of a batch, in the form written to samples/."""
     k = batch.score.shape[1]
     before = {"score": batch.score, "shaped": batch.shaped}
     after = {"kl": batch.kl, "reward": batch.reward, "advantage": batch.advantage}
@@ -254,7 +254,7 @@ def sample_record(group: Group, k: int) -> JsonObject:
 
 
 def write_debug_batch(folder: Path, batch: Batch, writes: bool) -> Path:
-    """Write the tokens and numbers that an update was computed from, for a person to look at."""
+    """Write the tokens and numbers of an update, for people to read."""
     out = folder / "debug" / f"nonfinite_step_{batch.step + 1}"
     if not writes:  # every rank has the same batch
         return out

@@ -1,8 +1,8 @@
 """The lines of a metrics.jsonl, read so that a run of a million steps fits in memory.
 
-A line of metrics is some eighty numbers. As a dict it takes twelve kilobytes, for json makes every
-name of every line anew; here the names are kept once for all lines that have the same ones, and a
-line is its numbers in eight bytes each. It reads as the dict does, and its values are the same to
+A line of metrics has some eighty numbers. As a dict it takes twelve kilobytes, because json creates
+every name of every line again; here lines with the same names share them, and a line is
+only its numbers in eight bytes each. It reads like the dict, and its values are the same to
 the last bit.
 """
 
@@ -19,12 +19,12 @@ MetricsMapping = Mapping[str, Any]  # a dict, or a line that is packed
 
 KINDS = {float: "d", int: "q"}  # type -> its code in struct, eight bytes each
 UNPACKERS = {kind: struct.Struct(f"={kind}").unpack_from for kind in KINDS.values()}
-# Name -> how its value is unpacked, and the offset where it stands.
+# Name -> how its value is unpacked, and its offset.
 Layout = dict[str, tuple[Callable[..., tuple[Any, ...]], int]]
 
 
 class PackedLine(Mapping[str, Any]):
-    """A line of numbers that shares its names with other lines. Reads as a dict."""
+    """A line of numbers that shares its names with other lines. Reads like a dict."""
 
     __slots__ = ("_layout", "_numbers")
 
@@ -36,7 +36,7 @@ class PackedLine(Mapping[str, Any]):
         return unpack(self._numbers, offset)[0]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a name; without it `default`."""
+        """The value of a name; `default` if missing."""
         place = self._layout.get(name)
         return default if place is None else place[0](self._numbers, place[1])[0]
 
@@ -60,7 +60,7 @@ class LinePacker:
         self._layouts: dict[tuple[str, ...], tuple[Layout, struct.Struct]] = {}
 
     def pack(self, line: JsonObject) -> MetricsMapping:
-        """The line packed; as it is where it holds other things than numbers of eight bytes."""
+        """The line packed; unchanged if it has anything but numbers of eight bytes."""
         kinds = "".join([KINDS.get(type(value), "?") for value in line.values()])
         if "?" in kinds:
             return line
@@ -78,7 +78,7 @@ class LinePacker:
 
 
 def metric_names(lines: Iterable[MetricsMapping]) -> list[str]:
-    """All names that some lines have, in the order in which they come."""
+    """All names in these lines, in order of appearance."""
     names: dict[str, None] = {}
     seen: set[int] = set()
     for line in lines:
@@ -92,19 +92,19 @@ def metric_names(lines: Iterable[MetricsMapping]) -> list[str]:
 def read_metrics_lines(path: Path) -> list[MetricsMapping]:
     """The lines of a metrics.jsonl, by step; a last line that a kill cut off is left out.
 
-    Raises ConfigError for a file that is not there, and for any other line that is not JSON.
+    Raises ConfigError for a missing file, and for any other line that is not JSON.
     """
     if not path.is_file():
-        why = "it is not a file" if path.exists() else "there is no such file"
+        why = "it is not a file" if path.exists() else "file not found"
         fix = "name a run's metrics.jsonl"
-        refuse(str(path), "no metrics to draw", fix, why)
+        refuse(str(path), "no metrics found", fix, why)
     packer = LinePacker()
     lines = [packer.pack(metrics) for metrics in _json_lines(path)]
     return sorted(lines, key=lambda metrics: metrics["step"])
 
 
 def read_training_lines(path: Path, step: int) -> list[JsonObject]:
-    """The lines of training up to `step`, as rewards saw them; [] where there is no such file.
+    """The lines of training up to `step`, as rewards saw them; [] if there is no such file.
 
     Raises ConfigError as `read_metrics_lines`.
     """
@@ -113,12 +113,12 @@ def read_training_lines(path: Path, step: int) -> list[JsonObject]:
 
 
 def _json_lines(path: Path) -> Iterator[JsonObject]:
-    """Each line of a metrics.jsonl that has a step, but for a last one that a kill cut off."""
+    """Each line of a metrics.jsonl that has a step, except a last one that a kill cut off."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 metrics = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError) as error:  # also where it is not UTF-8
+            except (ValueError, RecursionError) as error:  # also for invalid UTF-8
                 if not file.read(1):
                     return
                 what, where = "a line of metrics is not JSON", f"{path}:{number}"
@@ -128,10 +128,10 @@ def _json_lines(path: Path) -> Iterator[JsonObject]:
 
 
 class MetricsReader:
-    """Reads what can be read of a metrics.jsonl, and goes on reading as it grows.
+    """Reads the valid lines of a metrics.jsonl, and continues as it grows.
 
-    A file that was cut back, as a resumed run's is, is read from its beginning again: where it is
-    shorter than what was read, or the last line that was read has changed.
+    A truncated file, such as a resumed run's, is read from its beginning again: if it is shorter
+    than the part read so far, or the last line read has changed.
     """
 
     def __init__(self, path: Path):
@@ -140,15 +140,15 @@ class MetricsReader:
 
     def _begin_anew(self) -> None:
         self.lines: list[MetricsMapping] = []  # the entries so far, by step
-        self.problems: list[str] = []  # lines that are no entries
+        self.problems: list[str] = []  # invalid lines
         self._packer, self._last_line = LinePacker(), b""
-        self._offset = self._count = 0  # bytes and lines that were read
+        self._offset = self._count = 0  # bytes and lines read so far
 
     def read(self) -> list[MetricsMapping]:
         """The numbers of all entries that the file has now, by step. Raises OSError.
 
-        A last line without its end is left for the next time: it is being written, or a kill cut
-        it off, and then the next attempt does so, too.
+        An unfinished last line is left for the next call: it is being written, or a kill cut it
+        off, and then the next attempt removes it.
         """
         if not self.path.is_file():
             self._begin_anew()
@@ -178,7 +178,7 @@ class MetricsReader:
             packed = self._packer.pack(entry)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             where = f"{self.path}:{self._count}"
-            self.problems.append(f"{where}: a line of metrics is not an entry")
+            self.problems.append(f"{where}: not a valid line of metrics")
             return True
         follows = not self.lines or self.lines[-1]["step"] <= entry["step"]
         if not isinstance(packed, PackedLine):

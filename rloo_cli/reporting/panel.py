@@ -1,6 +1,6 @@
 """The panel of a run, drawn from its metrics and samples; also as an SVG, and the final table.
 
-Text of a model or a data set goes through `clean_line` and `Text`: it can neither set markup nor
+Text from a model or a data set goes through `clean_line` and `Text`: it can neither set markup nor
 send control characters.
 """
 
@@ -38,7 +38,7 @@ from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import RunError, refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
-RECENT_STEPS = 20  # the time left and the split are of so many: steady, and still of now
+RECENT_STEPS = 20  # window of the time left and the split: steady but current
 INTERVAL_CAPTION = "in brackets: the 95 % interval, over prompts"
 MAX_SETS_SHOWN = 4  # held-out sets in the panel
 MAX_REWARDS_SHOWN = 6  # rewards in the panel, where there are several
@@ -46,7 +46,7 @@ SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
 PHASE_COLOURS = {"generation": "cyan", "reward": "yellow"}
 PHASE_COLOURS |= {"reference": "magenta", "update": "green"}
 MERGED_PHASES = {"reference": "old_logp", "update": "optimizer"}  # phases counted with another one
-MERGED_PHASES |= {"generation": "exposed"}  # the part of it that the training waits for
+MERGED_PHASES |= {"generation": "exposed"}  # the part that training waits for
 PANEL_METRICS = {  # label: metric; a % marks a share
     "KL": "kl",
     "entropy": "entropy",
@@ -57,19 +57,19 @@ PANEL_METRICS = {  # label: metric; a % marks a share
     "grad norm": "grad_norm",
     "tokens/s": "perf/tokens_per_s",
 }
-EPISODE_FIGURES = {  # of runs with an agent
+EPISODE_FIGURES = {  # for runs with an agent
     "turns": "agent/turns",
     "calls": "agent/calls",
     "bad calls": "agent/bad_calls",
     "no score %": "agent/failures",
     "seconds a call": "agent/tool_s",
 }
-OVERLAP_FIGURES = {  # of runs that sample while they train
+OVERLAP_FIGURES = {  # for runs that sample while they train
     "hidden s": "overlap/hidden_s",
     "exposed s": "overlap/exposed_s",
     "idle s": "overlap/idle_s",
 }
-EPISODE_LIMITS = ("turns", "tokens", "context")  # the one that ended most is shown
+EPISODE_LIMITS = ("turns", "tokens", "context")  # the most frequent one is shown
 LINE_LABELS = ("KL", "entropy", "length", "truncated %")
 LINE_METRICS = {"reward": "reward"} | {label.lower(): PANEL_METRICS[label] for label in LINE_LABELS}
 LINE_METRICS |= {"turns": "agent/turns", "no score %": "agent/failures"}
@@ -78,7 +78,7 @@ PART_STYLES = {"told": "green", "said": "bold", "called": "cyan"}
 
 
 def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
-    """The lines at the head of the panel."""
+    """The lines at the top of the panel."""
     a, prompts = config.algorithm, config.train.prompts_per_step
     return {
         "name": config.name,
@@ -91,7 +91,7 @@ def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
 
 
 def clean_line(text: object) -> str:
-    """One line in which newlines, control and invisible characters are visible signs."""
+    """One line, with visible signs for newlines, control and invisible characters."""
     return show_control_characters(str(text)).replace("\n", "⏎ ")
 
 
@@ -102,7 +102,7 @@ def metric_history(metrics_lines: Sequence[MetricsMapping], name: str) -> list[f
 
 
 def format_number(value: float, label: str = "") -> str:
-    """A value as short as it is clear; under a label that ends in %, as a share."""
+    """A value in short form; as a share if the label ends in %."""
     if label.endswith("%"):
         return f"{100 * value:.{1 if 0 < value < 0.0995 else 0}f}%"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -126,7 +126,7 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
 
 
 def last_message(prompt: object) -> str:
-    """A plain prompt as it is; of a conversation the user's last message."""
+    """A plain prompt unchanged; of a conversation the last user message."""
     if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt) or not prompt:
         return str(prompt)
     asked = [m for m in prompt if m.get("role") == "user"] or prompt
@@ -147,14 +147,14 @@ def wrap_text(text: object, width: int, max_lines: int, from_end: bool = False) 
 
 
 def reward_mean_names(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
-    """Name of each reward -> the metric of its mean; {} where the score is one reward's alone."""
+    """Name of each reward -> the metric of its mean; {} if there is only one reward."""
     matches = (re.fullmatch(r"reward/(.+)/mean", key) for key in (metrics_lines or [{}])[-1])
     means = {match[1]: match[0] for match in matches if match}
     return means if len(means) > 1 else {}
 
 
 def time_left(metrics_lines: Sequence[MetricsMapping], plan: JsonObject) -> float | None:
-    """Seconds that the run still needs, from the median of recent steps; None while unknown."""
+    """Seconds until the run's end, from the median of recent steps; None while unknown."""
     times, total = metric_history(metrics_lines, "step_time")[-RECENT_STEPS:], plan.get("max_steps")
     step = max(metric_history(metrics_lines, "step"), default=0.0)
     return max(0.0, total - step) * median(times) if times and total else None
@@ -176,7 +176,7 @@ def progress_bar(
 
 
 def phase_split(metrics_lines: Sequence[MetricsMapping], width: int) -> list[Text]:
-    """A bar that shows where the seconds of recent steps went, and its legend in the same order."""
+    """A bar of where the seconds of recent steps went, and its legend in the same order."""
     recent = [m for m in metrics_lines if metric_history([m], "step_time")][-RECENT_STEPS:]
     parts: dict[str, float] = {}
     for name in PHASE_COLOURS:
@@ -192,7 +192,7 @@ def phase_split(metrics_lines: Sequence[MetricsMapping], width: int) -> list[Tex
         spent += seconds
         size = start + round((width - start) * spent / total) - len(bar)
         colour = PHASE_COLOURS.get(name, "bright_black")
-        bar.append("━" * (size - 1) + " " * (size > 0), colour)  # gaps, for there may be no colour
+        bar.append("━" * (size - 1) + " " * (size > 0), colour)  # gaps: there may be no colour
         legend.append("■\xa0", colour).append(f"{name}\xa0{seconds / total:.0%}  ")
     return [bar, legend]
 
@@ -226,7 +226,7 @@ def metric_figures(metrics_lines: Sequence[MetricsMapping], width: int) -> list[
 
 
 def episode_figures(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
-    """Label -> metric of what is shown of an agent's episodes; {} without one."""
+    """Label -> metric for an agent's episodes; {} without one."""
     steps = [m for m in metrics_lines if metric_history([m], "agent/turns")]
     if not steps:
         return {}
@@ -237,7 +237,7 @@ def episode_figures(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
 
 
 def overlap_figures(metrics_lines: Sequence[MetricsMapping]) -> dict[str, str]:
-    """Label -> metric of how a run with `generation.overlap` spends its seconds; {} without it."""
+    """Label -> metric for the time split of a run with `generation.overlap`; {} without it."""
     overlaps = any(metric_history([m], "overlap/idle_s") for m in metrics_lines)
     return OVERLAP_FIGURES if overlaps else {}
 
@@ -255,7 +255,7 @@ def render_conversation(sample: JsonObject, width: int) -> list[Text]:
 
 
 def render_sample(sample: JsonObject, width: int) -> list[Text]:
-    """The end of the prompt, the completion or episode, and its score with what rewards say."""
+    """The end of the prompt, the completion or episode, and its score by reward."""
     lines: list[Text] = []
     for name, count in (("prompt", 2), ("completion", 4)):
         if name == "completion" and (turns := render_conversation(sample, width)):
@@ -284,7 +284,7 @@ def render_panel(
     elapsed: float | None = None,
 ) -> RenderableType:
     """The panel, `width` cells wide; `elapsed` in seconds, None = the sum of the steps."""
-    inner = max(48, width) - 4  # two metrics beside each other need as many cells
+    inner = max(48, width) - 4  # two metrics side by side need that many cells
     head = " · ".join(clean_line(plan[k]) for k in ("model", "algorithm", "folder") if plan.get(k))
     lines = [Text(wrap_text(head, inner, 1)[0], "bright_black")]
     lines += [progress_bar(metrics_lines, plan, inner, elapsed), *phase_split(metrics_lines, inner)]
@@ -302,9 +302,9 @@ def before_after_tables(
 ) -> RenderableType:
     """Held-out metrics before and after, and problems: {prompt, answer, before, after}.
 
-    `since` is the title of the first column where it is not "before".
+    `since` is the title of the first column if it is not "before".
     """
-    names = Column("held out", no_wrap=True)  # a narrow terminal breaks the figures, not these
+    names = Column("held out", no_wrap=True)  # a narrow terminal wraps the figures, not these
     table = Table(names, since or "before", "after", "change", box=box.SIMPLE_HEAD)
     table.caption = _interval_caption(before)
     for name in [name for name in before if not is_interval_part(name, before)]:
@@ -325,12 +325,12 @@ def write_panel_svg(run: Path, out: Path, step: int | None = None) -> None:
         fix = "name a run that `rloo runs` lists"
         refuse(str(run), "no run here", fix, "it has no metrics.jsonl")
     last = math.inf if step is None else step
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]  # cut by a kill
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]  # may be cut off
     metrics_lines = [m for m in map(json.loads, lines) if m.get("step", 0) <= last]
     files = [f for f in sorted(run.glob("samples/step_*.jsonl")) if int(f.stem[5:]) <= last]
     lines = files[-1].read_text(encoding="utf-8").split("\n")[:-1] if files else []
     plan = {"name": run.name} | read_json(run / "run.json").get("plan", {})
-    # Both sizes are named, for TERM=dumb overrules a width alone.
+    # Both sizes are set, since TERM=dumb overrides a width alone.
     console = Console(record=True, width=100, height=40, file=io.StringIO())
     console.print(render_panel(metrics_lines, [json.loads(line) for line in lines], plan, 100))
     title = f"rloo train +recipe={plan.get('recipe') or plan['name']}"
@@ -365,7 +365,7 @@ def evaluation_table(metrics: JsonObject, names: Sequence[str]) -> Table:
 
 
 def _interval_caption(metrics: JsonObject) -> str | None:
-    """What the brackets of a table say, if it has any."""
+    """The caption of a table with intervals, if it has any."""
     return INTERVAL_CAPTION if any(interval_text(metrics, name) for name in metrics) else None
 
 

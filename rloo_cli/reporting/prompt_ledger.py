@@ -1,32 +1,32 @@
 """The fate of every prompt: `ledger.jsonl` in the run's folder, a line per step.
 
-Every sampled prompt has one fate, the first of these that is true of it:
+Every sampled prompt has one fate, the first of these that applies:
 
-    resampled   replaced by a new prompt, no two of its scores being different
+    resampled   replaced by a new prompt, because all its scores are equal
                 (algorithm.zero_std_groups=resample)
     unscorable  fewer than two of its completions have a score (none, where K is 1)
-    dropped     left out, no two of its scores being different (zero_std_groups=drop, or resample
-                when no round was left)
-    masked      none of the completions that have an advantage is in the loss
+    dropped     left out, because all its scores are equal (zero_std_groups=drop, or resample
+                without a round left)
+    masked      none of its completions with an advantage is in the loss
                 (algorithm.mask_truncated_completions)
-    skipped     no update it belongs to was made: the numbers were not finite
+    skipped     its update was skipped: the numbers were not finite
                 (train.on_nonfinite=skip)
-    trained     in the loss of an update that was made
+    trained     in the loss of an update
 
-An example that data.overlong=filter left out is never sampled: the header has it under `filtered`.
+An example that data.overlong=filter left out is never sampled: the header lists it in `filtered`.
 
-The file has lines of strict JSON, each appended by one write. The header says what the order of
-the prompts depends on and where it begins. `rows` are numbers of examples, counted from 0 in
+The file has lines of strict JSON, each appended by one write. The header has everything that the
+order of the prompts depends on and its start. `rows` are numbers of examples, counted from 0 in
 data.split after data.filter and max_samples, and in a mixture through all sources one after the
-other (`mixture` describes them). A step's line says how many prompts it took (`draws`) from the
-position `place` of the order on, in which `epochs`, which `rows` they are in that order, and the
-positions that met each fate. With generation.overlap=carry a step takes prompts that were drawn in
-earlier ones: `draws` and `place` count those that were taken, the fates name their positions, and
-`pending` those that were drawn when the step's batch was put together and wait for a later step. So
-place + draws + the number of the pending ones is always the number that was drawn. `check` is a
-hash of the line and of the line before it. Nothing depends on time, process or restarts (but with
-carry), so a resumed run's ledger is an undisturbed run's, byte for byte. Where a resumed run was
-allowed another order (other data, other seed), a second header says so.
+other (`mixture` describes them). A step's line has the number of prompts that it took (`draws`)
+from the position `place` of the order on, their `epochs`, their `rows` in that order, and the
+positions with each fate. With generation.overlap=carry a step takes prompts that were drawn in
+earlier steps: `draws` and `place` count the taken ones, the fates name their positions, and
+`pending` lists those drawn when the step's batch was put together that wait for a later step. So
+place + draws + the number of pending ones is always the number of drawn prompts. `check` is a
+hash of the line and of the line before it. Nothing depends on time, process or restarts (except
+with carry), so a resumed run's ledger is an undisturbed run's, byte for byte. If a resumed run
+was allowed another order (other data, other seed), a second header records it.
 
 Imports no torch: `rloo ledger` reads this file too.
 """
@@ -65,7 +65,7 @@ class PromptLedger:
     def open(self, prompts: Prompts, num_generations: int, prompt_offset: int, step: int) -> None:
         """Begin, or continue, after `step` steps and `prompt_offset` prompts.
 
-        Raises DataError (exit 4) where an existing file ends at another step or prompt.
+        Raises DataError (exit 4) if an existing file ends at another step or prompt.
         """
         self.prompts, self.num_steps, self.prompt_offset = prompts, step, prompt_offset
         self.min_scored = min(2, num_generations)
@@ -89,9 +89,9 @@ class PromptLedger:
             old = entry if "ledger" in entry else old
             end, self.last_check = position_after(entry), entry["check"]
         if end != (step, prompt_offset):
-            what = f"{self.path} does not end where the run goes on"
+            what = f"{self.path} does not match the run's position"
             why = (
-                f"it ends after step {end[0]}, place {end[1]}; the run goes on after step"
+                f"it ends after step {end[0]}, place {end[1]}; the run continues after step"
                 f" {step}, place {prompt_offset}"
             )
             fix = f"move it away: mv {self.path} {self.path}.old"
@@ -101,10 +101,10 @@ class PromptLedger:
             self._append_entry(header)
 
     def _is_drawn_prompt(self, group: Group, index: int) -> bool:
-        """Whether a group is of the prompt that the order has there."""
+        """Whether a group has the prompt that the order has there."""
         assert self.prompts is not None
         if any(r.opening_ids is not None for r in group.rollouts):
-            # What its environment's reset said is part of its ids; the row is as it was.
+            # The output of its environment's reset is part of its ids; the row is unchanged.
             return group.prompt == self.prompts.prompts[index]
         return group.prompt_ids == self.prompts.prompt_ids[index]
 
@@ -117,11 +117,11 @@ class PromptLedger:
     ) -> None:
         """Write a finished step, in which `num_updates` optimizer updates were made.
 
-        `prompt_offset` prompts were consumed before it. `updated_groups` are the groups that those
-        updates were made for, where only some were. Raises RuntimeError (a bug) when a prompt is
+        `prompt_offset` prompts were consumed before it. `updated_groups` are the groups of those
+        updates, if only some were updated. Raises RuntimeError (a bug) when a prompt is
         missing, occurs twice, or is not the one that the order has at its position.
         """
-        assert self.prompts is not None, "open it first"
+        assert self.prompts is not None, "not opened"
         if (batch.step, prompt_offset) != (self.num_steps, self.prompt_offset):
             done = f"the ledger is at step {self.num_steps}, place {self.prompt_offset}"
             raise RuntimeError(f"step {batch.step} at place {prompt_offset}: {done}")
@@ -132,9 +132,9 @@ class PromptLedger:
             if index is None or not self._is_drawn_prompt(group, index):
                 raise RuntimeError(f"step {step}: draw {group.prompt_offset} is another prompt")
         if len({g.prompt_offset for g in batch.groups}) != len(batch.groups):
-            raise RuntimeError(f"step {step}: a draw is there twice")
+            raise RuntimeError(f"step {step}: a draw occurs twice")
         if len(indices) != batch.draws:
-            raise RuntimeError(f"step {step}: {len(indices)} draws, and {batch.draws} were taken")
+            raise RuntimeError(f"step {step}: {len(indices)} draws, but {batch.draws} were taken")
         fates = self._prompt_fates(batch, num_updates, updated_groups)
         fates |= {offset: "resampled" for offset in offsets if offset not in fates}
         entry: JsonObject = {
@@ -184,7 +184,7 @@ class PromptLedger:
 
 
 def _step_offsets(batch: Batch, prompt_offset: int) -> Sequence[int]:
-    """The prompt offsets that met their fate in a step, in order."""
+    """The prompt offsets with each fate in a step, in order."""
     if batch.pending is None:
         return range(prompt_offset, prompt_offset + batch.draws)
     return sorted([*(group.prompt_offset for group in batch.groups), *batch.left_out])
@@ -203,14 +203,14 @@ def position_after(entry: JsonObject) -> tuple[int, int]:
 def read_ledger_entries(path: Path) -> Iterator[JsonObject]:
     """The lines of a ledger, each a JSON object with `step`, `place` and `check`, one by one.
 
-    Raises DataError (exit 4), which names the first other line, when it comes to it.
+    Raises DataError (exit 4) at the first other line, when it gets there.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             if not line.endswith(b"\n"):
-                why = f"{len(line)} bytes and no end of line"
-                fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
+                why = f"{len(line)} bytes without a line end"
+                fix = "resume the run: it returns to its last checkpoint, and so does the ledger"
                 refuse(where, "the last line of the ledger is cut off", fix, why, error=DataError)
             try:
                 entry = json.loads(line)
@@ -219,8 +219,8 @@ def read_ledger_entries(path: Path) -> Iterator[JsonObject]:
                 entry |= {"check": str(entry["check"])}
             except (ValueError, KeyError, TypeError):
                 text = line[:60].rstrip(b"\n").decode("ascii", "backslashreplace")
-                why = f"an object with step, place and check was expected, found {text!r}"
-                fix = "put it back as the run wrote it; if nobody changed it, please report it"
-                what = "a line of the ledger is not an entry"
+                why = f"expected an object with step, place and check, found {text!r}"
+                fix = "restore the line; if it was never changed, please report it"
+                what = "a line of the ledger is not valid"
                 refuse(where, what, fix, why, error=DataError)
             yield entry

@@ -1,4 +1,4 @@
-"""How old the weights were that sampled a step's tokens, in updates, and what came of it.
+"""The age of the weights that sampled a step's tokens, in updates, and its effect.
 
 Without `generation.overlap` every token has the lag 0. With `carry` a completion may have tokens of
 several versions, and siblings of different ones.
@@ -12,30 +12,30 @@ from rloo_cli.utils.metrics import MetricValues
 
 METRICS = {"Prompts and completions": [  # read by utils.metrics
     ("staleness/mean", "updates", "mean:sampled_tokens",
-     "updates between the weights that sampled a token and those that are trained, mean over the "
+     "updates between the weights that sampled a token and those being trained, mean over the "
      "tokens"),
     ("staleness/max", "updates", "max", "its largest value"),
     ("staleness/span_max", "count", "max",
      "most versions of the weights in one completion (generation.overlap=carry)"),
     ("staleness/frac_lag<k>", "share", "share:sampled_tokens",
-     "tokens of weights that are k updates old (generation.overlap=carry)"),
+     "tokens sampled by weights k updates old (generation.overlap=carry)"),
 ], "Sampler against trainer": [
     ("sampling/logp_diff_lag0", "nats", "rms:gap_lag0",
-     "root mean square where sampler and trainer had the same weights: numerics alone"),
+     "root mean square if sampler and trainer had the same weights: only numerics"),
     ("sampling/logp_diff_lag1", "nats", "rms:gap_lag1",
-     "the same where the sampler's were an update older"),
+     "the same if the sampler's were one update older"),
     ("sampling/logp_diff_lag<k>", "nats", "rms:gap_lag<k>",
-     "the same where they were k updates older (generation.overlap=carry)"),
+     "the same if they were k updates older (generation.overlap=carry)"),
 ]}  # fmt: skip
 
 
 def staleness_metrics(batch: Batch, version: int) -> tuple[MetricValues, MetricValues]:
-    """Mean and largest lag of the step's tokens; `version`: of the weights that are trained.
+    """Mean and largest lag of the step's tokens; `version`: of the weights being trained.
 
-    Where groups are carried over steps, also the most versions in one completion, each lag's share
+    If groups are carried over steps, also the most versions in one completion, each lag's share
     of the tokens, and the sampler's difference from the trainer by lag.
 
-    -> the metrics, and the counts that the last were taken over, `gap_lag<k>`
+    -> the metrics, and the counts behind the last ones, `gap_lag<k>`
     """
     lags = version - token_versions(batch)
     metrics = {"staleness/mean": float(lags.double().mean()), "staleness/max": float(lags.max())}
@@ -58,8 +58,8 @@ def staleness_metrics(batch: Batch, version: int) -> tuple[MetricValues, MetricV
 def one_lag_metrics(metrics: MetricValues, num_tokens: float) -> tuple[MetricValues, MetricValues]:
     """The sampler's difference from the trainer, by the one lag (0 or 1) of all the step's tokens.
 
-    `metrics`: of the step, its staleness among them; `num_tokens`: those of the difference.
-    -> the metric, and the count that it was taken over, as from `staleness_metrics`
+    `metrics`: of the step, including its staleness; `num_tokens`: number of compared tokens.
+    -> the metric, and its count, as from `staleness_metrics`
     """
     lag = int(metrics["staleness/max"] > 0)
     gap = {f"sampling/logp_diff_lag{lag}": metrics["sampling/logp_diff_rms"]}

@@ -1,4 +1,4 @@
-"""The one place for statistics: intervals of scores and win rates, means over seeds, differences.
+"""All statistics: intervals of scores and win rates, means over seeds, differences.
 
 A score's interval is over its prompts. Completions of one prompt are one cluster, so that K samples
 of a prompt do not count as K prompts. Scores between 0 and 1 get the interval of a share
@@ -6,8 +6,8 @@ of a prompt do not count as K prompts. Scores between 0 and 1 get the interval o
 
 A mean of n seeds has the interval ± t * e, with t the 97.5 % quantile of Student's distribution
 with n - 1 degrees of freedom. e is s / sqrt(n), s the sample standard deviation over the seeds, or
-what the scores' own errors make of it, whichever is larger: seeds that agree better than their
-prompts allow do so by chance. Without any error there is no interval, as of one seed.
+the one implied by the scores' own errors, whichever is larger: seeds that agree better than their
+prompts allow do so by chance. Without any error there is no interval, as for one seed.
 
 `python bench/intervals.py` simulates what these intervals cover.
 """
@@ -23,9 +23,9 @@ from rloo_cli.utils.files import JsonObject
 CONFIDENCE_LEVEL = 0.95
 Z_95 = 1.959964  # of a standard normal: 95 % lie within
 ADDED_SCORES = 1.5  # added at 0, and as many at 1, before a share's interval is taken
-SPREAD_WEIGHT = 0.1  # of a prompt, in the estimate of how far its completions are independent
+SPREAD_WEIGHT = 0.1  # of a prompt, in estimating how independent its completions are
 ROUNDING_TOLERANCE = 1e-9  # relative; a smaller spread is what floating point leaves
-NO_SPREAD = "no verdict: all seeds differ by the same, and the score's own error is not known"
+NO_SPREAD = "no verdict: all seeds differ by the same amount, and the score's own error is unknown"
 
 
 # Over prompts.
@@ -33,7 +33,7 @@ NO_SPREAD = "no verdict: all seeds differ by the same, and the score's own error
 
 @dataclass(frozen=True)
 class ScoreInterval:
-    """A mean over prompts with its standard error and its 95 % interval; None where not known."""
+    """A mean over prompts with its standard error and its 95 % interval; None if unknown."""
 
     mean: float
     standard_error: float | None = None
@@ -61,7 +61,7 @@ def score_interval(
     if min(values) >= 0 and max(values) <= 1:
         return ScoreInterval(mean, error, *share_limits(n, mean, variance, completions))
     if error is None or error <= ROUNDING_TOLERANCE * abs(mean):
-        return ScoreInterval(mean)  # scores that do not vary say nothing of how they would
+        return ScoreInterval(mean)  # without variation there is no estimate of it
     half = student_t_quantile(n - 1) * error
     return ScoreInterval(mean, error, mean - half, mean + half)
 
@@ -69,12 +69,12 @@ def score_interval(
 def share_limits(n: int, mean: float, variance: float, completions: int = 1) -> tuple[float, float]:
     """The 95 % interval of the mean of n values between 0 and 1, with their variance over n.
 
-    It is the normal interval after 1.5 values of 0 and 1.5 of 1 were added (Agresti and Coull 1998
+    It is the normal interval after adding 1.5 values of 0 and 1.5 of 1 (Agresti and Coull 1998
     add 2 and 2 to a share; here the variance is that of the values, which counts ties). Near 0 and
     1 it covers where Wilson's does not, and neither end rises when a win becomes a tie.
 
-    A value that is the mean of K completions varies by as little as 1 / K of what a single one
-    does. As much less is added.
+    A value that is the mean of K completions varies by as little as 1 / K of a single one.
+    The addition shrinks by the same factor.
     """
     single = mean * (1 - mean)  # the variance of values that are 0 or 1
     ratio = (n * variance + SPREAD_WEIGHT) / (n * single + SPREAD_WEIGHT)
@@ -96,7 +96,7 @@ def score_metrics(name: str, score: ScoreInterval | None) -> JsonObject:
 
 
 def half_width_error(low: float, high: float) -> float:
-    """The standard error of which these are the limits; never 0 of a share, unlike its spread."""
+    """The standard error implied by these limits; never 0 for a share, unlike its spread."""
     return (high - low) / (2 * Z_95)
 
 
@@ -107,7 +107,7 @@ def half_width_error(low: float, high: float) -> float:
 class Estimate:
     """A mean over n seeds; `half_width`: half of its interval's width, None without an interval.
 
-    There is none of a single seed, and none of seeds that agree to the last digit.
+    A single seed has none, nor have seeds that agree to the last digit.
     """
 
     mean: float
@@ -168,7 +168,7 @@ def paired_difference(
 
 
 def _difference(ours: float, theirs: float) -> float:
-    """Ours minus theirs; 0 where only rounding tells them apart."""
+    """Ours minus theirs; 0 if they differ only by rounding."""
     same = math.isclose(ours, theirs, rel_tol=ROUNDING_TOLERANCE, abs_tol=0.0)
     return 0.0 if same else ours - theirs
 
@@ -181,11 +181,11 @@ def _error_of_difference(
 
 
 def describe_difference(difference: Estimate | None) -> str:
-    """The conclusion that a difference allows, in words."""
+    """The conclusion from a difference, as text."""
     if difference is None:
         return "no seed in common"
     if difference.n == 1:
-        return "one seed, which says nothing"
+        return "one seed: no conclusion"
     if difference.half_width is None:
         return "the same, seed by seed" if difference.mean == 0 else NO_SPREAD
     if difference.low <= 0 <= difference.high:

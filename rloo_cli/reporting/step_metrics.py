@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
     ("reward", "score", "mean:scored",
-     "mean score of the completions that have one: the weighted sum of what the rewards return, "
+     "mean score of the completions that have one: the weighted sum of the rewards' values, "
      "before the KL penalty and before any shaping"),
     ("reward_std", "score", "mean:groups",
      "standard deviation of the scores inside a group (n - 1), mean over groups; with "
@@ -34,56 +34,56 @@ METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
      "mean of one reward over the completions it scored"),
     ("reward/<reward>/std", "score", "mean:reward/<reward>", "its standard deviation (n - 1)"),
     ("reward/<reward>/none_frac", "share", "mean:completions",
-     "completions that it did not score: None, or a failure with on_error=none"),
+     "completions without a score from it: None, or a failure with on_error=none"),
     ("reward/valid_frac", "share", "mean:completions",
      "completions with a score from at least one reward"),
     ("frac_reward_zero_std", "share", "mean:groups",
-     "groups whose scores are all equal after shaping (penalties, normalising, clips), which is "
-     "what advantages are made of: they teach nothing without a KL penalty. Absent where a score "
+     "groups whose scores are all equal after shaping (penalties, normalising, clips): their "
+     "advantages are 0 without a KL penalty. Absent if a score "
      "is not compared with its siblings' (another baseline, turn_rewards=credit)"),
     ("groups/unscorable", "count", "mean", "groups with fewer than two scored completions"),
     ("groups/duplicates", "count", "mean", "completions that repeat a sibling token by token"),
     ("objective/scores", "score", "mean:trained_scored",
-     "mean score after shaping (clips, penalties), over the completions that were trained on: "
-     "those that have an advantage and are not masked, of groups that were not dropped"),
+     "mean score after shaping (clips, penalties), over the completions trained on: "
+     "those with an advantage, not masked, in groups that were not dropped"),
     ("objective/kl", "nats", "mean:trained",
      "KL to the reference summed over a completion, mean over the completions whose KL is "
-     "trained on: those of objective/scores, with kl_in=loss and with opd also those without a "
+     "trained on: those of objective/scores; with kl_in=loss and opd also those without a "
      "score"),
     ("objective/non_score_reward", "score", "mean:trained", "-beta times objective/kl"),
     ("objective/rlhf_reward", "score", "mean:trained", "objective/scores - beta * objective/kl"),
     ("objective/entropy", "nats", "mean:unmasked",
-     "-log-probability of a whole completion, mean: the entropy of completions, estimated from "
-     "the samples. By the sampler's log-probabilities over all completions that are not masked; "
-     "by the trainer's over the forwarded ones where the sampler gives none"),
+     "mean -log-probability of a whole completion: the entropy of completions, estimated from "
+     "the samples. Uses the sampler's log-probabilities of all unmasked completions, or "
+     "the trainer's of the forwarded ones if the sampler gives none"),
     ("objective/greedy_scores", "score", "mean:greedy", "mean score of ReMax's greedy completions"),
     ("advantages/mean", "score", "mean:usable",
-     "mean advantage of the completions that can have one, masked ones included"),
+     "mean advantage of the completions that can have one, including masked ones"),
     ("advantages/std", "score", "mean:usable", "standard deviation of the advantages"),
     ("advantages/abs_max", "score", "max", "largest advantage by size"),
     ("advantages/zero_frac", "share", "mean:usable", "completions with an advantage of exactly 0"),
     ("advantages/norm_skipped", "count", "mean",
-     "1 where advantages were not normalised, their deviation being 0"),
+     "1 if advantages were not normalised because their deviation is 0"),
 ], "Prompts and completions": [
     ("completions/mean_length", "tokens", "mean:completions",
-     "mean length of completions; min_, max_ beside it"),
+     "mean length of completions; also min_ and max_"),
     ("completions/min_length", "tokens", "min", "shortest completion"),
     ("completions/max_length", "tokens", "max", "longest completion"),
     ("completions/mean_terminated_length", "tokens", "mean:ended",
-     "mean length of those that ended by themselves"),
+     "mean length of those that ended on their own"),
     ("completions/min_terminated_length", "tokens", "min", "shortest of these"),
     ("completions/max_terminated_length", "tokens", "max", "longest of these"),
     ("completions/clipped_ratio", "share", "mean:completions",
      "completions cut at max_completion_length"),
     ("completions/unique_ratio", "share", "mean:completions",
-     "different completions among those of the step"),
+     "distinct completions in the step"),
     ("completions/most_common_frac", "share", "mean:completions",
-     "completions of the step that are the most common one, where its prompts differ"),
-    ("val/num_eos_tokens", "count", "mean", "completions that ended by themselves"),
+     "completions of the step equal to the most common one, if its prompts differ"),
+    ("val/num_eos_tokens", "count", "mean", "completions that ended on their own"),
 ], "Sampler against trainer": [
     ("sampling/entropy", "nats", "mean:unmasked_tokens",
-     "minus the sampler's log-probability of a token, mean over the tokens of all completions "
-     "that are not masked, forwarded or not"),
+     "minus the sampler's log-probability of a token, mean over the tokens of all unmasked "
+     "completions, forwarded or not"),
     ("sampling/missing_frac", "share", "mean:unmasked_tokens",
      "tokens for which the sampler gave no log-probability"),
 ], "Speed and memory": [
@@ -92,13 +92,13 @@ METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
      "tokens of prompts and completions per second of the step"),
     ("perf/tokens_per_s_per_gpu", "tokens/s", "mean:step_time", "the same per GPU"),
     ("perf/rollout_wait_frac", "share", "mean:step_time",
-     "part of the step spent on data, generation and rewards"),
+     "share of the step spent on data, generation and rewards"),
     ("perf/level", "0, 1, 2", "last",
      "layout of a forward pass: 0 shared prompts, 1 packed, 2 padded"),
     ("perf/rows", "tokens", "mean", "token positions of the training forwards, padding included"),
-    ("perf/padding_frac", "share", "mean:rows", "of these, padding"),
+    ("perf/padding_frac", "share", "mean:rows", "share of padding in these"),
     ("perf/forwarded_frac", "share", "mean:completions",
-     "completions that were forwarded; others have no gradient"),
+     "completions that were forwarded; the others have no gradient"),
     ("perf/mfu", "share", "mean:training_s",
      "model FLOP/s of the train phase over the dense bfloat16 peak of the data sheet (H100: 989 "
      "TFLOP/s), without padding and recomputation (GPU)"),
@@ -113,7 +113,7 @@ def rollout_metrics(
     """Metrics of lengths, scores and groups of a step's batch, before any update.
 
     `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch). `by_group`: it
-    compares a score with its siblings', so that a group of equal scores teaches nothing.
+    compares a score with its siblings', so that a group of equal scores has no gradient.
     """
     metrics = _completion_metrics(batch) | _score_metrics(batch, by_group) | batch.facts
     if std_over_step and "reward_std_batch" in metrics:
@@ -154,7 +154,7 @@ def _score_metrics(batch: Batch, by_group: bool) -> MetricValues:
         scores = values[~values.isnan()]
         metrics[f"reward/{name}/none_frac"] = 1 - scores.numel() / values.numel()
         metrics |= {f"reward/{name}/{k}": v for k, v in _mean_std(scores).items()}
-    # With normalize_then_sum, what is trained on has the mean 0 in every step: `reward` does not.
+    # With normalize_then_sum the trained scores have mean 0 in every step, but `reward` does not.
     scorable = batch.scorable
     score = batch.score if batch.plain is None else batch.plain
     if scorable.any():
@@ -208,9 +208,9 @@ def advantage_metrics(batch: Batch, beta: float, every_kl: bool = False) -> Metr
 
 
 def _trained_mask(batch: Batch, without_advantage: bool = False) -> Tensor:
-    """Completions of active groups that the loss sees: not masked, with an advantage. (P, K) bool
+    """Completions of active groups that the loss sees: unmasked, with an advantage. (P, K) bool
 
-    `without_advantage`: and those without one.
+    `without_advantage`: includes those without one.
     """
     mask = torch.zeros_like(batch.scorable)
     usable = batch.scorable if batch.usable is None else batch.usable
@@ -219,9 +219,9 @@ def _trained_mask(batch: Batch, without_advantage: bool = False) -> Tensor:
 
 
 def sampler_metrics(batch: Batch) -> MetricValues:
-    """What the sampler's own log-probabilities say of all completions that are not masked.
+    """Metrics from the sampler's own log-probabilities of all unmasked completions.
 
-    They need no forward pass, so they do not depend on which completions an update leaves out.
+    They need no forward pass, so they do not depend on which completions an update skips.
     """
     rollouts = [
         rollout
@@ -244,7 +244,7 @@ def sampler_metrics(batch: Batch) -> MetricValues:
 def mean_counts(
     batch: Batch, updates: UpdateMetrics, metrics: MetricValues, every_kl: bool = False
 ) -> MetricValues:
-    """The counts that the means of a step were taken over (`metrics.merge_steps`)."""
+    """The counts behind a step's means (`metrics.merge_steps`)."""
     lengths = batch.rollout_values("length")
     episodes = [f for g in batch.groups for r in g.rollouts if (f := r.episode_facts)]
     scored = zip(batch.names, (~batch.raw.isnan()).sum((1, 2)), strict=True)
@@ -269,12 +269,12 @@ def mean_counts(
         **batch.fact_counts,
     }
     sums = fetch_scalars(updates.sums)
-    by_sampler = "sampling/entropy" in metrics  # which is over all completions, as is what follows
+    by_sampler = "sampling/entropy" in metrics  # over all completions, like those below
     unmasked = int((~batch.masked).sum()) if by_sampler else sums.get("sequences", 0.0)
     return {name: float(count) for name, count in counts.items()} | sums | {"unmasked": unmasked}
 
 
-TRAINING_PHASES = ("update", "reference", "old_logp", "value")  # those of `count_forward`
+TRAINING_PHASES = ("update", "reference", "old_logp", "value")  # those in `count_forward`
 
 
 def speed_metrics(
@@ -287,8 +287,8 @@ def speed_metrics(
 ) -> MetricValues:
     """The metrics perf/* and memory/* of a step; `metrics` has the seconds of its phases.
 
-    `layout` is that of the policy's forward pass. perf/mfu: the FLOP of tokens that were really
-    computed, without padding and recomputation, over what the device could have done by its data
+    `layout` is that of the policy's forward pass. perf/mfu: the FLOP of tokens really computed,
+    without padding and recomputation, over the FLOP that the device could have done by its data
     sheet in the seconds of the training phases.
     """
     seconds = metrics["step_time"]

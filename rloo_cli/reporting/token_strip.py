@@ -1,7 +1,7 @@
 """The tokens of a few completions of a step, each with its numbers: for strips of `rloo report`.
 
 `samples/` has one line for each completion. `logging.token_samples` of a file's lines have the
-field `tokens` too: those whose advantages are the largest and the smallest, for they move the
+field `tokens` too: those with the largest and the smallest advantages, because they move the
 policy most.
 """
 
@@ -29,7 +29,7 @@ def add_token_strips(
 ) -> None:
     """Add the field `tokens` to `count` of a batch's samples, which are P * K in order.
 
-    `num_updates`: optimizer updates before this step, for how far the sampler was behind.
+    `num_updates`: optimizer updates before this step, to compute the sampler's lag.
     """
     if batch.advantage is None or count < 1:
         return
@@ -48,7 +48,7 @@ def token_record(
     """The tokens of completion k of group p, and a list of numbers for each; None = not computed.
 
     logp is the policy's at the beginning of the step, sampler_logp the sampler's own, ref_logp the
-    reference's; advantage is there where each token has its own.
+    reference's; advantage is there if each token has its own.
     """
     group, rollout = batch.groups[p], batch.groups[p].rollouts[k]
     columns: dict[str, list[float] | None] = {
@@ -77,5 +77,5 @@ def _column(columns: "list[Tensor] | None", k: int) -> list[float] | None:
 
 
 def _rounded(values: list[float]) -> list[float | None]:
-    """Five digits, which is what a colour shows; None for what is not finite."""
+    """Five significant digits, enough for a colour; None for values that are not finite."""
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]

@@ -32,13 +32,13 @@ METRICS = {"Progress and time": [  # read by utils.metrics
     ("grad_norm", "", "mean:updates", "norm of the gradient before clipping"),
     ("grad_clip_fraction", "share", "mean:updates", "updates whose gradient was clipped"),
     ("update/changed_frac", "share", "mean:sampled_weights",
-     "weights that an update changed, in the dtype that computes: near 0 where the dtype rounds "
-     "the updates away. Seen in a sample of 4096 weights at most, with fsdp2 of each rank's "
+     "weights that an update changed, in the compute dtype: near 0 if the dtype rounds "
+     "updates away. Measured on at most 4096 sampled weights, with fsdp2 on each rank's "
      "shards. Absent with zero1, zero2, zero3, and with fsdp2's float32 masters"),
     ("kl", "nats", "mean:tokens", "KL to the reference per token"),
     ("entropy", "nats", "mean:entropy_tokens",
-     "entropy of the next token, mean over the tokens that were forwarded. With beta 0 groups of "
-     "equal scores are not: sampling/entropy is over all"),
+     "entropy of the next token, mean over the forwarded tokens. With beta 0 groups of "
+     "equal scores are not forwarded: sampling/entropy covers all"),
     ("policy/entropy_avg", "nats", "mean:entropy_tokens", "the same, as TRL's RLOO named it"),
     ("clip_ratio/low_mean", "share", "mean:units",
      "ratios clipped from below, among forwarded completions (or tokens, by ratio_level)"),
@@ -47,9 +47,9 @@ METRICS = {"Progress and time": [  # read by utils.metrics
     ("clip_ratio/low_min", "share", "min", "smallest share of a completion clipped from below"),
     ("clip_ratio/high_max", "share", "max", "largest share of a completion clipped from above"),
     ("cispo_clip_ratio", "share", "mean:units",
-     "tokens whose ratio is above its cap, where the advantage is positive (policy_loss=cispo)"),
+     "tokens with a ratio above the cap and a positive advantage (policy_loss=cispo)"),
     ("delta_ratio", "share", "mean:units",
-     "ratios above algorithm.delta where the advantage is negative"),
+     "ratios above algorithm.delta with a negative advantage"),
     ("policy/approxkl_avg", "nats", "mean:units",
      "half the mean squared log-ratio of new to old policy"),
     ("policy/clipfrac_avg", "share", "mean:units", "ratios clipped, as TRL's RLOO named it"),
@@ -58,12 +58,12 @@ METRICS = {"Progress and time": [  # read by utils.metrics
     ("ratio/min", "", "min", "smallest ratio"),
     ("ratio/max", "", "max", "largest ratio"),
     ("val/clipfrac_avg", "share", "mean:value_tokens",
-     "value predictions more than epsilon_value away from those that the step began with (ppo)"),
+     "value predictions more than epsilon_value away from those at the step's start (ppo)"),
     ("value/explained_variance", "share", "mean:value_tokens",
-     "variance of the returns that the values explain (ppo)"),
+     "share of the returns' variance that the values explain (ppo)"),
 ], "Sampler against trainer": [
     ("sampling/logp_diff_mean", "nats", "mean:gap_tokens",
-     "mean size of the difference between the sampler's and the trainer's log-probability of a "
+     "mean absolute difference between the sampler's and the trainer's log-probability of a "
      "token"),
     ("sampling/logp_diff_rms", "nats", "rms:gap_tokens", "its root mean square"),
     ("sampling/logp_diff_max", "nats", "max", "its largest value"),
@@ -72,7 +72,7 @@ METRICS = {"Progress and time": [  # read by utils.metrics
      "0, 64, 512 and 4096"),
     ("sampling/kl", "nats", "mean:sequences", "KL of the sampler to the trainer, per completion"),
     ("sampling/importance_sampling_ratio/mean", "", "mean:weights",
-     "mean weight of the sampler's correction"),
+     "mean importance weight of the sampler's correction"),
     ("sampling/importance_sampling_ratio/min", "", "min", "smallest weight"),
     ("sampling/importance_sampling_ratio/max", "", "max", "largest weight"),
     ("sampling/ess", "share", "mean:weights",
@@ -81,11 +81,11 @@ METRICS = {"Progress and time": [  # read by utils.metrics
     ("sampling/masked_frac", "share", "mean:weights", "weights that were set to 0"),
 ], "Your own algorithm": [
     ("algorithm/<name>", "", "mean:algorithm_count/<name>",
-     "a number that the loss of an algorithm of your own has in `Loss.metrics`, mean over the "
-     "tokens, or completions, that were trained on"),
+     "a number in `Loss.metrics` of your own algorithm, mean over the "
+     "tokens, or completions, trained on"),
 ]}  # fmt: skip
-# Metric -> the sum, or the largest value, that makes it; a minimum has the largest negative value.
-# Their counts are of what was forwarded: `train.forward_all` adds completions on which no update
+# Metric -> the sum or maximum behind it; a minimum is stored as the largest negative value.
+# Counts cover forwarded completions: `train.forward_all` adds completions on which no update
 # depends, whose ratio is 1 on-policy and which never clip.
 SOURCES = {
     "update/changed_frac": "changed_weights", "kl": "kl",
@@ -123,8 +123,8 @@ class UpdateMetrics:
     def add_maxima(self, mask: Tensor, **values: Tensor) -> None:
         """Keep the largest of each value where `mask` is set, -inf where it never is.
 
-        A minimum is kept as the maximum of the negative values. Nothing here asks the device for
-        a number: that would wait for it in every micro-batch.
+        A minimum is kept as the maximum of the negative values. Nothing here reads a number from
+        the device: that would wait for it in every micro-batch.
         """
         for name, value in values.items():
             if value.numel():
@@ -250,7 +250,7 @@ class UpdateMetrics:
         sums, maxima = fetch_scalars(self.sums), fetch_scalars(self.largest)
         metrics = {name: sum(v) / len(v) for name, v in self.scalars.items()}
         if metrics:
-            # Where no completion of an update needed a forward, both losses are 0.
+            # If no completion of an update needed a forward, both losses are 0.
             policy_loss = sums.get("policy_loss", 0.0) / self.num_updates
             metrics["policy_loss"] = metrics["loss/policy_avg"] = policy_loss
             metrics["kl_loss"] = sums.get("kl_loss", 0.0) / self.num_updates
@@ -306,7 +306,7 @@ def add_value_loss(updates: UpdateMetrics, value_loss: ValueLoss, micro_batch: M
 
 
 def without_sums(updates: UpdateMetrics) -> UpdateMetrics:
-    """A copy with the numbers of each update alone, without the sums, which another rank has."""
+    """A copy with only the numbers of each update, without the sums, which another rank has."""
     copy = UpdateMetrics()
     copy.scalars = updates.copy().scalars
     return copy
@@ -354,7 +354,7 @@ def fetch_scalars(values: dict[str, Tensor]) -> MetricValues:
 
 
 def _summed_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    """What `SOURCES` says: means over the counts by which they merge over steps, and extremes."""
+    """The metrics in `SOURCES`, means over the counts by which they merge, and extremes."""
     metrics = {}
     own = {name: name for name in sums if name.startswith(OWN_SUM)}
     for name, source in (SOURCES | own).items():
@@ -369,10 +369,10 @@ def _summed_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
 
 
 def _value_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    """How well the values that the step began with explain the variance of the returns."""
+    """How well the values at the step's start explain the variance of the returns."""
     n = sums["value_tokens"]
     if maxima["returns"] <= -maxima["returns_min"]:
-        return {}  # there is no variance to explain
+        return {}  # no variance to explain
     unexplained = sums["missed_sq"] / n - (sums["missed"] / n) ** 2
     variance = sums["returns_sq"] / n - (sums["returns"] / n) ** 2
     return {"value/explained_variance": 1 - unexplained / variance}

@@ -1,6 +1,6 @@
 """1.0 if the answer is mathematically equal to the gold one, else 0.0 (math-verify).
 
-The answer has to be in \\boxed{} or announced. The gold answer may be bare LaTeX. Where it cannot
+The answer has to be in \\boxed{} or announced. The gold answer may be bare LaTeX. If it cannot
 be read as a whole, the reward does not apply (None).
 """
 

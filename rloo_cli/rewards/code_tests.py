@@ -11,9 +11,9 @@ No block is a wrong answer: 0.0. None where the column is None. The column holds
     {"inputs": [...], "outputs": [...]}        APPS, TACO; with "fn_name" a function's arguments
                                                and values
 
-Outputs are equal when their lines are, white space at the ends left aside. A test after one that
+Outputs are equal if their lines are, ignoring white space at the ends. A test after one that
 used up the time, or left processes that cannot be ended, has failed. Nothing runs outside the
-sandbox that `sandbox` names; sandbox.py says what it promises and what not.
+sandbox named by `sandbox`; sandbox.py says what it guarantees.
 """
 
 import ast
@@ -45,20 +45,20 @@ _is = [*_is] if isinstance(_is, tuple) else _is
 assert _is == _should or (isinstance(_should, list) and _should and _is == _should[0])
 """
 
-EXTRA = "bubblewrap (sandbox=bwrap), or a container of yours"
+EXTRA = "bubblewrap (sandbox=bwrap), or your own container"
 
 
 class Config(RewardConfig):
     type: Literal["code_tests"] = key("code_tests")
     column: str = key("Data column with the tests")
     entry_point: str | None = key("Column with a function's name: check(NAME) ends each test")
-    setup: str | None = key("Column with Python that is put before each test of asserts")
+    setup: str | None = key("Column with Python to put before each test of asserts")
     extract: Literal["block", "text"] = key("The code: the last ```python block, or all the text")
-    partial: bool = key("The share of tests that pass; false = 1.0 only where all pass")
+    partial: bool = key("Score the share of passed tests; false = 1.0 only if all pass")
     sandbox: Literal["bwrap", "external", "unsafe_subprocess"] | None = key(
-        "Where the code runs: bwrap, external (command), or in nothing: unsafe_subprocess"
+        "Where the code runs: bwrap, external (command), or uncontained: unsafe_subprocess"
     )
-    command: NotEmpty | None = key("For sandbox=external: what runs {harness}, in a container")
+    command: NotEmpty | None = key("For sandbox=external: runs {harness} in a container")
     at_once: Positive | None = key("Completions that run at once; null = one per CPU core")
     time_s: float = key("Wall-clock seconds for all tests of one completion", gt=0, le=3600)
     memory_mb: int = key("Memory of each process, and of all of them", ge=64, le=2**20)
@@ -80,12 +80,12 @@ def needs(config: Config) -> list[str]:
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """No code runs before the user chose a sandbox."""
+    """No code runs before the user has chosen a sandbox."""
     if config.sandbox is None:
         key = f"{where}.sandbox"
         why = (
-            "code that a model wrote is run: bwrap (bubblewrap, contained), external (a command of "
-            "your own, e.g. a container), or unsafe_subprocess (contained by nothing)"
+            "it runs model-written code in: bwrap (bubblewrap, contained), external (your own "
+            "command, e.g. a container), or unsafe_subprocess (uncontained)"
         )
         yield Problem(f"{key} is not chosen", key, why, f"{key}=bwrap")
     elif (config.sandbox == "external") != (config.command is not None):
@@ -96,7 +96,7 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 
 
 def preflight(config: Config) -> None:
-    """Raises MachineError when the sandbox does not work here: there is no weaker fallback."""
+    """Raises MachineError if the sandbox does not work here: there is no weaker fallback."""
     if config.sandbox is not None:
         sandbox.require_sandbox(config.sandbox, config.command, _sandbox_limits(config))
 
@@ -116,7 +116,7 @@ def score(
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 (between with `partial`) or None.
 
-    Raises ValueError for tests that cannot be read, RuntimeError when the sandbox fails.
+    Raises ValueError for invalid tests, RuntimeError if the sandbox fails.
     """
     assert config.sandbox is not None
     codes = [extract_code(text, config.extract) for text in texts(completions)]
@@ -128,7 +128,7 @@ def score(
 
 
 def extract_code(text: str, method: str) -> str | None:
-    """The code in a completion; None when there is none."""
+    """The code in a completion; None if there is none."""
     if method == "text":
         return text
     blocks = PYTHON_BLOCK.findall(text)
@@ -170,16 +170,16 @@ def _tests_of_completion(columns: Columns, index: int, config: Config) -> list[C
     setup = columns[config.setup][index] if config.setup else None
     name = columns[config.entry_point][index] if config.entry_point else None
     if name is not None and not str(name).isidentifier():
-        raise ValueError(f"column {config.entry_point!r} has {name!r}, which names no function")
+        raise ValueError(f"column {config.entry_point!r} has {name!r}, not a function name")
     check = f"\ncheck({name})\n" if name else ""
     tests = parse_tests(value, f"{setup}\n" if setup else "", check)
     if not tests:
-        raise ValueError(f"column {config.column!r} has no test in {str(value)[:80]!r}")
+        raise ValueError(f"column {config.column!r} contains no test: {str(value)[:80]!r}")
     return tests
 
 
 def parse_tests(value: object, prefix: str = "", suffix: str = "") -> list[CodeTest]:
-    """The tests that a value of the column holds. Raises ValueError for one that cannot be read.
+    """The tests in a value of the column. Raises ValueError for an invalid one.
 
     `prefix` (setup code) and `suffix` (`check(NAME)`) are put around the source of each test.
     """
@@ -220,7 +220,7 @@ def _io_tests(value: JsonObject, prefix: str) -> list[CodeTest]:
     pairs = zip(inputs, outputs, strict=True)
     if name := value.get("fn_name"):
         if not str(name).isidentifier():
-            raise ValueError(f"fn_name is {name!r}, which names no function")
+            raise ValueError(f"fn_name is {name!r}, not a function name")
         calls = [CALL_TEMPLATE.format(name=str(name), arguments=a, value=v) for a, v in pairs]
         return [_assert_test(prefix + call) for call in calls]
     return [_io_test(_join_lines(stdin), _join_lines(expected)) for stdin, expected in pairs]

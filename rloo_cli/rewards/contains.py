@@ -1,7 +1,7 @@
 """Share of the wanted strings that the completion contains: 0 to 1.
 
-The column holds one string or a list of them. Without any that is more than white space the reward
-does not apply (None).
+The column has one string or a list of them. If all are white space the reward does not apply
+(None).
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from rloo_cli.rewards.common.text import Columns, Completion, gold_texts, texts
 class Config(RewardConfig):
     type: Literal["contains"] = key("contains")
     column: str = key("Data column with the wanted string, or a list of them")
-    ignore_case: bool = key("Capital and small letters are equal")
+    ignore_case: bool = key("Ignore case")
 
 
 def needs(config: Config) -> list[str]:

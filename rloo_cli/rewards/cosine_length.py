@@ -1,7 +1,7 @@
 """Right answers are worth more the shorter they are, wrong ones cost more the shorter they are.
 
 The score is half a cosine from 0 to `max_length` tokens, then flat (arXiv 2502.03373, appendix
-C.1). An answer is right if `accuracy` says so; None where the gold answer cannot be read.
+C.1). `accuracy` decides whether an answer is right; None if the gold answer cannot be read.
 """
 
 import math

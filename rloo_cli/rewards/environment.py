@@ -1,6 +1,6 @@
-"""What an episode's environment says of it: the value of its method `get_reward()` (agent=class).
+"""The reward of an episode's own environment: the value of its method `get_reward()` (agent=class).
 
-None where the environment has no such method. An environment that failed has no score at all: the
+None if the environment has no such method. An environment that failed has no score at all: the
 row is out of baseline and loss, and is counted in agent/failures.
 """
 
@@ -14,5 +14,5 @@ class Config(RewardConfig):
 
 
 def score(environment_rewards: list[float | None], config: Config) -> list[float | None]:
-    """(B,) of what each environment said, or None."""
+    """(B,) of each environment's reward, or None."""
     return list(environment_rewards)

@@ -1,9 +1,9 @@
 """1.0 if the answer is, as a string, one of the gold answers, else 0.0.
 
-The column holds one gold answer or a list of accepted ones; None where none of them can be read, or
+The column has one gold answer or a list of accepted ones; None if none of them can be read, or
 all are white space.
 White space around answers does not count. A completion without an answer to extract (no \\boxed{},
-no number) gets 0.0. A number may be .5, 1/2, 1e5, 1,234 or 1 234; it is compared as it is written,
+no number) gets 0.0. A number may be .5, 1/2, 1e5, 1,234 or 1 234; it is compared as written,
 except for the marks between thousands, the kind of minus, and the 0 before the point.
 """
 
@@ -28,9 +28,9 @@ class Config(RewardConfig):
         "The answer: all the text, the last of: \\boxed{}, <answer> block, line, number"
     )
     gold_extract: ExtractMethod = key(
-        "What is taken of the gold answer, where the column holds a whole solution"
+        "The part of the gold answer to use, if the column has a whole solution"
     )
-    ignore_case: bool = key("Capital and small letters are equal")
+    ignore_case: bool = key("Ignore case")
 
 
 def needs(config: Config) -> list[str]:
@@ -54,9 +54,9 @@ def score(completions: list[Completion], columns: Columns, config: Config) -> li
 def _matches_gold(answer: str | None, gold: object, config: Config) -> float | None:
     found = [extract_answer(text, config.gold_extract) for text in gold_texts(gold)]
     normalized = [_normalize_answer(text, config) for text in found if text is not None]
-    accepted = [text for text in normalized if text]  # \boxed{} holds no answer
+    accepted = [text for text in normalized if text]  # an empty \boxed{} does not count
     if not accepted:
-        return None  # as accuracy does with a gold answer that it cannot read
+        return None  # like accuracy for an unreadable gold answer
     return float(answer is not None and _normalize_answer(answer, config) in accepted)
 
 

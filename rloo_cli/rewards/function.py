@@ -2,7 +2,7 @@
 
 It is called with the arguments it declares (prompts, completions, completion_ids, ..., any data
 column) and the `kwargs` given here, and returns one int, float, bool or None per completion. It may
-be `async def`. Functions written for TRL work as they are.
+be `async def`. Functions written for TRL work unchanged.
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ from rloo_cli.utils.files import JsonObject
 class Config(RewardConfig):
     type: Literal["function"] = key("function")
     path: PathString = key("path/to/file.py:name or package.module:name", min_length=1)
-    kwargs: JsonObject = key("Passed to the function as they are")
+    kwargs: JsonObject = key("Passed to the function unchanged")
 
 
 def load(name: str, config: Config) -> tuple[RewardFunction, JsonObject]:

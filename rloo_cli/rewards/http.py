@@ -1,4 +1,4 @@
-"""A score from a service of yours, or from a reward model that vLLM serves.
+"""A score from your own service, or from a reward model on a vLLM server.
 
 `api: rloo` posts {"prompts": [...], "completions": [...], and the `columns`} to `url`, and reads
 {"scores": [...]}: a number or null (does not apply) for each. The others are routes of vLLM
@@ -6,7 +6,7 @@
 messages in the model's own chat template; `score` reads them as a pair. They ask for
 `use_activation: false`: vLLM's default puts a reward through a sigmoid.
 
-Requests are made at once, up to `concurrency`. One that gets no answer fails the call (`scope:
+Requests are sent concurrently, up to `concurrency`. One without an answer fails the call (`scope:
 group` makes calls smaller); a missing number never counts as zero.
 """
 
@@ -31,25 +31,25 @@ EXTRA = "a service that answers at `url`"
 
 class Config(RewardConfig):
     type: Literal["http"] = key("http")
-    url: Address = key("Where to ask: the address itself (api=rloo), or that of a vLLM server")
+    url: Address = key("URL: the endpoint itself (api=rloo), or a vLLM server")
     api: Literal["rloo", "classify", "score", "pooling"] = key(
-        "What is asked: rloo = your own service; the others are routes of vLLM"
+        "API: rloo = your own service; the others are routes of vLLM"
     )
-    model: Text | None = key("The served model's name; null = the only one there")
+    model: Text | None = key("The served model's name; null = the only one")
     api_key_env: Variable | None = key("Environment variable that holds the key; null = no key")
     batch_size: Positive = key("Completions per request (messages go one by one to vLLM)")
-    concurrency: Positive = key("Most requests under way at once")
+    concurrency: Positive = key("Most requests in flight")
     request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
-    columns: list[NotEmpty] = key("Data columns that api=rloo sends too")
+    columns: list[NotEmpty] = key("Data columns that api=rloo also sends")
     template: str | None = key(
-        "Text for classify and pooling from {prompt}, {completion}, {column}; null = one after the "
-        "other, or messages"
+        "Text for classify and pooling from {prompt}, {completion}, {column}; null = concatenated, "
+        " or messages"
     )
-    eos: str | None = key("Put after a text that ended by itself, where the model expects it")
+    eos: str | None = key("Appended to a text that ended on its own, if the model expects it")
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """What is wrong with the entry at `where`, checked without a request."""
+    """Faults of the entry at `where`, found without a request."""
     if config.template is not None:
         key = f"{where}.template"
         yield from config_template.template_problems(key, config.template, ("completion",))
@@ -57,12 +57,12 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
     for name in unused.get(config.api, ("columns",)):
         if getattr(config, name):
             key, empty = f"{where}.{name}", "[]" if name == "columns" else "null"
-            why = f"{where}.api={config.api} has no use for it"
+            why = f"{where}.api={config.api} does not use it"
             yield Problem(f"{key} is set", key, why, f"{key}={empty}")
 
 
 def preflight(config: Config) -> None:
-    """Raises ConfigError when the environment variable of the service's key is not set."""
+    """Raises ConfigError if the environment variable of the service's key is not set."""
     http_client.check_api_key("reward.<name>.api_key_env", config.api_key_env)
 
 
@@ -121,7 +121,7 @@ async def _request_scores(
     return values
 
 
-# The bodies of the requests, each with the number of completions that it is about.
+# The bodies of the requests, each with its number of completions.
 
 
 def _batch_ranges(indices: range, batch_size: int) -> list[range]:
@@ -175,7 +175,7 @@ def _read_vllm_scores(answer: JsonObject) -> list[object]:
     entries = sorted(answer["data"], key=lambda entry: entry["index"])
     indices = [entry["index"] for entry in entries]
     if indices != list(range(len(entries))):
-        raise EndpointError(f"rows {indices} are not those asked for")
+        raise EndpointError(f"rows {indices} do not match the request")
     return [_vllm_score(entry) for entry in entries]
 
 
@@ -184,7 +184,7 @@ def _vllm_score(entry: JsonObject) -> object:
     if "score" in entry:
         return entry["score"]
     values = entry["probs"] if "probs" in entry else entry["data"]
-    if values and isinstance(values[-1], list):  # of each token: only the last has read the text
+    if values and isinstance(values[-1], list):  # per token: only the last one covers the text
         values = values[-1]
     if len(values) != 1:
         why = f"the model gives {len(values)} numbers for a row: a reward model has one label"

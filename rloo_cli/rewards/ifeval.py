@@ -2,7 +2,7 @@
 
 The columns are IFEval's: a list of instructions such as `length_constraints:number_words`, and for
 each its arguments. `rewards/common/instructions.py` has the checks. An empty completion follows
-none; None where a row has no instructions.
+none; None if a row has no instructions.
 """
 
 import json
@@ -19,7 +19,7 @@ class Config(RewardConfig):
     type: Literal["ifeval"] = key("ifeval")
     column: str = key("Data column with the list of instructions")
     arguments_column: str = key("Data column with their arguments: as many dicts, or JSON of them")
-    strict: bool = key("1 where all are followed, else 0; false = the share that is followed")
+    strict: bool = key("1 if all are followed, else 0; false = the followed share")
 
 
 def needs(config: Config) -> list[str]:
@@ -50,7 +50,7 @@ def _followed_share(text: str, names: object, given: object, config: Config) -> 
 def _instructions(
     names: object, given: object, config: Config
 ) -> tuple[list[str], list[JsonObject]]:
-    """A row's instructions and their arguments. Raises DataError for what cannot be checked."""
+    """A row's instructions and their arguments. Raises DataError if they cannot be checked."""
     named = json.loads(names) if isinstance(names, str) else names
     arguments = json.loads(given) if isinstance(given, str) else given
     if (
@@ -60,13 +60,13 @@ def _instructions(
     ):
         what = f"{config.column} and {config.arguments_column} are not lists of one length"
         why = f"found {named!r}, {arguments!r}"
-        fix = "correct those rows, or leave them out: data.map, or data.filter"
+        fix = "correct those rows, or remove them: data.map, or data.filter"
         refuse(f"reward.{config.type}", what, fix, why, error=DataError)
     unknown = [name for name in named if name not in instructions.CHECKS]
     if unknown:
         what = f"the instruction {unknown[0]!r} cannot be checked"
         why = f"one of: {', '.join(instructions.CHECKS)}"
-        fix = f"leave those rows out: data.filter, or data.map; column {config.column}"
+        fix = f"remove those rows: data.filter, or data.map; column {config.column}"
         refuse(f"reward.{config.type}", what, fix, why, error=DataError)
-    # Arrow gives every dict the keys of all; an argument that is null is none.
+    # Arrow gives every dict the keys of all; a null argument is absent.
     return named, [{k: v for k, v in (a or {}).items() if v is not None} for a in arguments]

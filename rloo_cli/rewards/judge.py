@@ -1,10 +1,10 @@
 """A language model that reads a completion and scores it with a number.
 
-It is asked behind an OpenAI-compatible address (a vLLM server, or a service), once for each
+It is called through an OpenAI-compatible endpoint (a vLLM server, or a service), once for each
 completion, with `template` as the question. The last match of `pattern` in its answer is the
-number. An answer without a number, or with one outside of `minimum` to `maximum`, is a failure: the
-model is asked again (`retries`), and the score is never taken for zero. It is not asked, and the
-reward does not apply (None), where a column of `template` is empty. The samples hold its answers as
+number. An answer without a number, or with one outside `minimum` to `maximum`, is a failure: the
+model is called again (`retries`), and the score never becomes zero. It is not called, and the
+reward does not apply (None), if a column of `template` is empty. The samples store its answers as
 `judge_said`.
 """
 
@@ -29,9 +29,9 @@ EXTRA = "an OpenAI-compatible endpoint at `base_url`"
 
 class Config(RewardConfig, ChatKeys):
     type: Literal["judge"] = key("judge")
-    minimum: float = key("The smallest number the judge may give")
-    maximum: float = key("The largest number it may give")
-    scale: Literal["unit", "raw"] = key("unit = minimum..maximum becomes 0..1; raw = as it is")
+    minimum: float = key("Smallest number that the judge may give")
+    maximum: float = key("Largest number that it may give")
+    scale: Literal["unit", "raw"] = key("unit = minimum..maximum becomes 0..1; raw = unchanged")
 
 
 class NoScoreError(ValueError):
@@ -39,17 +39,17 @@ class NoScoreError(ValueError):
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """What is wrong with the entry at `where`, checked without a request."""
+    """Faults of the entry at `where`, found without a request."""
     yield from chat_judge_problems(where, config, ("completion",))
     if config.minimum >= config.maximum:
         why = f"{config.minimum:g} is not below {config.maximum:g}"
         low, high = config.maximum, config.minimum
         fix = f"{where}.minimum={low:g} {where}.maximum={high if low < high else low + 1:g}"
-        yield Problem("the judge's scale has no length", f"{where}.minimum", why, fix)
+        yield Problem("the judge's scale is empty", f"{where}.minimum", why, fix)
 
 
 def preflight(config: Config) -> None:
-    """Raises ConfigError when the environment variable of the service's key is not set."""
+    """Raises ConfigError if the environment variable of the service's key is not set."""
     http_client.check_api_key("reward.<name>.api_key_env", config.api_key_env)
 
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # these import torch
     from rloo_cli.data.prompts import Prompts
 
 Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:\d+)?)$")]
-# Arguments of from_pretrained that have a key of their own here, or must not be given at all.
+# Arguments of from_pretrained that have their own key here, or must not be set at all.
 RESERVED_MODEL_KWARGS = ("revision", "dtype", "torch_dtype", "trust_remote_code", "use_safetensors",
              "device_map", "output_loading_info", "ignore_mismatched_sizes")  # fmt: skip
-# Columns that may hold a good answer, for the example in the log.
+# Columns that may have a good answer, for the example in the log.
 REFERENCE_COLUMNS = ("reference", "solution", "answer", "ground_truth", "label", "summary",
              "chosen")  # fmt: skip
 
@@ -48,31 +48,31 @@ class Config(RewardConfig):
     )
     trust_remote_code: bool = key("Run Python code that comes with it (dangerous)")
     input: Literal["auto", "text", "ids"] = key(
-        "What it reads: the sampled ids, or text; auto = ids where both tokenizers agree"
+        "Its input: the sampled ids, or text; auto = ids if both tokenizers agree"
     )
-    keep_eos: bool = key("End plain text that ended by itself with the tokenizer's EOS")
-    batch_size: Positive = key("Completions per forward pass where inputs are padded")
-    max_length: Positive | None = key("Most tokens of an input; longer ones lose their beginning")
-    device: Device = key("Where it computes: auto = where the policy does, cpu, cuda, cuda:N")
-    offload: bool = key("Keep it in CPU memory while it has nothing to score")
+    keep_eos: bool = key("Append the tokenizer's EOS to plain text that ended on its own")
+    batch_size: Positive = key("Completions per forward pass if inputs are padded")
+    max_length: Positive | None = key("Most tokens of an input; longer ones are cut at the start")
+    device: Device = key("Device: auto = the policy's, cpu, cuda, cuda:N")
+    offload: bool = key("Keep it in CPU memory while it is idle")
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
     """The combinations of keys that are refused."""
     if config.workers:
-        key, why = f"{where}.workers", "each would hold a copy of the model"
-        yield Problem(f"{key}: a reward model has none", key, why, f"{key}=0")
+        key, why = f"{where}.workers", "each would have a copy of the model"
+        yield Problem(f"{key} does not apply to a reward model", key, why, f"{key}=0")
 
 
 def preflight(config: Config) -> None:
     """Check its config.json, without torch. Raises MachineError, ConfigError for model_kwargs."""
     given = [name for name in RESERVED_MODEL_KWARGS if name in config.model_kwargs]
     if given:
-        why = "rloo gives it by a key of its own, or must not: pickled and random weights"
+        why = "it has its own key in rloo, or is unsafe: pickled or random weights"
         name = given[0].removeprefix("torch_")  # transformers' older name of dtype
         own = name in type(config).model_fields
         fix = f"reward.NAME.{name}={config.model_kwargs[given[0]]}" if own else "leave it out"
-        what = f"model_kwargs may not hold {given[0]}"
+        what = f"model_kwargs must not have {given[0]}"
         refuse("model_kwargs", what, fix, why)
     if hf_cache.adapter_base_path(config.path) is not None:
         require_package("this machine", "peft", "peft", f"{config.path} is an adapter")
@@ -101,7 +101,7 @@ def _why_not_reward_model(values: JsonObject, config: Config) -> str:
         if config.trust_remote_code:
             return ""  # its class may have any name
         if not (kind and native and native.is_dir()):
-            return "it brings Python code of its own, and trust_remote_code is false"
+            return "it comes with its own Python code, and trust_remote_code is false"
     classes = values.get("architectures") or []
     if classes and not any("ForSequenceClassification" in str(c) for c in classes):
         return f"it is a {classes[0]}, which has no score head"
@@ -109,7 +109,7 @@ def _why_not_reward_model(values: JsonObject, config: Config) -> str:
     count = len(labels) if isinstance(labels, dict) else values.get("num_labels")
     count = config.model_kwargs.get("num_labels", count)
     if classes and count != 1:
-        # transformers writes down every number of labels but 2.
+        # transformers omits the number of labels from the file if it is 2.
         return f"it has {2 if count is None else count} labels; a reward model has one"
     return ""
 
@@ -179,22 +179,22 @@ class RewardModel:
         assert self.reader is not None
         for conversational, why in self.reader.why_not_ids.items():
             if conversational and why is not None and not tokenizer.chat_template:
-                what = f"{self.config.path} has no chat template, and the prompts are conversations"
+                what = f"{self.config.path} has no chat template, but the prompts are conversations"
                 key = f"{self.config_key}.tokenizer"
-                fix = f"{key}=FOLDER of a tokenizer that has one"
+                fix = f"{key}=FOLDER of a tokenizer with one"
                 refuse(key, what, fix, "it reads text", error=MachineError)
             if why is not None and self.config.input == "ids":
                 key = f"{self.config_key}.input"
-                what = f"{key} = ids, and the tokenizers do not agree"
+                what = f"{key} = ids, but the tokenizers differ"
                 refuse(key, what, f"{key}=auto", why)
 
     def _check_length(self, max_tokens: int | None) -> None:
         most = self._max_positions()
         if most is not None and max_tokens is not None and max_tokens > most:
             path, key = self.config.path, f"{self.config_key}.max_length"
-            what = f"{path} has {most} positions, and rows of {max_tokens} tokens may come"
+            what = f"{path} has {most} positions, but rows may have {max_tokens} tokens"
             fix = f"{key}={most}, which cuts the beginning of longer rows"
-            why = "a token beyond its last position cannot be read"
+            why = "it cannot read tokens beyond its last position"
             refuse(key, what, fix, why)
 
     def _max_positions(self) -> int | None:
@@ -230,10 +230,10 @@ class RewardModel:
             refuse(key, what, fix, error, error=MachineError)
         if not all(map(math.isfinite, scores)):
             what, fix = f"{self.config.path} scores {scores}", f"{self.config_key}.dtype=float32"
-            refuse(f"{self.config_key}.dtype", what, fix, "no finite number", error=MachineError)
+            refuse(f"{self.config_key}.dtype", what, fix, "it is not finite", error=MachineError)
         tokenizer = self.reader.tokenizer
         setup.log_note(
-            f"{self.config_key} is fed {len(ids[0])} ids, {describe_ids(tokenizer, ids[0])}: "
+            f"{self.config_key} gets {len(ids[0])} ids, {describe_ids(tokenizer, ids[0])}: "
             f"{tokenizer.decode(ids[0])[-120:]!r} scores {scores[0]:.4g}, that answer in reverse "
             f"{scores[1]:.4g}"
         )
@@ -249,7 +249,7 @@ def describe_ids(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
 def _answer_to_first_prompt(
     prompts: "Prompts", text: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> PromptCompletion:
-    """An answer to the first prompt as if it had been sampled and had ended by itself."""
+    """An answer to the first prompt, as if sampled and ended on its own."""
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     answer: Completion = text

@@ -1,8 +1,8 @@
-"""What a task's own scorer gives the answer, usually 0 to 1: for `data.path=reasoning_gym:NAME`.
+"""The score of a task's own scorer, usually 0 to 1: for `data.path=reasoning_gym:NAME`.
 
-Its tasks score in degrees: most give 1.0 for the right answer, some a part for one that is nearly
-right, and many 0.01 for any answer at all. A completion without an answer to extract is scored as
-the task scores no answer.
+Its tasks score in degrees: most give 1.0 for the right answer, some a part for a nearly
+right one, and many 0.01 for any answer at all. A completion without an answer to extract gets
+the task's score for no answer.
 """
 
 from typing import Literal
@@ -23,7 +23,7 @@ EXTRA = "rloo-cli[tasks]"
 
 class Config(RewardConfig):
     type: Literal["reasoning_gym"] = key("reasoning_gym")
-    column: str = key("Data column with the entry that data.path=reasoning_gym:NAME made")
+    column: str = key("Data column with the entry from data.path=reasoning_gym:NAME")
     extract: ExtractMethod = key(
         "The answer: all the text, the last of: \\boxed{}, <answer> block, line, number"
     )
@@ -39,7 +39,7 @@ def preflight(config: Config) -> None:
 
 
 def score(completions: list[Completion], columns: Columns, config: Config) -> list[float | None]:
-    """(B,) of the scorers' numbers; None where the row is of no task."""
+    """(B,) of the scorers' numbers; None if the row is not from a task."""
     answers = [extract_answer(text, config.extract) for text in texts(completions)]
     pairs = zip(answers, columns[config.column], strict=True)
     return [

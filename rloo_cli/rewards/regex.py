@@ -12,9 +12,9 @@ from rloo_cli.rewards.common.text import Completion, texts
 class Config(RewardConfig):
     type: Literal["regex"] = key("regex")
     pattern: str = key("Python regular expression", min_length=1)
-    where: Literal["anywhere", "start", "whole"] = key("Which part of the text has to match")
+    where: Literal["anywhere", "start", "whole"] = key("Part of the text that has to match")
     dotall: bool = key("A dot matches newlines too")
-    ignore_case: bool = key("Capital and small letters are equal")
+    ignore_case: bool = key("Ignore case")
 
     @field_validator("pattern")
     @classmethod

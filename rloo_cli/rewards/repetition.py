@@ -1,6 +1,6 @@
 """Penalty for repeated n-grams of tokens: max_penalty * (1 - distinct / all).
 
-It is 0.0 where nothing repeats and where there are fewer than `ngram` tokens (arXiv 2502.03373,
+It is 0.0 if nothing repeats and if there are fewer than `ngram` tokens (arXiv 2502.03373,
 appendix C.2).
 """
 
@@ -12,7 +12,7 @@ from rloo_cli.config.schema import Positive, RewardConfig, key
 class Config(RewardConfig):
     type: Literal["repetition"] = key("repetition")
     ngram: Positive = key("Tokens in an n-gram")
-    max_penalty: float = key("Score that a completion of one repeated n-gram tends to", le=0)
+    max_penalty: float = key("Limit of the score of a completion that repeats one n-gram", le=0)
 
 
 def score(sampled_ids: list[list[int]], config: Config) -> list[float]:

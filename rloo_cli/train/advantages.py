@@ -1,7 +1,7 @@
 """Computes what a batch's updates need besides old_logp: ref_logp, KL, rewards and advantages.
 
 On-policy, the training forward's log-probabilities are old_logp: `prepare_advantages` computes what
-depends on the scores alone, `micro_batch_advantages` a micro-batch's advantages, and
+depends only on the scores, `micro_batch_advantages` a micro-batch's advantages, and
 `finish_advantages` stores the results on the batch, with one transfer from the device per update.
 """
 
@@ -45,7 +45,7 @@ def prefetch_reference(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     with run.reference.on_device():
         for group_slices in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
             run.world.check_stop(frequent=True)
-            if not group_slices:  # each rank has a whole offloaded reference: nobody waits
+            if not group_slices:  # each rank has a whole offloaded reference: no rank waits
                 continue
             micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
             add_reference_logprobs(run, batch, micro_batch, updates)
@@ -84,7 +84,7 @@ def measure_kl(run: Run, micro_batch: MicroBatch, updates: UpdateMetrics) -> Ten
 def micro_batch_advantages(run: Run, batch: Batch, forward_pass: ForwardPass) -> Tensor:
     """Advantages of a micro-batch's completions, or of its tokens. -> (S,) or (N,), on the device
 
-    They are (N,) if each token has its own advantage. They come from the batch's table if that is
+    They are (N,) if each token has its own advantage. They come from the batch's table if it is
     computed; else from the micro-batch's whole groups, not normalised: `finish_advantages` returns
     the factor on the gradient that replaces normalising.
     """
@@ -126,7 +126,7 @@ def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> 
 
 
 class UpdateResults:
-    """What an update's passes computed, on the device until it is stored on the batch.
+    """The results of an update's passes, on the device until they are stored on the batch.
 
     Storing takes copies and lists of every token: the optimizer step should not wait for it.
     """
@@ -163,7 +163,7 @@ def group_advantages(
 def add_token_advantages(run: Run, batch: Batch) -> None:
     """Let the algorithm compute every token's advantage, and store it on the groups.
 
-    This is done on the CPU and on every rank alike, since every rank knows the whole step.
+    This runs on the CPU and on every rank, since every rank has the whole step.
     `batch.advantage` becomes the mean over each completion's tokens.
     """
     assert batch.usable is not None and batch.advantage is not None
@@ -180,7 +180,7 @@ def add_token_advantages(run: Run, batch: Batch) -> None:
         if values is None:
             continue
         none = 0.0 if name == "advantage" else float("nan")
-        for i in batch.active:  # completions that are forwarded and not usable have none
+        for i in batch.active:  # forwarded but unusable completions have none
             blank = [torch.full((r.length,), none) for r in batch.groups[i].rollouts]
             setattr(batch.groups[i], name, blank)
         for (i, k), column in zip(indices, values.float().split(lengths), strict=True):

@@ -1,4 +1,4 @@
-"""Logs a step, evaluates, saves checkpoints, and decides whether to go on."""
+"""Logs a step, evaluates, saves checkpoints, and decides whether to continue."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 
 def evaluate_and_checkpoint(run: Run) -> bool:
-    """Evaluate and save a checkpoint if they are due. -> whether the training goes on"""
+    """Evaluate and save a checkpoint if they are due. -> whether the training continues"""
     guards.check_health_guards(run)
     state, config = run.state, run.config
     last = state.step >= run.num_steps
@@ -82,10 +82,10 @@ METRICS = {"Progress and time": [  # read by utils.metrics
      "completions sampled so far: those of `episode`, those that zero_std_groups=resample threw "
      "away, and ReMax's greedy ones"),
     ("num_tokens", "tokens", "last",
-     "tokens of prompts and completions of the steps' batches so far, what tools and "
-     "environments said included"),
-    ("epoch", "passes", "last", "prompts drawn so far, over the prompts of the data"),
-    ("eps", "1/s", "last", "completions of `episode` per second, both since this attempt began"),
+     "tokens of prompts and completions of the steps' batches so far, including those of tools and "
+     "environments"),
+    ("epoch", "passes", "last", "prompts drawn so far, divided by the prompts of the data"),
+    ("eps", "1/s", "last", "completions of `episode` per second, since this attempt began"),
 ], "Prompts and completions": [
     ("data/dropped_long", "count", "last", "prompts left out as too long, since the start"),
     ("data/truncated", "count", "last", "prompts cut as too long, since the start"),

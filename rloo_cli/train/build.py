@@ -106,18 +106,18 @@ class RunBuilder:
     tools: ToolSet | None  # those of the agent
     # set by load_tokenizer
     tokenizer: PreTrainedTokenizerBase
-    context_length: int | None  # tokens that the model was made for; None = not known
+    context_length: int | None  # the model's context length; None = unknown
     prompts_by_set: dict[str | None, Prompts]  # by held-out set; None = those to train on
     num_steps: int
     # set by prepare_rewards
     judge: Judge | None
     # set by connect_teacher
-    teacher: TeacherServer | None  # that is asked over HTTP
+    teacher: TeacherServer | None  # over HTTP
     # set by load_model
     policy: Policy
     reference: Reference | None
     value_model: ValueModel | None
-    reward_bytes: float  # bytes of the device that reward models take
+    reward_bytes: float  # device memory of reward models, in bytes
     # set by start_engine
     optimizer: TrainingOptimizer
     # set by start_generator
@@ -182,7 +182,7 @@ class RunBuilder:
                 self.world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
 
     def check_user_code(self) -> list[str]:
-        """Notes on the user's code. Raises ConfigError where it changed since the checkpoint."""
+        """Notes on user code. Raises ConfigError if it has changed since the checkpoint."""
         return check_same_code(self.resume_plan, self.config) + user_code_notes(self.config)
 
     def load_tools(self) -> ToolSet | None:
@@ -197,7 +197,7 @@ class RunBuilder:
         chat_templates.set_template_clock(clock)
         self.tokenizer = load.load_policy_tokenizer(config.model)
         self.context_length = load.read_max_positions(config.model)
-        allow_moe = config.generation.allow_moe  # a hub model's files are here now
+        allow_moe = config.generation.allow_moe  # a hub model's files are downloaded now
         if problems := [*rules_model.expert_problems(config.model, allow_moe)]:
             raise ConfigError(*problems)
         tools_of = None if self.tools is None else self.tools.schemas_of
@@ -234,17 +234,17 @@ class RunBuilder:
         if num_prompts < wanted:
             refuse(
                 "train.prompts_per_step",
-                f"{num_prompts} prompts are fewer than one step needs",
+                f"one step needs more than the {num_prompts} prompts of the data",
                 f"train.prompts_per_step={num_prompts}",
-                f"it asks for {wanted} different prompts per step",
+                f"it needs {wanted} different prompts per step",
                 error=DataError,
             )
         steps = self.config.num_steps(num_prompts)
-        assert steps is not None, "config.rules asks for one of the three keys"
+        assert steps is not None, "config.rules requires one of the three keys"
         return steps
 
     def check_images(self) -> None:
-        """Raise ConfigError or DataError where prompts have images, and this run takes none."""
+        """Raise ConfigError or DataError if prompts have images that this run does not support."""
         check_image_run(self.config, bool(device_count.visible_gpus()))
 
     def prepare_rewards(self) -> None:
@@ -255,7 +255,7 @@ class RunBuilder:
         )
         if not self.config.resume_allow_changes:
             check_same_data(self.resume_plan, self.prompts, code_files(self.config))
-        self.log.phase("making rewards ready")
+        self.log.phase("loading the rewards")
         judge_reward = None if self.judge is None else self.judge.reward
         run_ready_hooks(
             [*self.rewards, *([] if judge_reward is None else [judge_reward])],
@@ -264,7 +264,7 @@ class RunBuilder:
         )  # fmt: skip
 
     def connect_teacher(self) -> None:
-        """Wait for a teacher that a server has, and check that it fits the student."""
+        """Wait for a teacher on a server, and check that it fits the student."""
         keys, self.teacher = self.algorithm.config.teacher_server, None
         if keys is None:
             return
@@ -314,7 +314,7 @@ class RunBuilder:
         return 1.0 if one else self.config.generation.temperature
 
     def _load_reference(self) -> Reference:
-        """Load the frozen model that the KL is measured to."""
+        """Load the frozen model that the KL refers to."""
         config, device = self.config, self.world.device
         on_policy_base = config.model.lora is not None and config.model.ref_path is None
         if self.engine.sharded and not on_policy_base:
@@ -349,8 +349,8 @@ class RunBuilder:
             model, new_head = value.load_value_weights(keys, init, device, saved=saved)
         value_model = value.build_value_model(model, new_head, init, vocab_size, device)
         value_model.meta_weights = meta_weights
-        head = "a head of zeros" if value_model.new_head else "its head"
-        self.log.note(f"the value model begins as {init.path} ({init.why}), with {head}")
+        head = "a zero head" if value_model.new_head else "its head"
+        self.log.note(f"the value model starts from {init.path} ({init.why}), with {head}")
         self.engine.value_model = value_model
         return value_model
 
@@ -391,7 +391,7 @@ class RunBuilder:
             if engine.sharded:
                 policy.gather_weights = weights
             self.generator = self._build_backend()
-            if world.size > 1:  # no rank can send weights alone: all gather them, or send handles
+            if world.size > 1:  # all ranks gather weights together, or send handles
                 self.generator.forbid_recovery()
 
     def _build_backend(self, model: PreTrainedModel | None = None) -> Generator:
@@ -444,7 +444,7 @@ class RunBuilder:
 
     @property
     def _completion_limit(self) -> int:
-        """The most tokens of a completion; of an episode, with what its tools say."""
+        """The most tokens of a completion; of an episode, including its tools' answers."""
         context, prompt = self.context_length, self.prompts.max_length
         room = None if context is None else context - prompt
         most = self.config.generation.max_completion_length
@@ -461,7 +461,7 @@ class RunBuilder:
             tokens = forward_tokens(prompt_length, completions, value_model.layout)
             value_model.tokens_per_policy_token = tokens / group
         alone = frozen is None and self.teacher is None
-        least = max_length if alone else group  # a group with a KL should not be cut
+        least = max_length if alone else group  # a group with a KL should not be split
         rank_limits = memory.measure_forward_limits(
             policy, config.model, config.train, config.generation, group, second,
             _weights_share(self.engine), value_model, least, self.reward_bytes,
@@ -512,7 +512,7 @@ class RunBuilder:
         )
 
     def choose_source(self, rollouts: Rollouts) -> BatchSource:
-        """What makes the batches: the rollouts, or a sampler beside the updates."""
+        """The source of the batches: the rollouts, or a sampler that runs during the updates."""
         overlap = self.config.generation.overlap
         if overlap == "ahead":
             return AheadSampler(rollouts)
@@ -536,9 +536,9 @@ def _check_adapter(generation: GenerationConfig, policy: Policy, log: RunLog) ->
     kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in parts}))
     linear = ",".join(lora.linear_targets(policy.model))
     if generation.is_engine:
-        why = f"adapted parameters that are not linear layers: {kinds}; vLLM does not take those"
+        why = f"adapted parameters that are not linear layers: {kinds}; vLLM does not support those"
         fix = f"model.lora.target_modules=[{linear}], or generation=transformers"
-        what = f"this adapter cannot be sampled by {generation.backend}"
+        what = f"{generation.backend} cannot sample with this adapter"
         refuse("model.lora.target_modules", what, fix, why)
     log.note(
         f"the adapter is in {kinds} ({len(parts)} parameters) besides the linear layers;"
@@ -547,14 +547,14 @@ def _check_adapter(generation: GenerationConfig, policy: Policy, log: RunLog) ->
 
 
 def _check_adapted_tower(backend: str, model: PreTrainedModel) -> None:
-    """Raise ConfigError for an adapter in a vision tower, which vLLM would leave out."""
+    """Raise ConfigError for an adapter in a vision tower, which vLLM would ignore."""
     beside = lora.adapted_beside_language(model)
     if not beside:
         return
     shared = {name.split(".")[-3] for name in beside}
     own = [name for name in lora.linear_targets(model) if name not in shared]
-    what = f"this adapter cannot be sampled by {backend}"
-    why = f"it is in the vision tower, too ({beside[0]}); vLLM adapts the language model alone"
+    what = f"{backend} cannot sample with this adapter"
+    why = f"it is also in the vision tower ({beside[0]}); vLLM adapts only the language model"
     fix = f"model.lora.target_modules=[{','.join(own)}], or " if own else ""
     fix += "generation=transformers"
     refuse("model.lora.target_modules", what, fix, why)
@@ -567,11 +567,11 @@ def _check_kv_cache(model: PreTrainedModel) -> None:
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     why = ""
     if other and "past_key_values" not in arguments_taken:
-        why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
+        why = f"it keeps its own state ({other[0]}) instead of past_key_values"
     elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
-        why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
+        why = f"none of its layers has keys and values to cache: {', '.join(dict.fromkeys(kinds))}"
     if why:
-        what = f"{type(model).__name__} cannot be sampled by generation=transformers"
+        what = f"{type(model).__name__} is not supported by generation=transformers"
         refuse("generation", what, "generation=vllm_server", why)
 
 
@@ -585,7 +585,7 @@ def _compile_layers(policy: Policy, reference_model: Reference | None, log: RunL
         models.append(reference_model.model)
     for layer in (layer for model in models for layer in gather.decoder_layers(model)):
         layer.compile(dynamic=True)
-    log.note("decoder layers are compiled at their first use, which takes a minute")
+    log.note("decoder layers are compiled at first use, which takes a minute")
 
 
 def _weights_share(engine: ParallelEngine) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Stops a run before an update that would be wrong, or after a step that a guard of the config
+"""Stops a run before an update that would be wrong, or after a step that a guard
 refuses (`guards.NAME=fail`)."""
 
 import math
@@ -18,14 +18,14 @@ from rloo_cli.run import Run
 from rloo_cli.utils.errors import GuardError, NumbersError, refuse
 from rloo_cli.utils.files import update_json
 
-MAX_SKIPPED_UPDATES = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
-MAX_EMPTY_STEPS = 10  # steps in a row without one token to learn from
+MAX_SKIPPED_UPDATES = 3  # non-finite updates in a row allowed by train.on_nonfinite=skip
+MAX_EMPTY_STEPS = 10  # steps in a row without a trainable token
 
 
 def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -> bool:
     """Whether this update may be made; False if it is skipped (train.on_nonfinite=skip).
 
-    Else raises NumbersError (exit 7) with nothing updated; the batch is in the run's debug folder.
+    Otherwise raises NumbersError (exit 7) with nothing updated; the batch is in the debug folder.
     """
     # A NaN reward gives no NaN loss: no two rewards of its group differ, so it has no advantage.
     rewards = batch.reward is None or bool(batch.reward.isfinite().all())
@@ -50,12 +50,12 @@ def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -
 def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> bool:
     """Whether the passes' log-probabilities are the sampler's, and every KL and score is finite.
 
-    One copy of three numbers tells. If it is False, `check_sampler_logprobs` and
-    `check_finite_update` say why. All ranks must call it.
+    One copy of three numbers decides. If it is False, `check_sampler_logprobs` and
+    `check_finite_update` report why. All ranks must call it.
     """
     generation = run.config.generation
     if generation.overlap != "none":
-        return False  # tokens of older weights are left out, which takes their counts
+        return False  # older weights' tokens must be left out: needs their counts
     sums = sum_squared_gaps(passes, run.world.device)
     squares, count, not_finite = run.world.sum(sums).tolist()
     score = batch.shaped[batch.active]
@@ -68,7 +68,7 @@ def are_passes_sound(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> b
 def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> None:
     """Check that the sampler had the trainer's weights when it sampled these groups.
 
-    Completions of older weights (generation.overlap) were checked before those changed. Raises
+    Completions of older weights (generation.overlap) were checked before these changed. Raises
     GenerationError (exit 6), with nothing updated.
     """
     overlaps = run.config.generation.overlap != "none"
@@ -82,7 +82,7 @@ def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> 
 
 
 def skip_empty_update(run: Run, batch: Batch) -> None:
-    """Take no optimizer step: weight decay and momentum would move the weights all the same.
+    """Take no optimizer step: weight decay and momentum would still move the weights.
 
     Raises NumbersError after MAX_EMPTY_STEPS such steps in a row.
     """
@@ -95,15 +95,15 @@ def skip_empty_update(run: Run, batch: Batch) -> None:
     masked = float(batch.masked.double().mean())
     what = f"{MAX_EMPTY_STEPS} steps in a row had nothing to learn from"
     why = f"{unscored:.0%} of the completions have no score, {masked:.0%} are masked as truncated"
-    fix = "raise generation.max_completion_length, or look at the rewards and at EOS"
+    fix = "raise generation.max_completion_length, or check the rewards and EOS"
     refuse(f"step {batch.step + 1}", what, fix, why, error=NumbersError)
 
 
 def check_health_guards(run: Run) -> None:
     """Raise GuardError (exit 7) on all ranks if a guard set to `fail` fired in the last step.
 
-    Called between steps, where the state is whole: the caller saves it. Only steps that are
-    logged are judged, and rank 0 judges for all.
+    Called between steps, when the state is complete: the caller saves it. Only logged steps are
+    judged, by rank 0 for all.
     """
     has_teeth = "fail" in run.log.advisor.levels.values()
     if has_teeth and run.log.is_due(run.state.step, run.num_steps):

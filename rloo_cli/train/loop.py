@@ -1,4 +1,4 @@
-"""THE LOOP: sample and score a batch, update the policy on it, hand the new weights to the sampler.
+"""THE LOOP: sample and score a batch, update the policy on it, sync the new weights to the sampler.
 
 One step is one batch of P prompts with K completions each. A group's completions stay together
 from sampling to gradient: the leave-one-out baseline needs all of them. `step.py` has the updates,
@@ -18,7 +18,7 @@ from rloo_cli.utils import rng
 def run_training_loop(run: Run) -> None:
     """Train until `run.num_steps` steps are done.
 
-    Raises RunError, and Stopped after a signal; what was logged before stays.
+    Raises RunError, and Stopped after a signal; earlier logs stay.
     """
     state = run.state
     sync_weights(run)
@@ -41,7 +41,7 @@ def run_training_loop(run: Run) -> None:
 
 
 def begin_next_batch(run: Run, batch: Batch) -> None:
-    """Let the batch after `batch` be sampled beside the update, if the source does that."""
+    """Start sampling the batch after `batch` during the update, if the source supports it."""
     state = run.state
     if state.step + 1 < run.num_steps:
         seen = state.seen_by_rewards(run)
@@ -51,5 +51,5 @@ def begin_next_batch(run: Run, batch: Batch) -> None:
 def sync_weights(run: Run) -> None:
     """Send the policy's weights to the sampler, with the number of updates as their version."""
     with run.clock.phase("sync"):
-        run.source.pause()  # nothing may be sampled while weights are sent; updates pause it, too
+        run.source.pause()  # no sampling while weights are sent; updates pause it, too
         run.generator.load(run.policy, run.state.updates)

@@ -1,7 +1,7 @@
 """Predicted and measured memory and seconds of a run, at its end.
 
-On a GPU the peak of its tensors is measured; on a CPU, the peak of the whole process above what it
-held after its imports, which includes libraries that are loaded later and the allocator's reserve.
+On a GPU the peak of its tensors is measured; on a CPU, the peak of the whole process above its
+size after the imports, which includes libraries loaded later and the allocator's reserve.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ STATUS_FILE, CLEAR_REFS_FILE = Path("/proc/self/status"), Path("/proc/self/clear
 
 
 def reset_peak_memory() -> float:
-    """Count the peak anew from here. -> the bytes that this process holds now"""
+    """Reset the peak. -> the bytes that this process now uses"""
     with contextlib.suppress(OSError):
-        CLEAR_REFS_FILE.write_text("5")  # VmHWM is then what is held now
-    # A new process has no peak yet; and before it has chosen its GPU, whatever asks CUDA makes a
-    # context on the first one, half a gigabyte that every rank would then hold there.
+        CLEAR_REFS_FILE.write_text("5")  # resets VmHWM to the current size
+    # A new process has no peak yet; and before it has chosen its GPU, any CUDA call creates a
+    # context on the first one, half a gigabyte that every rank would then use there.
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     return _process_status_bytes("VmRSS")
@@ -55,7 +55,7 @@ def measured_peak_memory(run: Run, bytes_before: float) -> float | None:
 def predict_peak_memory(run: Run) -> PeakMemory | None:
     """The plan's memory of one rank, with the run's actual layout, limits and longest prompt.
 
-    None for a model that a plan cannot count.
+    None for a model that a plan cannot compute.
     """
     try:
         return peak_memory.estimate_peak_memory(plan_inputs_of_run(run))
@@ -64,7 +64,7 @@ def predict_peak_memory(run: Run) -> PeakMemory | None:
 
 
 def plan_inputs_of_run(run: Run) -> PlanInputs:
-    """The run as a plan sees it. Raises RunError if a model's config.json was not found."""
+    """The run in the form of a plan. Raises RunError if a model's config.json was not found."""
     config, rank_device = run.config, run.world.device
     model = model_spec.load_model_spec(config.model.path, config.model.revision)
     is_gpu = rank_device.type == "cuda"
@@ -109,7 +109,7 @@ def compare_peak_memory(run: Run, bytes_before: float) -> JsonObject:
 
 
 def compare_step_time(run: Run) -> JsonObject:
-    """Predicted and measured seconds of a step, for run.json; {} where there are not both.
+    """Predicted and measured seconds of a step, for run.json; {} without both.
 
     The prediction knows the run's mean lengths, and assumes the speeds of its kind of device.
     """
@@ -138,12 +138,12 @@ def compare_step_time(run: Run) -> JsonObject:
         "predicted_step_s": predicted.total_seconds,
         "predicted_parts_s": predicted.phase_seconds,
         "assumed_device": inputs.device.name,
-        "load_average": os.getloadavg()[0],  # of the last minute: a busy CPU makes steps longer
+        "load_average": os.getloadavg()[0],  # of the last minute: a busy CPU slows steps down
     }
 
 
 def _process_status_bytes(name: str) -> float:
-    """A line of /proc/self/status in bytes; 0 where there is none."""
+    """A line of /proc/self/status in bytes; 0 if missing."""
     try:
         text = STATUS_FILE.read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""Says where memory ran out: the phase, the longest sequence, and the keys that this phase reads.
+"""Reports where memory ran out: the phase, the longest sequence, and the keys for this phase.
 
-Phases are those of the log (`log.phase`, `clock.phase`): what was begun last when torch found no
-memory for a tensor.
+Phases are those of the log (`log.phase`, `clock.phase`): the one started last when torch failed to
+allocate memory for a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rloo_cli.config.schema import ModelConfig, RunConfig
     from rloo_cli.run import Run
 
-BUILDING = ("the start", "loading", "making", "finding", "checking", "waiting")  # how these begin
+BUILDING = ("the start", "loading", "making", "finding", "checking", "waiting")  # their prefixes
 SAMPLING = ("generation", "exposed", "sync")
 NO_GRADIENT = ("old_logp", "reference", "value")
 SAVING = ("save", "saving")
@@ -24,7 +24,7 @@ SAVING = ("save", "saving")
 def out_of_memory_error(
     error: Exception, when: str, phase: str, settings: RunConfig, run: Run | None = None
 ) -> OutOfMemory:
-    """The error of a GPU that is full, with the keys that this phase of this run reads."""
+    """The error of a full GPU, with the keys that matter in this phase of this run."""
     why = str(error).splitlines()[0]
     limits = settings.generation.max_completion_length, settings.data.max_prompt_length
     why += f"; {describe_longest(*limits, run)}"
@@ -33,9 +33,9 @@ def out_of_memory_error(
 
 
 def describe_longest(most: int, limit: int | None, run: Run | None) -> str:
-    """The longest sequence of the step in tokens; before there is one, what limits it.
+    """The longest sequence of the step in tokens; before there is one, its limits.
 
-    `most`: tokens that a completion may have; `limit`: those of a prompt, None = no key says it.
+    `most`: tokens that a completion may have; `limit`: those of a prompt, None = not set by a key.
     """
     progress = None if run is None else run.step_progress
     if progress is None:
@@ -50,7 +50,7 @@ def describe_longest(most: int, limit: int | None, run: Run | None) -> str:
 
 
 def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
-    """What to write to need less memory in a phase, what helps most first."""
+    """Keys to change to need less memory in a phase, the most effective first."""
     generation = settings.generation
     colocated = "generation.colocate.gpu_memory_utilization lower"
     if phase.startswith(BUILDING):
@@ -69,7 +69,7 @@ def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
         yield "train.no_grad_batch_size lower, or train.micro_batch_tokens"
     elif phase == "optimizer":
         yield "lora=default, distributed=zero2, or distributed.offload=optimizer"
-    else:  # an update, or a save beside what it left
+    else:  # an update, or a save on top of what it left
         yield "train.micro_batch_tokens lower"
         if settings.model.gradient_checkpointing is not True and phase not in SAVING:
             yield "model.gradient_checkpointing=true"
@@ -78,7 +78,7 @@ def memory_keys(phase: str, settings: RunConfig) -> Iterator[str]:
 
 
 def _loading_keys(model: ModelConfig, needs_reference: bool) -> Iterator[str]:
-    """Weights, and what is kept of them while they wait."""
+    """Weights, and what is allocated for them between updates."""
     if model.dtype == "float32":
         yield "model.dtype=bfloat16"
     if model.lora is None:

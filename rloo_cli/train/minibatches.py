@@ -20,18 +20,18 @@ RankMicroBatches = list[list[list[GroupSlice]]]  # by rank, then by micro-batch
 
 @dataclass
 class UpdatePlan:
-    """One optimizer update: its micro-batches, and what its loss is divided by."""
+    """One optimizer update: its micro-batches, and the divisor of its loss."""
 
     micro_batches_by_rank: RankMicroBatches
     rank: int
-    groups: list[int]  # indices of those that are trained on, forwarded or not
-    num_tokens: int  # unmasked tokens of completions with an advantage; 0 = nothing to learn from
+    groups: list[int]  # indices of the trained groups, forwarded or not
+    num_tokens: int  # unmasked tokens of completions with an advantage; 0 = skip
     num_all_tokens: int  # unmasked tokens of every completion, at least 1
-    denominator: float  # what the summed loss is divided by (docs/algorithms.md, Loss types)
+    denominator: float  # divisor of the summed loss (docs/OBJECTIVES.md, Loss types)
 
     @property
     def micro_batches(self) -> list[list[GroupSlice]]:
-        """This rank's micro-batches; an empty one where only other ranks have one."""
+        """This rank's micro-batches; an empty one if only other ranks have one."""
         return self.micro_batches_by_rank[self.rank]
 
     def iter_micro_batches(self) -> Iterator[tuple[list[GroupSlice], bool]]:
@@ -41,9 +41,9 @@ class UpdatePlan:
 
 
 def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
-    """Cut a step's groups into num_minibatches updates, permuted anew in each iteration.
+    """Split a step's groups into num_minibatches updates, permuted again in each iteration.
 
-    Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
+    Groups that are not trained on still count in the denominator (loss_denominator=all), as do
     completions that need no forward.
     """
     settings = run.algorithm.config
@@ -91,7 +91,7 @@ def forwarded_completions(run: Run, batch: Batch) -> Tensor:
 def cut_micro_batches(
     run: Run, batch: Batch, group_indices: Sequence[int], grad: bool = True
 ) -> RankMicroBatches:
-    """Cut the completions that are forwarded into micro-batches, equally many for each rank.
+    """Split the forwarded completions into micro-batches, equally many for each rank.
 
     They hold `train.micro_batch_size` completions, in order. Without that key they are balanced and
     hold at most `train.micro_batch_tokens` tokens. `grad` False: for a pass without gradient.
@@ -108,7 +108,7 @@ def cut_micro_batches(
         by_rank = bin_packing.balance_micro_batches(
             batch.groups, slices, run.policy.layout, budget, limits.cost, run.world.size
         )
-    # Ranks that meet in every backward pass have at least one micro-batch, be it empty.
+    # Ranks that synchronise in every backward pass have at least one micro-batch, even if empty.
     return [[[]] for _ in by_rank] if run.engine.lockstep and not by_rank[0] else by_rank
 
 

@@ -1,15 +1,15 @@
 """The updates of one rollout batch: num_iterations x num_minibatches optimizer steps.
 
 The weights have not changed since sampling when the first update begins. The log-probabilities of
-its training forward then are old_logp, and no other pass is needed (`update_on_policy`). Later
+its training forward are then old_logp, and no other pass is needed (`update_on_policy`). Later
 updates, and batches of several mini-batches, need old_logp of the whole batch beforehand
-(`update_with_old_logprobs`); so does an algorithm whose advantages of one group depend on other
+(`update_with_old_logprobs`); so does an algorithm in which a group's advantages depend on other
 groups or on the value model (`run.forward_plan.separate` says why).
 
 A `Batch` is a step's groups of K completions. An update takes some of its groups (`UpdatePlan`) in
 `MicroBatch`es, each as large as the memory allows. The loss of a micro-batch is divided by a count
 over the whole update of all ranks, such as its completions: then its gradient does not depend on
-how the update was cut. `StepProgress` is how far the updates have come; a checkpoint holds it.
+how the update was split. `StepProgress` records which updates are done; a checkpoint stores it.
 """
 
 import itertools
@@ -39,10 +39,10 @@ from rloo_cli.utils.files import JsonObject
 
 
 def update_policy(run: Run, step_progress: StepProgress) -> None:
-    """Take all optimizer steps of one batch; a resumed run goes on in the middle of them."""
+    """Take all optimizer steps of one batch; a resumed run continues in the middle of them."""
     if is_single_pass(run, step_progress):
         update_on_policy(run, step_progress)
-    update_with_old_logprobs(run, step_progress)  # the updates that are left, if any
+    update_with_old_logprobs(run, step_progress)  # the remaining updates, if any
 
 
 def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
@@ -58,8 +58,8 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     """Take the batch's first update; the training forward's log-probabilities are old_logp.
 
     A KL in the rewards is known only after that forward, so advantages are computed for each
-    micro-batch, which has whole groups. Where they are normalised over the step, the gradient is
-    multiplied at the end: leave-one-out advantages have the mean 0, only their deviation is new.
+    micro-batch, which has whole groups. If they are normalised over the step, the gradient is
+    multiplied at the end: leave-one-out advantages have mean 0, so only their deviation is new.
     """
     batch, updates = step_progress.batch, step_progress.updates
     advantages.prepare_advantages(run, batch, updates)
@@ -85,12 +85,12 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     loss, factor = run.world.sum(loss), 1.0
     results = UpdateResults(run, batch, passes, guards.are_passes_sound(run, batch, passes))
     if not results.are_sound:
-        results.store()  # the guards that say what is wrong read the batch
+        results.store()  # the guards read the batch for their messages
     if run.algorithm.config.normalize_advantages and not by_scores:
         factor = results.store()
     take_optimizer_step(run, batch, plan, loss, step_progress, factor, results)
-    results.store()  # once: nothing is done where it was called before
-    step_progress.prepared = True  # the batch has its old_logp, and the weights have changed
+    results.store()  # once: repeated calls do nothing
+    step_progress.prepared = True  # the batch has old_logp, and the weights have changed
     step_progress.done += 1
     step_progress.mark_position()
     step_progress.next_iteration()
@@ -179,7 +179,7 @@ def fit_value_model(
 ) -> Tensor | float:
     """Forward and backward the value model on one micro-batch. -> its share of the loss, ()
 
-    Its backward pass comes before the policy's forward, so that activations of only one are kept.
+    Its backward pass comes before the policy's forward, so that only one model's activations exist.
     """
     if run.value_model is None:
         return 0.0
@@ -205,7 +205,7 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
-    # The weights change here: sampling beside the update ends, and is compared with them before.
+    # The weights change here: sampling during the update ends, and is checked against them before.
     run.source.pause(run.policy)
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
@@ -218,7 +218,7 @@ def take_optimizer_step(
         norm = run.optimizer.grad_norm(factor)
         scaled_loss = float(loss) * factor
         if results is not None and not math.isfinite(scaled_loss + float(norm)):
-            results.store()  # they are written beside the error
+            results.store()  # they are written with the error
         if guards.check_finite_update(run, batch, scaled_loss, float(norm)):
             step_progress.updates.add_update(run.optimizer, scaled_loss, float(norm))
             run.optimizer.step(norm)
@@ -232,9 +232,9 @@ def take_optimizer_step(
 def dummy_pass(
     run: Run, batch: Batch, is_last: bool | None = None, with_reference: bool = False
 ) -> None:
-    """Forward one token, with gradients of 0, where other ranks have a micro-batch and we do not.
+    """Join the collectives with a one-token batch of zero gradient, if only other ranks have work.
 
-    They would wait for this rank for ever: sharded weights are gathered by all ranks together.
+    Otherwise they would wait for ever: sharded weights are gathered by all ranks together.
     `is_last`: whether this is the update's last backward pass; None = a pass without gradient,
     which includes the reference's.
     """
@@ -248,7 +248,7 @@ def dummy_pass(
     rollouts = [Rollout(ids, "", "length", False, 0, 0)]
     dummy = [replace(group, prompt_ids=ids, rollouts=rollouts, **blank)]
     micro_batch = run.policy.pack(dummy, [(0, (0,))])
-    with torch.no_grad():  # in the order of a real pass, as all ranks gather the same weights
+    with torch.no_grad():  # in the order of a real pass: all ranks gather the same weights
         if is_last is None:
             run.policy.frozen_logp(micro_batch)
         if run.reference is not None and (with_reference or is_last is None):
@@ -266,7 +266,7 @@ def dummy_pass(
 def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
     """A loss of 0 whose gradient enters the model by the same outputs as the algorithm's loss. ()
 
-    ZeRO-3 counts these outputs; ranks that count differently wait for each other for ever.
+    ZeRO-3 counts these outputs; ranks with different counts wait for each other for ever.
     """
     outputs = [logprobs.logp]
     if logprobs.kl_logp is not None and run.algorithm.config.kl_in == "loss":

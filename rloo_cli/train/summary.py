@@ -1,7 +1,7 @@
 """The result of a run: held-out scores before and after, three examples, paths.
 
-It is read from the run's log and files, never from memory: a run may have been resumed since its
-first evaluation.
+It is computed from the run's log and files, never from memory: a run may have been resumed since
+its first evaluation.
 """
 
 import json
@@ -21,9 +21,9 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution")  # columns that may hold
 
 
 def summarize_run(run: Run) -> JsonObject:
-    """The mean greedy score of the first held-out set, `before` and `after`; None = not known.
+    """The mean greedy score of the first held-out set, `before` and `after`; None = unknown.
 
-    Its standard error and its 95 % interval stand beside it: `after/se`, `after/low`, `after/high`.
+    Its standard error and 95 % interval are `after/se`, `after/low`, `after/high`.
     """
     names = [eval_lines.eval_prefix(name) + "reward" for name in run.eval_sets] or ["eval_reward"]
     summary: JsonObject = {}
@@ -36,7 +36,7 @@ def summarize_run(run: Run) -> JsonObject:
 
 
 def print_report(run: Run) -> None:
-    """Print how the run ended: its first and its last evaluation, and the paths of its files."""
+    """Print the run's result: its first and its last evaluation, and the paths of its files."""
     console = Console(soft_wrap=not sys.stdout.isatty())
     first, last = _first_and_last_evaluation(run)
     if first:
@@ -64,7 +64,7 @@ def _first_and_last_evaluation(run: Run) -> tuple[JsonObject, JsonObject]:
 
 
 def _example_answers(folder: Path, name: str, steps: tuple[int, int]) -> list[JsonObject]:
-    """Three prompts of a set with both answers; those first whose score has changed."""
+    """Three prompts of a set with both answers; those with a changed score first."""
     before, after = (_greedy_samples(folder, name, step) for step in steps)
     both = [i for i in before if i in after]
     chosen = sorted(both, key=lambda i: before[i]["score"] == after[i]["score"])[:3]
@@ -89,5 +89,5 @@ def _greedy_samples(folder: Path, name: str, step: int) -> dict[int, JsonObject]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return {sample["draw"]: sample for sample in map(json.loads, lines) if sample["greedy"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # gone, or written over
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing or overwritten
         return {}

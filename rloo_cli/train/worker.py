@@ -1,7 +1,7 @@
-"""One rank: it reads its config, builds the run, trains, saves, and says how it went.
+"""One rank: it reads its config, builds the run, trains, saves, and reports the result.
 
 `launch` starts it with the resume plan as one JSON object; or Python code calls `run_training`. A
-signal only sets a flag (`signals`): what is done is saved before the end.
+signal only sets a flag (`signals`): finished work is saved before the end.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ from rloo_cli.utils.errors import (
 from rloo_cli.utils.files import JsonObject, update_json, write_json
 
 log = logging.getLogger("rloo")
-# The run's state is whole at these errors: it is saved.
+# After these errors the run's state is complete: it is saved.
 SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError, GuardError)
 
 
@@ -80,7 +80,7 @@ def run_training(
     """Do a whole run in this process. -> its summary. Raises RunError.
 
     `functions`: rewards given as Python callables, by the name of their config entry.
-    `resume_plan`: the checkpoint that the run resumes from. `events`: who is told of it, beside
+    `resume_plan`: the checkpoint that the run resumes from. `events`: callbacks in addition to
     those of `logging.events`.
     """
     settings, folder = check.resolve_config(settings), paths.absolute_path(folder)
@@ -100,7 +100,7 @@ def run_training(
 
 @contextlib.contextmanager
 def _check_folder_on_error(folder: Path) -> Iterator[None]:
-    """Let an error inside say so (exit 8) if it came of somebody taking the run's folder away."""
+    """Turn an error inside into exit 8 if its cause is that the run's folder was removed."""
     with files.hold_folder(folder):
         try:
             yield
@@ -115,7 +115,7 @@ def _build_with_memory(
 ) -> tuple[Run, float]:
     """Build the run. -> it, and the bytes of memory that this process had before."""
     process_exit.silence_libraries()
-    rng.seed_generators(settings.seed)  # alike on all ranks: new heads are the same
+    rng.seed_generators(settings.seed)  # the same on all ranks, so new heads are the same
     bytes_before = memory_check.reset_peak_memory()
     try:
         with explain_lost_ranks("while the run was built"):
@@ -130,7 +130,7 @@ def _build_with_memory(
 
 @contextlib.contextmanager
 def _tell_of_errors(run: Run) -> Iterator[None]:
-    """Tell of an error inside, once its cause is named and what is done is saved."""
+    """Report an error inside, once its cause is named and finished work is saved."""
     try:
         yield
     except Exception as error:
@@ -141,7 +141,7 @@ def _tell_of_errors(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _save_on_failure(run: Run) -> Iterator[None]:
-    """Let an error inside name its cause, and save a checkpoint if the state is whole."""
+    """Let an error inside name its cause, and save a checkpoint if the state is complete."""
     try:
         yield
     except SAVED_ON_ERRORS as error:
@@ -152,7 +152,7 @@ def _save_on_failure(run: Run) -> Iterator[None]:
         if run.world.size == 1 or is_shared_error(error):  # saving takes all ranks
             _save_what_is_done(run, error)
         raise
-    except OSError as error:  # metrics, samples: what the checkpoints hold is safe
+    except OSError as error:  # metrics, samples: checkpoints are not affected
         raise disk_write_error(error) from error
     except torch.OutOfMemoryError as error:
         phase = run.clock.failed_phase or run.log.current_phase
@@ -176,7 +176,7 @@ def _save_on_failure(run: Run) -> Iterator[None]:
 
 
 def _write_progress(run: Run) -> None:
-    """Note in run.json how far the run came, and the attempt if it trained nothing."""
+    """Record in run.json how far the run got, and the attempt if it trained nothing."""
     untouched = not run.state.updates and run.position <= (0, 0)
     untrained = run.attempt if untouched else None  # another run may then take its name
     update_json(run.folder / "run.json", progress=run.state.dump(), untrained=untrained)
@@ -203,7 +203,7 @@ def _save_what_is_done(run: Run, error: RunError) -> None:
 
 
 def _log_start(run: Run) -> int:
-    """Print warnings and the plan. -> the step that the run begins at"""
+    """Print warnings and the plan. -> the step that the run starts at"""
     for note in run.algorithm.warnings(run.config):
         run.log.note(f"warning: {note}")
     if note := warmup_note(run.config.train, run.num_steps * run.config.updates_per_step):
@@ -221,7 +221,7 @@ def _log_start(run: Run) -> int:
 
 
 def _start_trackers(run: Run) -> None:
-    """Send the metrics from here on. Raises TrackerError where one is required and refuses."""
+    """Start sending metrics. Raises TrackerError if a required tracker fails to start."""
     logging = run.config.logging
     config = check.dump_config(run.config)
     about = tracker_about(
@@ -235,7 +235,7 @@ def _start_trackers(run: Run) -> None:
 def _write_results(run: Run, first_step: int, seconds: float, bytes_before: float) -> JsonObject:
     """Write the trained model and the summary; -> the summary, {} on other ranks."""
     if run.state.step == first_step < run.num_steps:
-        raise RuntimeError(f"no step was done, and {run.num_steps - first_step} were due")
+        raise RuntimeError(f"no step was done, but {run.num_steps - first_step} were due")
     run.log.phase("saving")
     final = export.save_final(
         run.policy.model, run.tokenizer, run.folder, run.attempt, run.world,
@@ -265,7 +265,7 @@ def _write_results(run: Run, first_step: int, seconds: float, bytes_before: floa
 
 
 def main() -> None:
-    """Run the process that `launch` starts, and exit with the code of what stopped it."""
+    """Run the process that `launch` starts, and exit with the code of the error, if any."""
     start = ResumePlan.from_json(sys.argv[1])
     folder, rank = start.folder, environment_number("RANK", 0)
     run_json, config_path = folder / "run.json", resume.attempt_config_path(folder, start.attempt)
@@ -273,7 +273,7 @@ def main() -> None:
         filename=config_path.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
         errors="backslashreplace",
     )  # fmt: skip
-    logging.raiseExceptions = False  # a log that a full disk does not take shows no traceback
+    logging.raiseExceptions = False  # no traceback if a full disk rejects a log line
     console.open_descriptors()
     heartbeat.start_heartbeat()
     redact.redact_console()
@@ -296,14 +296,14 @@ def main() -> None:
         _report_refusal(folder, error, rank)
         code = error.code
     finally:
-        with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
-            if rank == 0 and run_json.exists():  # else the folder was taken away
+        with contextlib.suppress(OSError):  # the exit code is enough; the disk may be gone
+            if rank == 0 and run_json.exists():  # else the folder was removed
                 update_json(run_json, state=state, code=code)
     console.end_process(code)
 
 
 def _report_refusal(folder: Path, error: RunError, rank: int) -> None:
-    """Write it to the run's folder, and print it unless another rank does or it is no error."""
+    """Write it to the run's folder, and print it unless another rank does or it is not an error."""
     _write_error_detail(folder, error)
     error.problems = messages.locate_in_run(error.problems, folder)
     is_first = not is_remote_error(error) and not _repeats_rank0_error(error, rank)

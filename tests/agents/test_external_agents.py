@@ -127,7 +127,7 @@ def test_a_limit_ends_the_episode_whatever_the_agent_makes_of_it(tmp_path, keys,
         ("m = played(1); m[2]['content'] += '!'; chat(m)", "messages[2].content is 'answer 1!'"),
         ("m = played(2); chat(m[:3] + m[5:])", "messages[3].content"),
         ("m = played(1); chat([*m, {'role': 'assistant', 'content': 'x'}, m[-1]])",
-         "was not sampled here"),
+         "was not sampled by this policy"),
         ("m = played(1); chat(m, tools=[{'type': 'function', 'function': {'name': 'f'}}])",
          "its tools are not"),
     ],
@@ -275,7 +275,7 @@ MISBEHAVING = {
                         " HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {KEY}\\r\\n"
                         "Content-Length: {len(b)}\\r\\n\\r\\n{b}'.encode())\n"
                         "s.recv(10); s.close(); time.sleep(0.5)",
-                        "hung up before its last answer", 0),
+                        "closed the connection before its last answer", 0),
     "calls_itself": ("codes = []\n"
                      "def ask(i): codes.append(post('/chat/completions', {'model': 'policy',"
                      " 'messages': [{'role': 'user', 'content': str(i)}]})[0])\n"

@@ -33,13 +33,13 @@ TOLD = {
     "returns_a_lot": ("return 'x' * 50_000_000", "[cut]"),
     "returns_no_string": ("return {'a': [1, None]}", "{'a': [1, None]}"),
     "returns_odd_text": ("return '\\udc80 \\x00 ok'", "ok"),
-    "kills_its_process": ("os.kill(os.getpid(), 9)", "its process ended in the call"),
-    "kills_what_forked_it": ("os.kill(os.getppid(), 9); time.sleep(60)", "its process ended"),
+    "kills_its_process": ("os.kill(os.getpid(), 9)", "its process exited during the call"),
+    "kills_what_forked_it": ("os.kill(os.getppid(), 9); time.sleep(60)", "its process exited"),
     "forks": ("os.fork(); return 'both'", "both"),
     "prints": ("print('noise' * 1000); sys.stderr.write('more'); return 'said'", "said"),
     "changes_its_arguments": ("items.clear(); return str(items)", "[]"),
     "closes_stdout": ("os.close(1); os.close(2); return 'quiet'", "quiet"),
-    "closes_everything": ("os.closerange(0, 256); return 'gone'", "its process ended in the call"),
+    "closes_everything": ("os.closerange(0, 256); return 'gone'", "exited during the call"),
 }  # fmt: skip
 AGENT = {"max_tool_s": 20.0, "max_observation_tokens": 60, "max_turns": 3}
 
@@ -111,14 +111,14 @@ class World:
 
 
 @pytest.mark.slow_but(
-    "RESET-os.kill(os.getpid(), 9)-reset: its process ended", "REWARD-return float('nan')-None"
+    "RESET-os.kill(os.getpid(), 9)-reset: its process exited", "REWARD-return float('nan')-None"
 )
 @pytest.mark.parametrize(
     ("where", "body", "why"),
     [
-        ("RESET", "os.kill(os.getpid(), 9)", "reset: its process ended"),
+        ("RESET", "os.kill(os.getpid(), 9)", "reset: its process exited"),
         ("RESET", "raise KeyError('column')", "reset: KeyError: 'column'"),
-        ("TOOL", "os.kill(os.getpid(), 9)", "tool: its process ended in the call"),
+        ("TOOL", "os.kill(os.getpid(), 9)", "tool: its process exited during the call"),
         ("TOOL", "time.sleep(60)", "tool: no answer within 2 s"),
         ("REWARD", "raise ValueError('no reward')", "get_reward: ValueError: no reward"),
         ("REWARD", "return float('nan')", None),
@@ -137,7 +137,7 @@ def test_an_environment_that_dies_leaves_its_row_out_and_its_siblings_alone(
     groups = play(generator, {"bad": True}, {"bad": False}, k=2)
     failed = [[row.failed for row in group.rollouts] for group in groups]
     if why is None:
-        why = "get_reward: it is nan, which is no reward"
+        why = "get_reward: it is nan, not a finite number"
     assert all(text is not None and text.startswith(why) for text in failed[0])
     if where == "RESET":
         assert failed[1] == [None, None]

@@ -114,7 +114,7 @@ def test_what_siblings_prompts_do_not_share_is_not_trained_on(sentence):
 LP, IDS, MASK = "logprobs", "completion_ids", "env_mask"
 WRONG = {
     "a list": lambda p, s: [1],
-    "no logprobs": lambda p, s: {k: v for k, v in answers(p, s).items() if k != LP},
+    "logprobs is missing": lambda p, s: {k: v for k, v in answers(p, s).items() if k != LP},
     "completion_ids has 1": lambda p, s: answers(p, s, **{IDS: [[5]]}),
     "logprobs[0] has 1": lambda p, s: answers(p, s, **{LP: [[-1.0], [-1.0]]}),
     "completion_ids[1]": lambda p, s: answers(p, s, **{IDS: [[5], []], LP: [[-1.0], []]}),
@@ -159,7 +159,7 @@ def test_what_is_wrong_with_what_a_function_returned_is_named(key, sentence):
         (lambda p, s: s.sample([[1], [-1]]), {}, "entry 0 is -1", "sampler.sample"),
         (lambda p, s: 1 / 0, {}, "ZeroDivisionError", "agent.rollout"),
         (lambda p, s: exec("raise SystemExit(3)"), {}, "SystemExit: 3", "agent.rollout"),
-        (lambda p, s: answers(p, s, a=[1, 2]), {"fields": ("a", "b")}, "no b", "agent.rollout"),
+        (lambda p, s: answers(p, s, a=[1, 2]), {"fields": ("a", "b")}, "b is", "agent.rollout"),
         (lambda p, s: answers(p, s, a=[1]), {"fields": ("a",)}, "a has 1", "agent.rollout"),
         (lambda p, s: answers(p, s, a={1}), {"fields": ("a",)}, "recorded", "agent.rollout"),
     ],

@@ -212,7 +212,7 @@ class Opens:
     assert first.environment["row"] == ["n"] and third.environment["row"] == ["n", "prompt"]
     assert "user\ngoYour task 3<|im_end|>" in decode(groups[2].prompt_ids)
     assert told(first) == ["a door"] and first.failed is None
-    assert "image" in image.failed and "text alone" in image.failed
+    assert "image" in image.failed and "only text" in image.failed
 
 
 @pytest.mark.parametrize("workers", [0, 1])

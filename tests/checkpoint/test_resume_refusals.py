@@ -57,7 +57,7 @@ def flip(path: Path) -> None:
 DAMAGES = {
     "a flipped byte of the weights": (
         lambda c: flip(c / "model.safetensors"),
-        "model.safetensors is not what was saved",
+        "model.safetensors has changed since it was saved",
     ),
     "a flipped byte of the optimizer": (
         lambda c: flip(c / "trainer" / "optimizer-1-of-1.safetensors"),
@@ -65,11 +65,11 @@ DAMAGES = {
     ),
     "a truncated file": (
         lambda c: (c / "model.safetensors").write_bytes(b"12345"),
-        "has 5 bytes, not",
+        "has 5 bytes instead",
     ),
     "a missing file": (lambda c: (c / "config.json").unlink(), "config.json is missing"),
-    "a file more": (lambda c: (c / "more.py").write_text(""), "more.py is not of it"),
-    "no manifest": (lambda c: (c / manifest.MANIFEST_FILE).unlink(), "did not come to its end"),
+    "a file more": (lambda c: (c / "more.py").write_text(""), "more.py is not listed"),
+    "no manifest": (lambda c: (c / manifest.MANIFEST_FILE).unlink(), "was interrupted"),
     "half a manifest": (
         lambda c: (c / manifest.MANIFEST_FILE).write_text('{"format": 1, "fi'),
         "cannot be read",
@@ -92,7 +92,7 @@ DAMAGES = {
     ),
     "an empty folder": (
         lambda c: [shutil.rmtree(c), c.mkdir()],
-        "did not come to its end",
+        "was interrupted",
     ),
 }
 
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(damage: str, copy: 
     spoil(copy / "checkpoint-2")
     found, passed = manifest.newest_checkpoint(copy)
     assert found == copy / "checkpoint-1"
-    assert len(passed) == 1 and "checkpoint-2 is passed over" in passed[0] and why in passed[0]
+    assert len(passed) == 1 and "checkpoint-2 is skipped" in passed[0] and why in passed[0]
 
 
 def test_a_run_goes_on_from_the_one_before_and_keeps_the_damaged_one(
@@ -158,7 +158,7 @@ def test_a_path_that_cannot_be_used_is_an_error_of_its_own(
 
 REFUSED = {
     "nothing said": ([], "runs/smoke is a run of this config", "fix      resume=auto"),
-    "another config": (["algorithm.beta=0.2"], "algorithm.beta: 0.05 -> 0.2", "name=OTHER"),
+    "the config differs": (["algorithm.beta=0.2"], "algorithm.beta: 0.05 -> 0.2", "name=OTHER"),
     "beta": (["algorithm.beta=0.2", "resume=auto"], "algorithm.beta: 0.05 -> 0.2", "take the"),
     "batch": (["train.prompts_per_step=8", "resume=auto"], "train.prompts_per_step", "allow"),
     "data": (["data.max_samples=20", "resume=auto"], "data.max_samples: None -> 20", "allow"),
@@ -170,7 +170,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_but("another config", "data")
+@pytest.mark.slow_but("the config differs", "data")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_change_that_makes_it_another_experiment_is_refused(
     case: str, copy: Path, rloo_without_torch: Rloo
@@ -239,7 +239,7 @@ def test_data_that_grew_is_refused_and_the_run_is_left_as_it_was(
     before = state(run)
     assert forked(*words, "resume=auto") == 4
     ended = Ended(4, "", forked.said())
-    assert_refused(ended, 4, key="the data changed")
+    assert_refused(ended, 4, key="the data has changed")
     sentence(ended)
     assert state(run) == before
     data.write_text("\n".join(rows))

@@ -117,7 +117,7 @@ def test_the_environment_variable_of_a_requeued_job_resumes_unasked(
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert forked(*WORDS) == 0
-    assert "goes on from runs/smoke/checkpoint-2" in forked.said()
+    assert "resumes from runs/smoke/checkpoint-2" in forked.said()
 
 
 # What only a real process shows.

@@ -198,7 +198,7 @@ def test_a_run_means_its_final_model_or_else_its_newest_whole_checkpoint(
     assert source("runs/smoke") == "runs/smoke/checkpoint-3"
     (here / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
     assert source("runs/smoke") == "runs/smoke/checkpoint-2"
-    assert "checkpoint-3 is passed over" in capsys.readouterr().out
+    assert "checkpoint-3 is skipped" in capsys.readouterr().out
     for n in (1, 2):
         shutil.rmtree(here / f"checkpoint-{n}")
     with pytest.raises(ConfigError, match="runs/smoke"):

@@ -305,7 +305,7 @@ DATA = {
     "sft sft.eval_rows=64 sft.completion_column=answer": (
         {},
         "sft.eval_rows=0, or sft.data.eval_split",
-        "nothing is left",
+        "no rows are left",
     ),
     "sft sft.eval_rows=2": ({"completion": [None] * 64}, "row 0", "is not a string"),
     "sft sft.eval_rows=1": ({"completion": ["", " "] * 32}, "63 are empty", "only 0 of 63"),

@@ -290,7 +290,7 @@ def test_two_processes_of_accelerate_launch_train_what_one_trains(model, tmp_pat
 def test_ranks_of_another_launcher_need_the_address_of_a_server(model):
     words = ["generation=vllm_server", f"model.path={model}"]
     _, settings = api.compose_run("smoke", overrides=words)
-    with pytest.raises(ConfigError, match="without an address"):
+    with pytest.raises(ConfigError, match="without base_url"):
         api._no_server_of_its_own(settings.generation)
     server = "generation.server.base_url=http://127.0.0.1:9"
     own = api.compose_run("smoke", overrides=[*words, server])[1]

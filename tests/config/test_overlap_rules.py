@@ -13,8 +13,8 @@ REFUSED = {
     "colocated": (["generation=vllm_colocate"], "generation.overlap", "generation=vllm_server"),
     "two iterations": (["algorithm.num_iterations=2"], "algorithm.num_iterations", "2 * 1 = 2"),
     "mini-batches": (["algorithm.num_minibatches=2"], "algorithm.num_minibatches", "1 * 2 = 2"),
-    "ppo": (["algorithm=ppo"], "generation.overlap", "single tokens"),
-    "reinforce++": (["algorithm=reinforce_pp"], "generation.overlap", "single tokens"),
+    "ppo": (["algorithm=ppo"], "generation.overlap", "per-token advantages"),
+    "reinforce++": (["algorithm=reinforce_pp"], "generation.overlap", "per-token advantages"),
     "uncorrected": (
         ["algorithm.correction.mode=none"], "algorithm.correction.mode", "allow_uncorrected=true",
     ),

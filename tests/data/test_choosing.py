@@ -65,7 +65,7 @@ def test_rows_are_chosen_by_a_function_of_ones_own(file, how) -> None:
 @pytest.mark.parametrize(
     "changes, key, where",
     [
-        ({"filter": {"level": 7}}, "none of 9", "data.filter"),
+        ({"filter": {"level": 7}}, "all 9", "data.filter"),
         ({"filter": {"levle": 7}}, "'levle'", "data.filter"),
         ({"columns": {"nope": "prompt"}}, "'nope'", "data.columns"),
         ({"columns": {}}, "'prompt'", "data.prompt_column"),

@@ -93,7 +93,7 @@ BAD = {
     "a mode without colours": (
         encoded(Image.fromarray(np.zeros((4, 4), np.int32)), "TIFF"), "its mode is I"
     ),
-    "one row of pixels": (encoded(Image.new("RGB", (2000, 1))), "too short"),
+    "one row of pixels": (encoded(Image.new("RGB", (2000, 1))), "aspect ratio"),
     "empty": (b"", "missing|empty"),
     "missing": ("nowhere.png", r"nowhere\.png"),
 }  # fmt: skip

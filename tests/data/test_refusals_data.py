@@ -88,7 +88,7 @@ BROKEN = {  # what the file holds, what is told, and of which line
     "lists": (b"[1, 2]\n" * 8, "JSON", ":2"),
     "numbers": (b"5\n" * 8, "5", ":1"),
     "half a letter": (b'{"prompt": "\\ud800"}\n' * 8, "'\\ud800'", ":1"),
-    "5000 levels": (b'{"prompt": "x", "y": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", "deep", ":1"),
+    "5000 levels": (b'{"prompt": "x", "y": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", "deeply", ":1"),
 }
 
 

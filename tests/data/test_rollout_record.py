@@ -97,7 +97,7 @@ def other(data: bytes) -> bytes:
     [
         (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 3"),
         (other, "head was changed"), (lambda d: b"", "damaged"),
-        (lambda d: b"\xff" * 40, "does not begin"), (lambda d: d[:30], "damaged"),
+        (lambda d: b"\xff" * 40, "invalid header"), (lambda d: d[:30], "damaged"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_one_error_that_names_it(tmp_path: Path, change, said: str) -> None:

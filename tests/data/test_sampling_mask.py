@@ -86,7 +86,7 @@ def test_a_newer_record_than_this_version_reads_is_refused(
 ) -> None:
     write_rollout_record(tmp_path, masked_batch(), {})
     monkeypatch.setattr(rollout_files, "RECORD_FORMAT", rollout_files.EPISODE_FORMAT)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read"):
         read_rollout_record(tmp_path, 1)
 
 

@@ -202,7 +202,7 @@ def test_numbers_are_compared_once(model, monkeypatch):
     ("arguments", "reason"),
     [
         ({"prefix_cache": None}, "do not pass arguments on"),
-        ({"attention_mask": torch.ones(1)}, "a mask of its own"),
+        ({"attention_mask": torch.ones(1)}, "its own mask"),
         ({"softcap": 5.0}, "softcap"),
         ({"s_aux": torch.ones(1)}, "s_aux"),
         ({"dropout": 0.1}, "dropout"),

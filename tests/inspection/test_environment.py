@@ -172,7 +172,7 @@ def test_a_reward_with_a_signature_that_cannot_be_called(one_failure: Any, place
 def test_a_column_that_a_reward_needs_and_the_data_lacks(one_failure: Any) -> None:
     line = one_failure("reward=exact_match", "reward.exact_match.column=gold")
     assert line["name"] == "reward exact_match" and "'gold'" in line["found"]
-    assert "answer" in line["found"] and "data.columns where" in line["fix"]
+    assert "answer" in line["found"] and "data.columns to rename" in line["fix"]
 
 
 def test_a_version_below_its_floor(
@@ -249,7 +249,7 @@ def test_a_server_that_does_not_answer_and_one_that_wants_another_token(
     try:
         words = ("generation=vllm_server", f"generation.server.base_url={fake.url}")
         line = one_failure(*words)
-        assert "another token" in line["found"] and "RLOO_SERVER_TOKEN" in line["fix"]
+        assert "wrong token" in line["found"] and "RLOO_SERVER_TOKEN" in line["fix"]
     finally:
         fake.close()
 
@@ -259,7 +259,7 @@ def test_a_teachers_server_that_is_away_and_one_that_wants_another_token(one_fai
     words = ("algorithm=opd", f"algorithm.teacher.base_url={fake.url}")
     try:
         line = one_failure(*words)
-        assert "another token" in line["found"] and "RLOO_TEACHER_TOKEN" in line["fix"]
+        assert "wrong token" in line["found"] and "RLOO_TEACHER_TOKEN" in line["fix"]
     finally:
         fake.close()
     line = one_failure(*words)

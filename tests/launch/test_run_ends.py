@@ -134,7 +134,7 @@ def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     words = [*shlex.split(command), f"max_steps={step + 1}", "train.lr_scheduler=constant"]
     ended = rloo(*words, "resume_allow_changes=true")
     assert ended.code == 0, ended.said
-    assert f"goes on from runs/smoke/checkpoint-{step}" in ended.out
+    assert f"resumes from runs/smoke/checkpoint-{step}" in ended.out
 
 
 @pytest.mark.slow

@@ -123,5 +123,5 @@ def test_values_of_a_rollout_without_images_are_as_before():
 def test_images_that_nothing_processes_are_not_read_as_words():
     policy, _, groups = prepared("qwen2_5_vl")
     policy.vision = None
-    with pytest.raises(ConfigError, match="shown images"):
+    with pytest.raises(ConfigError, match="has images"):
         policy.pack(groups, [(0, (0, 1))])

@@ -222,7 +222,7 @@ def test_a_model_that_takes_no_positions_is_not_packed():
         input_ids, attention_mask, use_cache=use_cache
     )
     policy, line = settled(model)
-    assert policy.layout == "padded" and "takes no positions" in line
+    assert policy.layout == "padded" and "does not accept positions" in line
 
 
 def test_a_model_that_is_wrong_even_in_padded_rows_is_no_model_for_us():

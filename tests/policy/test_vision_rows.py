@@ -122,7 +122,7 @@ def test_a_run_chooses_the_shared_layout_after_trying_it_on_its_images():
     choice = layouts.choose_policy_layout(policy, "auto", 200)
     assert str(choice) == "shared, head fused"
     policy, _, groups = made("gemma3")
-    assert "both ways" in why_not_shared(policy.model)
+    assert "bidirectionally" in why_not_shared(policy.model)
 
 
 def test_a_model_that_does_not_see_its_images_is_refused():

@@ -34,7 +34,7 @@ CASES = {
     "completions/clipped_ratio": (0, {"completions/clipped_ratio": 0.6}),
     "sampling/ess": (0, {"sampling/ess": 0.4}),
     "sampling/logp_diff_rms": (3, {"sampling/logp_diff_rms": 0.1}),
-    "every update clipped": (0, {"grad_clip_fraction": 1.0}),
+    "every update was clipped": (0, {"grad_clip_fraction": 1.0}),
 }
 
 

@@ -99,7 +99,7 @@ def hears(client: TrackerClient, notes: list[str], part: str) -> Callable[[], bo
         ("absent", "pip install wandb"),
         ("refusing", "it did not start: RuntimeError: no API key"),
         ("hanging later", "within 1 s"),
-        ("killing itself", "its process ended with signal 9"),
+        ("killing itself", "its process exited with signal 9"),
     ],
 )
 def test_a_tracker_that_fails_is_a_warning_and_costs_the_loop_nothing(

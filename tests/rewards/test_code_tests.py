@@ -134,9 +134,9 @@ def test_functions_of_apps_are_called_and_compared() -> None:
         (3, "not 3"),
         ({"input": "1"}, "a case has an input and an output"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"fn_name": "f()", "inputs": [[1]], "outputs": [1]}, "names no function"),
-        ([], "has no test"),
-        (["", " "], "has no test"),
+        ({"fn_name": "f()", "inputs": [[1]], "outputs": [1]}, "not a function name"),
+        ([], "contains no test"),
+        (["", " "], "contains no test"),
     ],
 )
 def test_tests_that_are_none_fail_the_reward_and_are_no_zero(tests: Any, said: str) -> None:
@@ -148,7 +148,7 @@ def test_a_sandbox_that_fails_in_the_run_is_no_zero() -> None:
     reward = shipped("code_tests", **UNSAFE)
     broken = reward.config.model_copy(update={"sandbox": "external", "command": "false"})
     object.__setattr__(reward, "fixed_arguments", {"config": broken})
-    with pytest.raises(RewardFailed, match="did not begin"):
+    with pytest.raises(RewardFailed, match="did not start"):
         values(reward, group(GOOD, tests="assert f(2) == 4"))
 
 

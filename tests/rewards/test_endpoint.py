@@ -99,12 +99,12 @@ def test_nobody_there_is_final_and_names_the_address() -> None:
 @pytest.mark.parametrize("status", [200, 404, 502])
 def test_a_page_of_html_is_recognised(serve: Any, status: int) -> None:
     (error,) = ask(serve(in_turn((status, PAGE))).url)
-    assert "page of HTML" in str(error) and "nginx" not in str(error)
+    assert "HTML page" in str(error) and "nginx" not in str(error)
 
 
 def test_what_is_no_json_is_shown(serve: Any) -> None:
     (error,) = ask(serve(in_turn((200, "hello"))).url)
-    assert "answered no JSON: 'hello'" in str(error)
+    assert "did not answer with JSON: 'hello'" in str(error)
 
 
 def test_no_more_requests_than_allowed_are_under_way(serve: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_key_goes_to_the_service_and_into_no_message(
     assert stub.keys == ["Bearer very-private"]
     assert "very-private" not in str(error) and "MINE" in str(error)
     (error,) = ask(stub.url)
-    assert stub.keys[1] is None and "it wants a key" in str(error)
+    assert stub.keys[1] is None and "it needs a key" in str(error)
 
 
 def test_a_redirect_is_not_followed_with_the_key(

@@ -192,7 +192,7 @@ def test_br_9_what_on_error_says_is_done(run_with) -> None:
 def test_br_10_a_reward_cannot_end_the_process(kind: str, ending: str, run_with) -> None:
     source = f"import os, sys\n{kind} f(completions, **kwargs):\n    {ending}\n"
     said = failed(run_with(source))
-    assert "may not end" in said and ending in said
+    assert "must not end" in said and ending in said
 
 
 def test_br_10_a_child_of_a_reward_may_end_as_it_likes(run_with) -> None:
@@ -302,7 +302,7 @@ def test_a_run_whose_reward_ends_its_process_is_no_success(ending: str, rloo: Rl
     caught = ending.startswith("os._exit")
     assert ended.code == (5 if caught else 6), ended.said
     assert (
-        "a reward may not end the process"
+        "a reward must not end the process"
         if caught
         else "the process that does the work was killed by SIG"
     ) in ended.said

@@ -70,8 +70,8 @@ WRONG = {
     "infinite": ('{"scores": [1, Infinity, 2, 3]}', "beyond 1e30"),
     "no list": ({"scores": 1.0}, 'expected {"scores": [...]}'),
     "another form": ({"rewards": [1, 2, 3, 4]}, 'expected {"scores": [...]}'),
-    "no JSON": ("1 2 3 4", "answered no JSON"),
-    "a page": (PAGE, "page of HTML"),
+    "no JSON": ("1 2 3 4", "did not answer with JSON"),
+    "a page": (PAGE, "HTML page"),
 }
 
 
@@ -176,7 +176,7 @@ def test_of_a_reward_per_token_the_last_counts_and_classes_are_refused(serve: An
         scored(f"url={stub.url}", "api=classify", "retries=0")
     rows = [{"index": i, "score": 1.0} for i in (0, 1, 3, 3)]
     stub = serve(in_turn((200, {"data": rows})))
-    with pytest.raises(RewardFailed, match="not those asked"):
+    with pytest.raises(RewardFailed, match="do not match the request"):
         scored(f"url={stub.url}", "api=score", "retries=0")
 
 

@@ -110,7 +110,7 @@ def test_one_bad_answer_costs_its_row_alone_and_is_asked_for_again(serve: Any) -
 
 def test_answers_in_another_form_and_refusals_say_so(serve: Any) -> None:
     stub = serve(in_turn((200, {"answer": "Score: 5"})))
-    with pytest.raises(RewardFailed, match="another form"):
+    with pytest.raises(RewardFailed, match="unexpected response format"):
         scored(stub, "retries=0")
     stub = serve(in_turn((404, {"error": {"message": "There is no `m`."}})))
     with pytest.raises(RewardFailed, match="no `m`"):
@@ -152,7 +152,7 @@ REFUSED = {
     "template='{completion} {'": "reward.judge.template cannot be read",
     "pattern='('": "not a regular expression",
     "pattern=Score": "has no group",
-    "minimum=10": "the judge's scale has no length",
+    "minimum=10": "the judge's scale is empty",
     "base_url=localhost:8000": "reward.judge.base_url",
     "temperature=-1": "reward.judge.temperature",
 }

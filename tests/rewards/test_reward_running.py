@@ -33,7 +33,7 @@ def test_a_reward_cannot_end_the_process(kind: type[BaseException]) -> None:
 
     for f in (fn, afn):
         assert kind.__name__ in str(failure(f))
-        assert "may not end" in str(failure(f))
+        assert "must not end" in str(failure(f))
     assert values(task) == [1.0, 1.0]
     assert values(lambda completions: [1, 2]) == [1.0, 2.0]
 

@@ -115,15 +115,15 @@ def test_workers_share_out_rows_and_results_come_back_in_their_places(made) -> N
 
 
 @pytest.mark.slow_but(
-    "leaves-ended in the call, with exit code 0", "crashes-with signal 11", "odd-pickle"
+    "leaves-exited during the call, with exit code 0", "crashes-with signal 11", "odd-pickle"
 )
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("leaves", "ended in the call, with exit code 0"),
+        ("leaves", "exited during the call, with exit code 0"),
         ("crashes", "with signal 11"),
         ("kills", "with signal 9"),
-        ("exits", "SystemExit: 0 (a reward may not end the process)"),
+        ("exits", "SystemExit: 0 (a reward must not end the process)"),
         ("raises", "ValueError: no such answer"),
         ("odd", "pickle"),
     ],

@@ -193,7 +193,7 @@ def test_a_turns_tokens_are_trained_with_what_is_earned_from_that_turn_on(tmp_pa
     ("body", "why"),
     [
         ("raise ValueError('no idea')", "get_turn_reward: ValueError: no idea"),
-        ("return float('inf')", "get_turn_reward: it is inf, which is no reward"),
+        ("return float('inf')", "get_turn_reward: it is inf, not a finite number"),
     ],
 )
 def test_a_turn_reward_that_fails_leaves_the_row_out_and_is_never_a_zero(tmp_path, body, why):

@@ -88,7 +88,7 @@ def test_a_top_k_above_the_limit_is_refused_before_anything_loads() -> None:
 
 
 def test_top_p_without_masks_is_warned_of_and_with_them_it_is_not() -> None:
-    said = "logp does not describe what is sampled"
+    said = "logp then differs from the sampling distribution"
     assert any(said in line for line in algorithm_warnings(checked((), MASKED[:1])))
     assert not any(said in line for line in algorithm_warnings(checked((), MASKED)))
 

@@ -115,7 +115,7 @@ def test_a_teacher_of_another_layout_gets_the_students(tmp_path, monkeypatch):
     monkeypatch.setattr(layouts, "choose_policy_layout", chosen)
     run = alone(tmp_path, *PLAIN, ENDS, *WHOLE, "name=other")
     assert run.policy.layout == run.reference.layout == "padded"
-    assert "its teacher is" in str(run.layout_choice)
+    assert "its teacher's" in str(run.layout_choice)
     assert apart(step(run)[0], plain) < CLOSE
 
 

@@ -269,7 +269,7 @@ def test_a_template_that_does_not_keep_the_prompt_makes_it_read_text() -> None:
     odd = "{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}{% endfor %}"
     policy.chat_template = own.chat_template = odd
     code, noted = made_ready("qwen3", own, policy, conversational=True)
-    assert "leave the prompt" in noted[0]
+    assert "changes the prompt" in noted[0]
     assert own.decode(fed(code, rows(policy, True))[0]) == "2Sum up: a cat sat.1A cat."
 
 
@@ -516,7 +516,7 @@ def test_br_12_a_score_that_is_no_number(folder, tmp_path, monkeypatch) -> None:
     model.score.weight.data.fill_(float("nan"))
     model.save_pretrained(folder)
     error = refused(folder, tmp_path, monkeypatch, "reward.model.max_length=100")
-    assert_refused(error, 3, "no finite number")
+    assert_refused(error, 3, "it is not finite")
 
 
 def test_a_row_without_a_token_is_an_error_not_a_score() -> None:

@@ -127,18 +127,18 @@ REFUSED = {
     "vLLM without torchvision": (["generation=vllm_colocate"], "vllm_colocate"),
     "a value model": (["algorithm=ppo", "algorithm.num_generations=2"], "PPO"),
     "completions that are carried on": (
-        ["generation.overlap=carry", "generation.allow_uncorrected=true"], "are carried on"
+        ["generation.overlap=carry", "generation.allow_uncorrected=true"], "are carried over"
     ),
     "a teacher on a server": (
-        ["algorithm=opd", "algorithm.teacher.base_url=http://127.0.0.1:9"], "has the teacher"
+        ["algorithm=opd", "algorithm.teacher.base_url=http://127.0.0.1:9"], "is on a server"
     ),
     "a reference of text alone": (["model.ref_path=make:tiny"], "another kind of model"),
     "an agent of somebody else's": (
-        ["agent=proxy", "agent.command=sh"], "the agent takes none"
+        ["agent=proxy", "agent.command=sh"], "does not support images"
     ),
 }  # fmt: skip
 NO_TOOL_IMAGES = {
-    "a model of text": (["model.path=make:tiny"], "text alone"),
+    "a model of text": (["model.path=make:tiny"], "only text"),
     **{name: case for name, case in REFUSED.items() if name != "vLLM without torchvision"},
 }
 
@@ -186,7 +186,7 @@ def test_weights_move_with_every_layout_of_images(tmp_path, file):
 
 def test_an_adapter_in_the_tower_is_refused_before_vllm_starts(tmp_path, file, monkeypatch):
     monkeypatch.setattr(image_rules, "WITHOUT_TORCHVISION", ("qwen2_5_vl",))
-    with pytest.raises(ConfigError, match="vision tower, too") as caught:
+    with pytest.raises(ConfigError, match="also in the vision tower") as caught:
         make(tmp_path, *words_of(file), "generation=vllm_colocate", "lora=default")
     fix = "model.lora.target_modules=[k_proj,o_proj,q_proj,v_proj], or generation=transformers"
     assert fix in str(caught.value)

@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """What a generator of episodes is built from, whoever plays them."""
+    """What every kind of episode generator is built from."""
 
-    inner: Generator  # samples the turns
+    inner: Generator  # samples single turns
     model: ModelConfig
     generation: GenerationConfig
     tokenizer: "PreTrainedTokenizerBase"
     stop_ids: set[int]  # that end a turn
-    context_tokens: int | None  # of a prompt with its episode; None = not known
-    episode_tokens: int  # the most of an episode by the agent's keys, where the context has no end
-    sampled_tokens: int  # the most that are sampled in an episode, over all its turns
+    context_tokens: int | None  # prompt and episode together; None = not known
+    episode_tokens: int  # limit from the agent's keys, if the context length is unknown
+    sampled_tokens: int  # limit of sampled tokens, over all turns
     note: Callable[[str], None]
 
     def build_renderer(self, asked: str) -> TurnRenderer:
-        """The renderer that agent.renderer asks for. Raises ConfigError where it does not fit."""
+        """The renderer that agent.renderer asks for. Raises ConfigError if it does not fit."""
         template_kwargs = self.generation.chat_template_kwargs
         path = str(self.model.path)
         return build_renderer(asked, path, template_kwargs, self.tokenizer, self.stop_ids)
 
 
 def load_tool_set(agent: EpisodeConfig | None) -> ToolSet | None:
-    """The descriptions of the agent's tools; None without an agent, and for one that has its own.
+    """Descriptions of the agent's tools; None without an agent or if the agent brings its own.
 
     Raises ConfigError.
     """
@@ -66,7 +66,7 @@ def load_tool_set(agent: EpisodeConfig | None) -> ToolSet | None:
 def load_episode_vision(
     run: RunConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> "VisionProcessor | None":
-    """The processor of images that the run's episodes may be shown; None where they cannot be.
+    """The image processor for the run's episodes; None if they cannot show images.
 
     Raises what `load_vision_processor` raises.
     """
@@ -87,10 +87,10 @@ def build_generator(
     tools: ToolSet | None,
     vision: "VisionProcessor | None",
 ) -> Generator:
-    """The generator of the run's backend; with an agent, one of its episodes around it.
+    """The generator of the run's backend; with an agent, wrapped in a generator of episodes.
 
     `tools` and `vision` are what `load_tool_set` and `load_episode_vision` return. Raises
-    ConfigError for a chat template that tools cannot be used with.
+    ConfigError if the chat template does not support tools.
     """
     backend = registry.registered_module("generation", run.generation.backend)
     inner: Generator = registry.load_code(backend.IMPLEMENTATION)(
@@ -110,7 +110,7 @@ def build_generator(
     setup = EpisodeSetup(
         inner, run.model, run.generation, tokenizer, ends, context, episode, sampled, note
     )
-    if not isinstance(config, AgentConfig):  # an agent that drives its episodes itself
+    if not isinstance(config, AgentConfig):  # an agent that drives its own episodes
         module = registry.registered_module("agents", config.kind)
         driven: Generator = module.build_generator(config, setup)
         return driven
@@ -128,9 +128,9 @@ def _build_episodes(
     images: ToolImages,
     turn_rewards: str,
 ) -> EpisodeGenerator:
-    """The generator of episodes whose calls of tools the run makes. Raises ConfigError.
+    """The generator of episodes whose tool calls the run makes. Raises ConfigError.
 
-    `images`: whether tools may answer with them, as far as model and config say it.
+    `images`: whether model and config let tools answer with images.
     """
     renderer = setup.build_renderer(config.renderer)
     renderer.vision = vision

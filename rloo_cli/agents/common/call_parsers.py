@@ -1,8 +1,8 @@
-"""The calls in what a turn said, for five ways in which models write them, and vLLM's parsers.
+"""The calls in a turn's text, for five formats that models write, and vLLM's parsers.
 
-A parser takes the turn's text, special tokens and all but the one that ended it, and returns the
-calls in it and what could not be read, in words for the model. A text without any mark of a call
-has neither: it is an answer.
+A parser takes the turn's text, special tokens included but without the one that ended it, and
+returns the calls in it and an error text for the model for each unreadable one. A text without
+any sign of a call has neither: it is an answer.
 """
 
 import ast
@@ -26,7 +26,7 @@ MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s
 PYTHONIC_HEAD = re.compile(r"\[\s*[A-Za-z_]\w*\s*\(")
 LLAMA_HEAD = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{)")
 
-# What a parser calls the text that begins a call.
+# The attributes in which vLLM's parsers keep the text that begins a call.
 MARK_ATTRIBUTES = ("tool_call_start_token", "bot_token", "tool_calls_start_token")
 LISTED = 8  # names in an error, the nearest first
 
@@ -39,7 +39,7 @@ class ParsedCalls:
     unreadable: list[str] = field(default_factory=list)  # what was wrong, one text for each
 
     def add(self, value: object) -> None:
-        """Add one call, as JSON wrote it."""
+        """Add one call, given as parsed JSON."""
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(name, str):
             self.unreadable.append(f"a call needs a name and arguments, found {value!r:.200}")
@@ -58,7 +58,7 @@ CallParser = Callable[[str], ParsedCalls]
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a valid JSON number")
 
 
 def read_json_text(text: str) -> Any:
@@ -66,7 +66,7 @@ def read_json_text(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def parse_hermes(text: str) -> ParsedCalls:
@@ -81,7 +81,7 @@ def parse_hermes(text: str) -> ParsedCalls:
 
 
 def parse_llama3_json(text: str) -> ParsedCalls:
-    """The whole answer is {"name": ..., "parameters": {...}}; several are divided by ;."""
+    """The whole answer is {"name": ..., "parameters": {...}}; several are separated by ;."""
     found, head = ParsedCalls(), LLAMA_HEAD.match(text)
     position = head.end() if head is not None else len(text)
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -95,7 +95,7 @@ def parse_llama3_json(text: str) -> ParsedCalls:
         rest = re.compile(r"[\s;]*").match(text, position)
         position = rest.end() if rest is not None else len(text)
         if position < len(text) and text[position] != "{":
-            break  # words after the call
+            break  # text after the call
     return found
 
 
@@ -140,7 +140,7 @@ def _read_python_call(node: ast.expr) -> JsonObject:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ValueError("an entry is not a call")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError(f"arguments of {node.func.id} have no name")
+        raise ValueError(f"the arguments of {node.func.id} need names")
     arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
     try:
         return {"name": node.func.id, "arguments": read_json_text(json.dumps(arguments))}
@@ -149,9 +149,9 @@ def _read_python_call(node: ast.expr) -> JsonObject:
 
 
 def response_parser(tokenizer: Any) -> CallParser:
-    """The tokenizer's own `parse_response`, of models that bring a template for it.
+    """The tokenizer's own `parse_response`, for models that ship a template for it.
 
-    It is told how an answer begins, since a chat template may write the first of it itself.
+    It gets the beginning of the answer too, since a chat template may write that part itself.
     """
     asked = [{"role": "user", "content": ""}]
     begun = apply_chat_template(tokenizer, asked, add_generation_prompt=True)
@@ -176,11 +176,11 @@ def response_parser(tokenizer: Any) -> CallParser:
 def vllm_parser(name: str, tokenizer: Any, schemas: Sequence[JsonObject]) -> CallParser:
     """vLLM's parser of this name (`vllm serve --tool-call-parser`), for whole answers.
 
-    What it cannot read it takes for words; where a mark of a call stands in it, the model is told.
-    `schemas`: the tools, whose types some ask for. A new parser is made for each answer, as vLLM's
-    server does, since it may keep a state.
+    What it cannot read it returns as text; if that contains the start of a call, the model gets an
+    error. `schemas`: the tools, whose types some parsers need. Each answer gets a new parser, as in
+    vLLM's server, since a parser may keep state.
 
-    Raises ConfigError where vLLM has none of this name, or it does not fit the tokenizer.
+    Raises ConfigError if vLLM has no parser of this name, or it does not fit the tokenizer.
     """
     # lazy: vLLM is optional, and takes seconds to import
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -201,16 +201,16 @@ def vllm_parser(name: str, tokenizer: Any, schemas: Sequence[JsonObject]) -> Cal
         request = ChatCompletionRequest(messages=asked, model="policy", **tools)
         cached = get_cached_tokenizer(tokenizer)
         factory(cached, request.tools).extract_tool_calls("", request)
-    except Exception as error:  # it lacks a token, or reads streams alone
+    except Exception as error:  # a token is missing, or it only supports streaming
         what = f"agent.parser = vllm:{name} cannot be used with this tokenizer"
         refuse("agent.parser", what, "agent.parser=auto", error)
-    logging.getLogger(factory.__module__).disabled = True  # the model is told of what it logs
+    logging.getLogger(factory.__module__).disabled = True  # the model gets what it logs
 
     def parse_with_vllm(text: str) -> ParsedCalls:
         found, parser = ParsedCalls(), factory(cached, request.tools)
         try:
             read = parser.extract_tool_calls(text, request)
-        except Exception as error:  # a parser that meets a text that it was not written for
+        except Exception as error:  # a parser given text that it does not expect
             found.unreadable.append(f"a call cannot be read ({type(error).__name__}): {text:.200}")
             return found
         for call in read.tool_calls if read.tools_called else ():
@@ -229,7 +229,7 @@ PARSERS: dict[str, CallParser] = {
     "mistral": parse_mistral,
     "pythonic": parse_pythonic,
 }
-# What a chat template writes around calls -> the parser. The first that is found counts.
+# What a chat template writes around calls -> the parser. The first match counts.
 MARKS = (
     ("<tool_call>", "hermes"), (MISTRAL_MARK, "mistral"), ("<|tool_call_start|>", "pythonic"),
     ("<|python_tag|>", "llama3_json"), ('"parameters"', "llama3_json"),
@@ -240,9 +240,9 @@ MARKS = (
 def choose_parser(
     name: str, tokenizer: Any, schemas: Sequence[JsonObject] = ()
 ) -> tuple[str, CallParser]:
-    """The parser of `agent.parser`, with its name. Raises ConfigError where none is known.
+    """The parser of `agent.parser`, with its name. Raises ConfigError if there is none.
 
-    `schemas`: the run's tools, for parsers of vLLM's that ask for the types of arguments.
+    `schemas`: the run's tools, for vLLM parsers that need the types of arguments.
     """
     if name.startswith(VLLM_PREFIX):
         return name, vllm_parser(name.removeprefix(VLLM_PREFIX), tokenizer, schemas)
@@ -253,7 +253,7 @@ def choose_parser(
         name = marked or ("response" if has_own else "")
         if not name:
             what = "the chat template does not show how this model writes a call"
-            fix = "agent.parser=hermes, or another that the model was taught"
+            fix = "agent.parser=hermes, or another format that the model was trained on"
             looked = f"looked in it for {', '.join(mark for mark, _ in MARKS)}, and found none"
             why = looked if template else "the tokenizer has no chat template"
             refuse("agent.parser=auto", what, fix, why)

@@ -1,7 +1,7 @@
-"""One episode: its turns so far, what is new to the next one, and why it ended.
+"""One episode: its turns so far, the new ids for the next one, and why it ended.
 
-The ids that the sampler gets are always those of all turns before, as they were sampled, and then
-what is new. `retokenised` counts turns for which that did not hold; there is no such turn.
+The ids that the sampler gets are always those of all earlier turns, as they were sampled, followed
+by the new ones. `retokenised` counts turns for which that failed; it must be 0.
 """
 
 from collections.abc import Sequence
@@ -22,30 +22,30 @@ LIMITS = ("turns", "tokens", "context", "completion")
 
 @dataclass
 class CallCounts:
-    """What an episode's calls came to."""
+    """Counts of an episode's calls by outcome."""
 
     calls: int = 0
     bad_calls: int = 0  # unreadable, of an unknown tool, or with wrong arguments
-    errors: int = 0  # the tool raised, was late or ended
+    errors: int = 0  # the tool raised, timed out or exited
     tool_s: float = 0.0
 
 
 @dataclass
 class Episode:
-    """Completion `k` of a group, on its way."""
+    """Completion `k` of a group, while it is being played."""
 
     group: Group
     k: int
     seed: int
     environment: Environment
-    base_ids: list[int]  # the prompt, as the environment's reset left it
-    turns: list[Turn] = field(default_factory=list)  # as they were sampled, of all rows
-    rows: list[int] = field(default_factory=list)  # of each turn: the row that it is of
-    row: int = 0  # that the next turn is of
-    new_ids: list[int] = field(default_factory=list)  # what the next turn is told
+    base_ids: list[int]  # the prompt, with what the environment's reset added
+    turns: list[Turn] = field(default_factory=list)  # as sampled, of all rows
+    rows: list[int] = field(default_factory=list)  # the row of each turn
+    row: int = 0  # the row of the next turn
+    new_ids: list[int] = field(default_factory=list)  # observation before the next turn
     new_messages: list[JsonObject] = field(default_factory=list)
     new_images: list[str] = field(default_factory=list)  # in new_ids: the base64 of PNG files
-    media: Media | None = None  # all images so far, where they are not the group's alone
+    media: Media | None = None  # all images so far; None = only the group's
     counts: CallCounts = field(default_factory=CallCounts)
     caller: ToolCaller | None = None  # the process of its environment
     opening: Content | None = None  # what reset returned
@@ -58,7 +58,7 @@ class Episode:
 
     @property
     def sent_ids(self) -> list[int]:
-        """Everything that the next turn goes on from."""
+        """The ids that the next turn continues."""
         flat = [
             i
             for turn, row in zip(self.turns, self.rows, strict=True)
@@ -69,12 +69,12 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens after the prompt, with what is new, of all rows."""
+        """Tokens after the prompt, the new ids included, over all rows."""
         turns = sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in self.turns)
         return turns + len(self.new_ids)
 
     def add_turn(self, sampled: Rollout, prompt_ids: list[int], calls: list[JsonObject]) -> Turn:
-        """Add what one call of the sampler gave. `prompt_ids`: what it was really asked with."""
+        """Add one sampled turn. `prompt_ids`: the ids that the sampler really got."""
         self.retokenised += prompt_ids != self.sent_ids
         turn = Turn(
             prompt_ids=self.new_ids,
@@ -98,7 +98,7 @@ class Episode:
     def show_images(
         self, files: list[str], new_plain_ids: list[int], vision: VisionProcessor
     ) -> None:
-        """Show these images, whose tokens are in `new_ids`, to the turns to come.
+        """Show these images, whose tokens are in `new_ids`, to the following turns.
 
         `new_plain_ids`: the same ids with one placeholder for each image.
         """
@@ -114,12 +114,12 @@ class Episode:
         self.ended_by = "failed"
 
     def to_rollout(self, prompt_ids: list[int], turn_rewards: str = "sum") -> Rollout:
-        """The episode as a rollout of a group whose prompt, `prompt_ids`, it begins with.
+        """The episode as a rollout of its group, whose prompt is `prompt_ids`.
 
-        `turn_rewards`: how its turns' rewards become part of its own (`algorithm.turn_rewards`).
+        `turn_rewards`: how the rewards of turns enter the episode's own (`algorithm.turn_rewards`).
         """
         rest = self.base_ids[len(prompt_ids) :]
-        if not self.turns:  # reset failed: one token stands for it, and is masked with the row
+        if not self.turns:  # reset failed: the row is one token, not trained on
             rollout = Rollout(
                 [self.base_ids[-1]], "", "length", False, self.seed, 0, [float("nan")], turns=[]
             )
@@ -141,10 +141,10 @@ class Episode:
 def episode_reward(
     own: float | None, earned: Sequence[float | None], turn_rewards: str
 ) -> float | None:
-    """What an environment says of an episode: `own`, of the whole of it, and what turns earned.
+    """An episode's reward from its environment: `own` for the whole, plus those of its turns.
 
-    The latter is their sum, or with `turn_rewards` last that of the last turn that earned
-    something. None where it says nothing at all.
+    The latter are summed; with `turn_rewards` last, only the last turn with a reward counts.
+    None if the environment gives no reward at all.
     """
     said = [reward for reward in earned if reward is not None]
     if turn_rewards == "last":
@@ -154,7 +154,7 @@ def episode_reward(
 
 
 def common_prefix(sequences: list[list[int]]) -> list[int]:
-    """The longest list that all of these begin with."""
+    """The longest common prefix of these lists."""
     first, last = min(sequences), max(sequences)
     same = 0
     while same < min(len(first), len(last)) and first[same] == last[same]:
@@ -163,10 +163,10 @@ def common_prefix(sequences: list[list[int]]) -> list[int]:
 
 
 def finish_group(group: Group, episodes: list[Episode]) -> None:
-    """Store a group's episodes, whose prompts somebody else has written.
+    """Store a group's episodes whose prompts the agent has written.
 
-    The group's prompt is what they all begin with; the rest is the beginning of each completion,
-    and not trained on. One that does not begin as the first one does has no score.
+    The group's prompt is their common prefix; the rest of each prompt begins its completion and is
+    not trained on. An episode that does not begin like the first one has no score.
     """
     asked = [e for e in episodes if e.turns]
     for other in asked[1:]:

@@ -1,4 +1,4 @@
-"""What each `Generator` of episodes has: it is around the run's own, and samples step by step."""
+"""The base of every `Generator` of episodes: it wraps the run's own, and samples step by step."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,11 +15,11 @@ class EpisodeStep(Protocol):
         """Sample wave after wave until every episode has ended."""
 
     def abandon(self) -> None:
-        """End what still runs; after an error there may be some."""
+        """End what is still running; after an error there may be some."""
 
 
 class EpisodeSampler(GeneratorWrapper):
-    """Samples episodes with `inner`, the generator of single answers. An episode's own metrics are
+    """Samples episodes with `inner`, the generator of single turns. An episode's own metrics are
     on its rollout."""
 
     def begin_step(
@@ -29,7 +29,7 @@ class EpisodeSampler(GeneratorWrapper):
         options: JsonObject,
         arrived: Callable[[int], None],
     ) -> EpisodeStep:
-        """The episodes of these groups. `options`: of each call of `inner.generate`."""
+        """The episodes of these groups. `options` go to each call of `inner.generate`."""
         raise NotImplementedError
 
     def generate(
@@ -42,7 +42,7 @@ class EpisodeSampler(GeneratorWrapper):
     ) -> None:
         """Fill `groups[i].rollouts` with episodes, one per seed and in order.
 
-        Raises GenerationError, also for a turn whose prompt is not the ids that were sampled.
+        Raises GenerationError, also for a turn whose prompt differs from the sampled ids.
         """
         assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         options: JsonObject = {"greedy": greedy, "temperature": temperature}

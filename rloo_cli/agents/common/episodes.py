@@ -1,12 +1,12 @@
 """Many episodes at once: a `Generator` whose completions have several turns.
 
-One turn is one call of the run's own generator, ids in and ids out. In a wave it samples a turn of
-every episode that is ready; calls begin as soon as a turn ends, while the others of the wave are
-still sampled. The next wave then waits for tools no longer than the last one took: a tool that is
-slower than a turn delays its own episode alone.
+One turn is one call of the run's own generator, ids in and ids out. A wave samples one turn of
+every episode that is ready; tool calls begin as soon as a turn ends, while the rest of the wave is
+still being sampled. The next wave waits for tools no longer than the last one took: a tool that is
+slower than a turn delays only its own episode.
 
-Turn t of a completion has a seed that is derived from the completion's seed and t: an episode
-depends on its prompt, its seed and its tools, not on its neighbours.
+The seed of turn t is derived from the completion's seed and t: an episode depends on its prompt,
+its seed and its tools, not on the other episodes.
 """
 
 import time
@@ -40,7 +40,7 @@ from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
 
-MAX_THREADS = 256  # that wait for tools
+MAX_THREADS = 256  # waiting for tools
 SHORTEST_WAIT_S = 0.05  # for tools, after a wave that took less
 OPENING_WAIT_S = 1.0  # for environments to be reset, before the first wave
 POLL_S = 0.2
@@ -48,7 +48,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """What all episodes of a run have in common."""
+    """Settings shared by all episodes of a run."""
 
     config: AgentConfig
     tools: ToolSet
@@ -61,7 +61,7 @@ class EpisodeRules:
 
 
 class EpisodeGenerator(EpisodeSampler):
-    """Samples episodes with `inner`, the generator of single answers."""
+    """Samples episodes with `inner`, the generator of single turns."""
 
     def __init__(self, inner: Generator, rules: EpisodeRules):
         super().__init__(inner)
@@ -86,7 +86,7 @@ class EpisodeGenerator(EpisodeSampler):
 
 @dataclass
 class _Asked:
-    """Episodes that go on from the same ids: a group's first turns, or one episode's next."""
+    """Episodes that continue the same ids: a group's first turns, or one episode's next."""
 
     episodes: list[Episode]
     ids: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _EpisodeStep:
             patience = max(SHORTEST_WAIT_S, time.monotonic() - began)
 
     def abandon(self) -> None:
-        """End what still runs; after an error there may be some."""
+        """End what is still running; after an error there may be some."""
         for episode in (e for siblings in self.family for e in siblings):
             if episode.caller is not None:
                 episode.caller.kill()
@@ -155,7 +155,7 @@ class _EpisodeStep:
         self.waiting[self.executor.submit(work, *arguments)] = (kind, episode)
 
     def _collect(self, patience_s: float) -> None:
-        """Take what tools have answered; wait until one episode can go on, or none is left."""
+        """Collect tool answers; wait until an episode can continue, or none is left."""
         limit = time.monotonic() + patience_s
         while self.waiting:
             signals.raise_if_stopped()
@@ -167,7 +167,7 @@ class _EpisodeStep:
             ended = [(*self.waiting.pop(future), future.result()) for future in done]
             for kind, episode, result in sorted(ended, key=self._position):
                 self._go_on(kind, episode, result)
-        # In one order, whichever tool was quicker: the same episodes make the same wave.
+        # A fixed order, whichever tool was faster: the same episodes make the same wave.
         self.ready.sort(key=lambda asked: self._position(("", asked.episodes[0], None)))
 
     def _position(self, entry: tuple[str, Episode, object]) -> tuple[int, int]:
@@ -186,7 +186,7 @@ class _EpisodeStep:
             self._finish(episode)
 
     def _begin_group(self, i: int) -> None:
-        """Every sibling's environment has been reset: the first turns can be sampled."""
+        """All environments of a group have been reset: its first turns can be sampled."""
         siblings = self.family[i]
         for episode in siblings:
             if episode.opening:
@@ -202,7 +202,7 @@ class _EpisodeStep:
         self.ready += asked.values()
 
     def _open_prompt(self, episode: Episode, opening: Content) -> None:
-        """Put what `reset` returned into the episode's prompt."""
+        """Add what `reset` returned to the episode's prompt."""
         renderer, told = self.rules.renderer, Observation()
         limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
         prompt = add_opening(episode.group.prompt, limit.shown(opening, told))
@@ -220,7 +220,7 @@ class _EpisodeStep:
         episode.new_images = told.files
 
     def _has_no_room(self, episode: Episode) -> bool:
-        """Whether a limit leaves no room for another turn; it then ends the episode."""
+        """Whether a limit leaves no room for another turn; if so, it ends the episode."""
         rules, length = self.rules, self.rules.max_completion_length
         most, whole = rules.config.max_episode_tokens, len(episode.sent_ids) + length
         if most is not None and episode.num_tokens + length > most:
@@ -228,7 +228,7 @@ class _EpisodeStep:
         elif rules.context_length is not None and whole > rules.context_length:
             episode.ended_by = "context"
             if not episode.turns:
-                episode.fail(f"its prompt has {len(episode.base_ids)} tokens with what reset said")
+                episode.fail(f"its prompt and reset have {len(episode.base_ids)} tokens")
         return episode.ended_by is not None
 
     def _sample_wave(self, wave: Sequence[_Asked]) -> None:
@@ -248,11 +248,11 @@ class _EpisodeStep:
         self.inner.generate(stand_ins, seeds, arrived=heard, **self.options)
 
     def _take_turn(self, episode: Episode, sampled: Rollout, prompt_ids: list[int]) -> None:
-        """Read what was sampled, and begin the calls in it. Called from any thread."""
+        """Parse a sampled turn, and start its calls. Called from any thread."""
         config = self.rules.config
         found = self._parse(sampled)
         turn = episode.add_turn(sampled, prompt_ids, found.calls)
-        assert not episode.retokenised, "a turn was sampled from other ids than stand before it"
+        assert not episode.retokenised, "a turn was sampled from ids other than those before it"
         wrong = bool(found.unreadable) or any(
             episode.environment.check_call(c["name"], c["arguments"]) for c in found.calls
         )
@@ -278,7 +278,7 @@ class _EpisodeStep:
         return self.rules.parser(renderer.tokenizer.decode(kept, skip_special_tokens=False))
 
     def _tell(self, episode: Episode, answers: Answers) -> None:
-        """Put what the tools answered before the next turn, or end the episode."""
+        """Put the tools' answers before the next turn, or end the episode."""
         if episode.failed is None and not answers.done:
             renderer, told = self.rules.renderer, Observation()
             limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
@@ -307,7 +307,7 @@ class _EpisodeStep:
         self._submit("closed", episode, self.calls.close_environment, episode)
 
     def _finish(self, episode: Episode) -> None:
-        """An episode is over; with the last of its group, the group is whole."""
+        """Finish an episode; with the last one of its group, finish the group."""
         i = self.index[id(episode)]
         self.unfinished[i] -= 1
         if self.unfinished[i]:
@@ -322,7 +322,7 @@ class _EpisodeStep:
         self.arrived(i)
 
     def _shared_prompt(self, group: Group, siblings: list[Episode]) -> list[int]:
-        """What all siblings' prompts begin with, without the images that `reset` returned: those
+        """The common prefix of all siblings' prompts, without the images of `reset`, since those
         of two siblings may have the same ids."""
         shared, vision = common_prefix([e.base_ids for e in siblings]), self.rules.renderer.vision
         if vision is None or not any(e.turns and e.turns[0].images for e in siblings):
@@ -333,7 +333,7 @@ class _EpisodeStep:
 
 
 def add_opening(prompt: Any, opening: Content) -> list[JsonObject]:
-    """The prompt with what `reset` returned at the end of its last user message."""
+    """The prompt with what `reset` returned added to its last user message."""
     messages = [dict(message) for message in prompt]
     for message in reversed(messages):
         if message.get("role") == "user":

@@ -1,8 +1,8 @@
-"""What a tool or an environment answered, as the model may be shown it: texts and images.
+"""What a tool or an environment answered, as the model sees it: texts and images.
 
 An answer is a text, or a list of content parts `{type: text, text: ...}` and `{type: image, file:
-BASE64, size: [width, height]}`. The template sees the parts without their files; the files go with
-the turn.
+BASE64, size: [width, height]}`. The chat template gets the parts without their files; the turn
+carries the files.
 """
 
 import base64
@@ -23,8 +23,8 @@ IMAGE_MARK = "[image]"  # in texts that stand for what was shown
 class ToolImages:
     """Whether tools may answer with images, and how large these may be.
 
-    `why_not`: the reason that a tool is told, in words that go on from "it returned an image";
-    None = they may. `max_pixels`: larger ones are scaled down (`data.max_pixels`).
+    `why_not`: the reason given to the tool, a clause that continues "it returned an image";
+    None = allowed. `max_pixels`: larger images are scaled down (`data.max_pixels`).
     """
 
     why_not: str | None = None
@@ -33,7 +33,7 @@ class ToolImages:
     def read_answer(self, answer: JsonObject) -> JsonObject:
         """An answer whose images have been decoded, converted and measured.
 
-        One that is no image makes it an error of the tool.
+        An invalid image turns the answer into an error of the tool.
         """
         if "parts" not in answer:
             return answer
@@ -47,36 +47,36 @@ class ToolImages:
                 else:
                     parts.append({"type": "text", "text": str(part["text"])})
         except BadImage as error:
-            return {"error": f"an image that it returned: {error}"}
-        except (TypeError, KeyError, ValueError):  # the process is the tool's to write from
-            return {"error": "its process answered in another form"}
+            return {"error": f"it returned an invalid image: {error}"}
+        except (TypeError, KeyError, ValueError):  # the tool can write to its process's pipe
+            return {"error": "unexpected response format from its process"}
         return answer | {"parts": parts}
 
 
 @dataclass
 class Observation:
-    """What a turn is told, message by message, and the images in it."""
+    """The observation before a turn, message by message, with its images."""
 
-    messages: list[JsonObject] = field(default_factory=list)  # as a chat template takes them
+    messages: list[JsonObject] = field(default_factory=list)  # as chat templates take them
     files: list[str] = field(default_factory=list)  # of the images: the base64 of PNG files
     sizes: list[tuple[int, int]] = field(default_factory=list)  # width, height
 
     @property
     def text_messages(self) -> list[JsonObject]:
-        """The messages with a mark where an image was: what samples and records show."""
+        """The messages with a mark in place of each image: what samples and records show."""
         return [m | {"content": content_text(m["content"])} for m in self.messages]
 
 
 class ObservationLimit:
-    """Cuts what one turn is told to `max_tokens` together."""
+    """Cuts the observation before one turn to `max_tokens` in total."""
 
     def __init__(self, renderer: TurnRenderer, max_tokens: int):
         self.renderer, self.left = renderer, max_tokens
 
     def shown(self, content: Content, observation: Observation) -> Content:
-        """The content as the model may see it; its images are added to `observation`.
+        """The content as the model sees it; its images are added to `observation`.
 
-        A text is cut off where the limit is reached; an image that does not fit is left out whole.
+        Text is cut at the limit; an image that does not fit is left out whole.
         """
         if isinstance(content, str):
             return self._text(content)
@@ -104,13 +104,13 @@ class ObservationLimit:
 
 
 def answer_content(answer: JsonObject) -> Content:
-    """What an answer without error says."""
+    """The content of an answer without error."""
     found: Content = answer["parts"] if "parts" in answer else answer["text"]
     return found
 
 
 def content_text(content: Content) -> str:
-    """A content in one text, with a mark where an image is."""
+    """A content as one text, with a mark in place of each image."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else IMAGE_MARK for part in content)
@@ -122,7 +122,7 @@ def as_parts(content: Content) -> list[JsonObject]:
 
 
 def joined_content(first: Content, second: Content) -> Content:
-    """Two contents, one after the other."""
+    """Two contents, concatenated."""
     if isinstance(first, str) and isinstance(second, str):
         return first + second
     parts: Sequence[JsonObject] = [*as_parts(first), *as_parts(second)]

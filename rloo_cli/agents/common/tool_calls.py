@@ -1,7 +1,7 @@
-"""Makes an episode's calls, and words what came of them for the model.
+"""Makes an episode's calls, and turns their results into messages for the model.
 
-It runs in a thread for each episode that waits for a tool, and touches that episode alone. A call
-that fails is an error that the model is told of, or an episode without a score; never a zero.
+It runs in a thread for each episode that waits for a tool, and touches only that episode. A failed
+call becomes an error message to the model, or an episode without a score; never a score of 0.
 """
 
 import json
@@ -20,7 +20,7 @@ CHARACTERS_PER_TOKEN = 64  # a text is cut to this many before it is sent, and b
 
 @dataclass
 class Answers:
-    """What a turn's calls came to: an answer for each, and a text for each that was unreadable."""
+    """Results of a turn's calls: an answer for each, and an error text for each unreadable one."""
 
     calls: list[JsonObject]
     contents: list[Content]
@@ -35,13 +35,13 @@ class ToolCalls:
         self.config, self.processes, self.images = config, processes, images
 
     def open_environment(self, episode: Episode) -> None:
-        """Make an episode's environment and reset it; what that returns is its `opening`."""
+        """Make an episode's environment and reset it; what reset returns is its `opening`."""
         if not episode.environment.is_stateful:
             return
         spec = episode.environment.class_spec
         row, prompt = dict(episode.group.example), episode.group.prompt
         if any(m["content"] for m in prompt if m["role"] == "user"):  # type: ignore[index]
-            row["prompt"] = prompt  # not where reset says all of the first turn
+            row["prompt"] = prompt  # not if reset provides the whole first turn
         message = {"do": "reset", "spec": spec, "row": row}
         answer = self._ask_environment(episode, message | self._limits(episode, 0))
         if answer is not None and "error" in answer:
@@ -66,7 +66,7 @@ class ToolCalls:
             answer = self._call(episode, call, number)
             episode.counts.tool_s += time.monotonic() - began
             if answer is None:
-                return answers  # it has failed
+                return answers  # the episode has failed
             answers.done = answers.done or bool(answer.get("done"))
             answers.contents.append(answer["told"] if "told" in answer else answer_content(answer))
         episode.counts.bad_calls += len(unreadable)
@@ -91,8 +91,8 @@ class ToolCalls:
         episode.caller = None
 
     def _ask_turn_reward(self, episode: Episode) -> None:
-        """Store what the environment says that the episode's last turn earned."""
-        message = {"do": "turn"} | self._limits(episode, 0) | {"seed": None}  # reset has seeded it
+        """Store the reward that the environment gives for the episode's last turn."""
+        message = {"do": "turn"} | self._limits(episode, 0) | {"seed": None}  # seeded at reset
         answer = self._ask_environment(episode, message)
         if answer is not None and "error" in answer:
             self._give_up(episode, f"get_turn_reward: {answer['error']}")
@@ -100,11 +100,11 @@ class ToolCalls:
             episode.turns[-1].reward = answer["reward"]
 
     def _call(self, episode: Episode, call: JsonObject, number: int) -> JsonObject | None:
-        """One call's answer: `text`, or `told` where it failed; None where the episode has."""
+        """One call's answer: `text`, or `told` if it failed; None if the episode failed."""
         spec = episode.environment.specs[call["name"]]
         message = {"do": "call", "spec": spec, **call} | self._limits(episode, number)
         if episode.environment.is_stateful:
-            message["seed"] = None  # its reset has seeded it
+            message["seed"] = None  # seeded at reset
             answer = self._ask_environment(episode, message)
         else:
             answer = self._ask_function(message)
@@ -124,7 +124,7 @@ class ToolCalls:
             return {"error": str(gone)}
 
     def _ask_environment(self, episode: Episode, message: JsonObject) -> JsonObject | None:
-        """An answer of the episode's own process; None where that is gone, with its state."""
+        """An answer of the episode's own process; None if that exited, and its state with it."""
         try:
             if episode.caller is None:
                 episode.caller = self.processes.take_new()
@@ -140,7 +140,7 @@ class ToolCalls:
         episode.fail(why)
 
     def _limits(self, episode: Episode, number: int) -> JsonObject:
-        """What every message has: how long its answer may be, and the seed of what it draws."""
+        """The fields of every message: the time limit of its answer, and the seed."""
         turn = len(episode.turns)
         return {
             "max_characters": CHARACTERS_PER_TOKEN * self.config.max_observation_tokens,

@@ -1,7 +1,7 @@
 """Where tools and environments run: worker processes, or threads with agent.workers=0.
 
-A function's call takes any worker that is idle. An environment has one of its own, from `reset` to
-the end of its episode. A worker that is late or gone is killed with everything that it started.
+A function's call takes any idle worker. An environment has its own worker, from `reset` to
+the end of its episode. A worker that times out or exits is killed with all that it started.
 """
 
 import json
@@ -20,14 +20,14 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ToolGone(Exception):
-    """The tool's process exited, or was killed; its text says why, in words for a log."""
+    """The tool's process exited, or was killed; the text says why, for logs."""
 
 
 class ToolCaller(Protocol):
-    """Something that answers the messages of `ToolWorker`."""
+    """Answers the messages of `ToolWorker`."""
 
     def request(self, message: JsonObject, timeout_s: float) -> JsonObject:
-        """The answer. Raises ToolGone: nothing can be asked any more."""
+        """The answer. Raises ToolGone: the worker can answer no more."""
 
     def kill(self) -> None:
         """End it."""
@@ -45,24 +45,24 @@ class ToolProcess:
             answer = json.loads(self.worker.request(message, timeout_s, MAX_ANSWER_BYTES))
             if isinstance(answer, dict):
                 return answer
-            why = "its process answered in another form"
+            why = "unexpected response format from its process"
         except TimeoutError:
             why = f"no answer within {timeout_s:g} s (agent.max_tool_s); its process is killed"
         except (WorkerGone, ValueError):
-            why = "its process ended in the call"
+            why = "its process exited during the call"
         self.kill()
         raise ToolGone(why)
 
     def kill(self) -> None:
-        """Kill it and whatever it started."""
+        """Kill it and everything that it started."""
         self.worker.kill()
 
 
 class ToolThread:
-    """Answers in a thread of this process. One that is late is left behind: nothing can end it."""
+    """Answers in a thread of this process. A late thread is abandoned: it cannot be killed."""
 
     def __init__(self) -> None:
-        self.worker = ToolWorker(seeds=False)  # the run's own random state is not a tool's
+        self.worker = ToolWorker(seeds=False)  # tools must not touch the run's random state
 
     def request(self, message: JsonObject, timeout_s: float) -> JsonObject:
         """The answer to one message."""
@@ -79,7 +79,7 @@ class ToolThread:
         except Empty:
             raise ToolGone(f"no answer within {timeout_s:g} s (agent.max_tool_s)") from None
         if noted:
-            what = f"a tool called {noted[0]}, which works in a main thread only"
+            what = f"a tool called {noted[0]}, which works only in the main thread"
             raise GenerationError(f"{what}; agent.workers=1 runs tools in processes")
         return answer
 
@@ -88,14 +88,14 @@ class ToolThread:
 
 
 class ToolProcesses:
-    """All tool processes of a run. `keep`: idle ones that are kept; 0 = threads of this process."""
+    """All tool processes of a run. `keep`: idle ones to keep; 0 = threads of this process."""
 
     def __init__(self, specs: Sequence[str], keep: int):
         self.keep = keep
         self.pool = WorkerPool(ToolWorker(list(specs)), "a tool", keep)
 
     def take_new(self) -> ToolCaller:
-        """A process that nothing has used yet, for an environment. Raises GenerationError."""
+        """An unused process, for an environment. Raises GenerationError."""
         if not self.keep:
             return ToolThread()
         try:
@@ -104,7 +104,7 @@ class ToolProcesses:
             raise _not_started(error) from None
 
     def call_function(self, message: JsonObject, timeout_s: float) -> JsonObject:
-        """The answer of any process that is idle. Raises ToolGone, GenerationError."""
+        """The answer of any idle process. Raises ToolGone, GenerationError."""
         if not self.keep:
             return ToolThread().request(message, timeout_s)
         try:
@@ -120,4 +120,4 @@ class ToolProcesses:
 
 def _not_started(error: OSError) -> GenerationError:
     fix = "agent.workers=0 runs them in threads"
-    return GenerationError(f"no process for a tool could be started: {error}; {fix}")
+    return GenerationError(f"cannot start a tool process: {error}; {fix}")

@@ -1,7 +1,7 @@
-"""The tools' descriptions, out of the user's functions and classes, and checks of calls.
+"""Descriptions of the tools, from the user's functions and classes, and checks of calls.
 
 A description is the JSON schema that chat templates take (`transformers.utils.get_json_schema`):
-it needs a type for every argument and a docstring that says what each is.
+it needs a type for every argument and a docstring that describes each one.
 """
 
 import inspect
@@ -16,9 +16,9 @@ from rloo_cli.config.user_code import load_user_code
 from rloo_cli.utils.errors import DataError, refuse
 from rloo_cli.utils.files import JsonObject
 
-ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
+ENVIRONMENT_COLUMN = "environment"  # names the row's environment
 NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
-# What a value of each JSON type may be in Python; bool is an int, and is looked at first.
+# The Python types that a value of each JSON type may have; bool is an int, so it comes first.
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,),
     "array": (list,), "object": (dict,), "null": (type(None),),
@@ -27,7 +27,7 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Environment:
-    """The tools that some rows have. A function's spec is its own; methods share their class's."""
+    """The tools that some rows have. Each function has a spec; methods share their class's."""
 
     schemas: list[JsonObject]  # one per tool, as chat templates take them
     specs: dict[str, str]  # tool -> `file.py:name` that the process imports
@@ -37,11 +37,11 @@ class Environment:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether an episode has an environment of its own, from reset to end."""
+        """Whether each episode has its own environment, from reset to end."""
         return self.class_spec is not None
 
     def check_call(self, name: str, arguments: object) -> str | None:
-        """What is wrong with a call, in words for the model; None = nothing."""
+        """An error text for the model if a call is invalid; None if it is valid."""
         if name not in self.specs:
             return f"there is no tool {name!r}; there are: {', '.join(self.specs)}"
         if not isinstance(arguments, dict):
@@ -64,7 +64,7 @@ def _has_type(value: object, schema: JsonObject) -> bool:
     wanted = schema.get("type")
     names = [wanted] if isinstance(wanted, str) else wanted
     if not isinstance(names, list) or any(name not in JSON_TYPES for name in names):
-        return True  # a union, or a type that JSON has no name for: the tool itself decides
+        return True  # a union, or a type unknown to JSON: the tool itself decides
     if value is None and schema.get("nullable"):
         return True
     if isinstance(value, bool):
@@ -74,19 +74,19 @@ def _has_type(value: object, schema: JsonObject) -> bool:
 
 @dataclass(frozen=True)
 class ToolSet:
-    """All tools of a run: those of each environment, by name."""
+    """All tools of a run, by environment name."""
 
     environments: dict[str, Environment] = field(default_factory=dict)
 
     def environment_of(self, example: Mapping[str, object]) -> Environment:
-        """The environment of a row. Raises DataError where its column does not name one."""
+        """The environment of a row. Raises DataError if its column does not name one."""
         if len(self.environments) == 1:
             return next(iter(self.environments.values()))
         name = example.get(ENVIRONMENT_COLUMN)
         if name not in self.environments:
             names = ", ".join(self.environments)
-            what = f"a row's column {ENVIRONMENT_COLUMN!r} is {name!r}, which is no environment"
-            why = f"there are several, and the column says which a row is for; one of: {names}"
+            what = f"a row's column {ENVIRONMENT_COLUMN!r} is {name!r}, not an environment"
+            why = f"the run has several environments, and this column selects one: {names}"
             refuse("agent.environments", what, f"a column of {names}", why, error=DataError)
         return self.environments[str(name)]
 
@@ -95,12 +95,12 @@ class ToolSet:
         return self.environment_of(example).schemas
 
     def to_json(self) -> JsonObject:
-        """Its environments as plain values, for a record of rollouts."""
+        """The environments as plain values, for recorded rollouts."""
         return {name: asdict(environment) for name, environment in self.environments.items()}
 
     @classmethod
     def from_json(cls, values: JsonObject) -> "ToolSet":
-        """Read what `to_json` wrote; none of the user's code is imported."""
+        """Read what `to_json` wrote, without importing any user code."""
         return cls({name: Environment(**saved) for name, saved in values.items()})
 
     @property
@@ -118,8 +118,8 @@ def load_functions(specs: Mapping[str, str]) -> ToolSet:
         schema = tool_schema(load_user_code(spec, where), spec, where)
         name = schema["function"]["name"]
         if name in by_name:
-            what, why = f"two tools are called {name!r}", f"{by_name[name]} and {spec}"
-            refuse(where, what, "another name for one of them", why)
+            what, why = f"two tools have the name {name!r}", f"{by_name[name]} and {spec}"
+            refuse(where, what, "rename one of them", why)
         schemas.append(schema)
         by_name[name] = spec
     return ToolSet({"": Environment(schemas, by_name)})
@@ -144,7 +144,7 @@ def _describe_environment(factory: Callable[..., object], spec: str, where: str)
         refuse(where, what, "def reset(self, **row): ...", why)
     tools = {n: m for n, m in methods.items() if n not in NOT_TOOLS and not n.startswith("_")}
     if not tools:
-        what, why = f"{spec} has no tool", "its public methods are what a model can call"
+        what, why = f"{spec} has no tool", "the model can call its public methods, and it has none"
         refuse(where, what, "a method with types and a docstring", why)
     schemas = [tool_schema(method, f"{spec}.{n}", where) for n, method in tools.items()]
     return Environment(
@@ -171,7 +171,7 @@ def _public_methods(factory: Callable[..., object]) -> dict[str, Callable[..., o
 
 
 def tool_schema(code: Callable[..., Any], spec: str, where: str) -> JsonObject:
-    """The description of a function. Raises ConfigError where it lacks a type or a docstring."""
+    """The description of a function. Raises ConfigError if a type or docstring is missing."""
     try:
         schema: JsonObject = get_json_schema(code)
     except Exception as error:  # its own exceptions, and those of odd annotations

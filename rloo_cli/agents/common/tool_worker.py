@@ -1,7 +1,7 @@
 """Answers calls in a worker process of tools: functions, or the methods of one environment.
 
-Messages come from the run and are trusted. Answers are JSON: what a model made a tool do must not
-reach the run as code. A worker has one environment at most, for one episode.
+Messages come from the run and are trusted. Answers are JSON, because nothing that a model makes a
+tool do may reach the run as code. A worker has at most one environment, for one episode.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rloo_cli.utils.files import JsonObject
 
 ERROR_CHARACTERS = 2000  # of an error's text
 IMAGE_KEYS = ("image", "image_url", "url", "bytes")  # of a content part: where its image is
-NO_IMAGES = "and the model takes text alone"
+NO_IMAGES = "and the model takes only text"
 
 
 @dataclass
@@ -38,15 +38,15 @@ class ToolWorker:
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Import the user's code; a call that needs what cannot be imported says why."""
+        """Import the user's code; calls that need a failed import return its error."""
         for spec in self.specs:
             try:
                 registry.load_code(spec)
-            except BaseException:  # the run has imported it too
+            except BaseException:  # the run has imported it already
                 traceback.print_exc()
 
     def start(self) -> None:
-        """Do nothing more in each worker."""
+        """Do nothing: forks of it are imported and ready."""
 
     def answer(self, message: JsonObject) -> bytes:
         """The JSON of `answer_object`."""
@@ -71,7 +71,7 @@ class ToolWorker:
         taken = inspect.signature(self.environment.reset).parameters
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
             row = {n: v for n, v in row.items() if n in taken}
-        elif "seed" not in taken:  # its own columns are what it expects
+        elif "seed" not in taken:  # it would not expect a seed
             row = message["row"]
         told = _run(self.environment.reset, row)
         return {"text": None} | ({} if told is None else _as_told(told, message)) | self._state()
@@ -89,16 +89,16 @@ class ToolWorker:
         return {"done": bool(getattr(self.environment, "done", False))}
 
     def _turn(self, message: JsonObject) -> JsonObject:
-        """What the turn earned whose calls have just been made."""
+        """The reward of the turn whose calls have just been made."""
         return self._reward("get_turn_reward")
 
     def _end(self, message: JsonObject) -> JsonObject:
-        """The environment's own reward, where it has one, and its public attributes."""
+        """The environment's own reward, if it has one, and its public attributes."""
         answer = self._reward("get_reward")
         return answer if "error" in answer else answer | {"state": _public_values(self.environment)}
 
     def _reward(self, method: str) -> JsonObject:
-        """What a method without arguments says; None without that method, or where it does."""
+        """The number returned by a method without arguments; None if missing or returned."""
         if not hasattr(self.environment, method):
             return {"reward": None}
         told = _run(getattr(self.environment, method), {})
@@ -106,7 +106,7 @@ class ToolWorker:
             return {"reward": None}
         value = float(told)
         if not math.isfinite(value):
-            return {"error": f"it is {value}, which is no reward"}
+            return {"error": f"it is {value}, not a finite number"}
         return {"reward": value}
 
 
@@ -138,7 +138,7 @@ def _as_told(told: object, message: JsonObject) -> JsonObject:
 
 
 def _clean_text(text: str, message: JsonObject) -> str:
-    """Too long a text is cut here already; a lone surrogate is no text that can be sent."""
+    """Text cut to a length that can be sent; lone surrogates are replaced."""
     return text[: message["max_characters"]].encode("utf-8", errors="replace").decode()
 
 
@@ -170,7 +170,7 @@ def _content_parts(told: object) -> list[str | _Picture] | None:
 
 
 def _is_picture(value: object) -> bool:
-    """Whether it is an image of PIL, which is imported where there is one."""
+    """Whether it is a PIL image; PIL is imported only if there could be one."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
@@ -191,7 +191,7 @@ def _image_file(value: Any) -> bytes:
 
 
 def _public_values(environment: object) -> JsonObject:
-    """The environment's public attributes that JSON can hold, for rewards to read."""
+    """The environment's JSON-serializable public attributes, for rewards to read."""
     values: JsonObject = {}
     for name, value in vars(environment).items() if hasattr(environment, "__dict__") else ():
         if name.startswith("_"):
@@ -204,7 +204,7 @@ def _public_values(environment: object) -> JsonObject:
 
 
 def seed_process(seed: int) -> None:
-    """Seed what a tool may draw from, so that an episode can be repeated."""
+    """Seed the random sources that a tool may use, so that an episode can be repeated."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

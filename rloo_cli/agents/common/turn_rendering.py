@@ -1,9 +1,9 @@
-"""What a tool answered, as ids: the chat template with the new messages and without them.
+"""A tool's answer as ids: the chat template with the new messages and without them.
 
-Ids that were sampled are never tokenised again. Of a conversation that stands in for the real one
-(a question, the calls as they were made) the template gives a text without and with the answers;
-what is after the end of the assistant's turn in the longer one is what the sampled ids go on with.
-The shorter must be a prefix of the longer up to that end, else the template is refused by name.
+Sampled ids are never tokenised again. For a placeholder conversation (a question, and the calls as
+they were made) the template renders a text without and with the answers; whatever follows the
+assistant's turn in the longer one is appended to the sampled ids. The shorter text must be a
+prefix of the longer up to that point, else the template is refused by name.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from rloo_cli.data.vision_processor import VisionProcessor
 
 CUT_MARK = " [cut]"
-# An observation that tokenizers like to merge with what stands around it.
+# An observation that tokenizers tend to merge with the text around it.
 HOSTILE = "  \n\n<tool_response>\u00e9\u4e16 [INST] 0x00\r\n\t}}\n "
 PROBE = "tool-answer-probe"
-ID_LENGTH = 9  # of a call, as Mistral's templates want it
+ID_LENGTH = 9  # of a call, as Mistral's templates require
 
 
 class TurnRenderer:
     """Renders what is new between two turns, for one tokenizer.
 
-    `stop_ids` end a turn. `vision` knows the tokens of images; None = there are none.
+    `stop_ids` end a turn. `vision` knows the image tokens; None = no images.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class TurnRenderer:
         self.special_texts = sorted((s for s in special if s), key=len, reverse=True)
 
     def split_specials(self, text: str) -> str:
-        """A text in which every text of a special token has a space."""
+        """Text in which every special token's text is broken up by a space."""
         for special in self.special_texts:
             text = text.replace(special, special[:1] + " " + special[1:])
         return text
 
     def clean_observation(self, text: str, max_tokens: int) -> tuple[str, int]:
-        """A tool's text as the model may see it, and its tokens.
+        """A tool's text as the model sees it, and its tokens.
 
-        Texts of special tokens get a space, so that a tool cannot end a turn or begin one; beyond
-        `max_tokens` it is cut off, which it then says.
+        Texts of special tokens get a space, so that a tool cannot end or begin a turn; beyond
+        `max_tokens` it is cut, with a note that says so.
         """
         text = self.split_specials(text)
         # One token has at most a few dozen characters; the rest need not be tokenised to be cut.
@@ -76,7 +76,7 @@ class TurnRenderer:
     ) -> list[int]:
         """The ids between a turn that ended with `last_sampled_id` and the next one.
 
-        `messages`: what is new; `calls`: those that the turn before made. Raises GenerationError.
+        `messages`: the new ones; `calls`: those of the turn before. Raises GenerationError.
         """
         return self.new_ids_with_images(calls, messages, schemas, last_sampled_id, ())[1]
 
@@ -88,12 +88,12 @@ class TurnRenderer:
         last_sampled_id: int,
         sizes: Sequence[tuple[int, int]],
     ) -> tuple[list[int], list[int]]:
-        """(the same ids, those with one placeholder for each image); `sizes`: of the images."""
+        """(the same ids, the ids with one placeholder per image); `sizes`: of the images."""
         before, shorter = self._conversation_before(calls, schemas)
         text = self._text([*before, *messages], schemas, True)
         longer = self.expanded(text, ())
         end = self._turn_end(shorter, longer)
-        # Where a stop string ended the turn, the token that ends a turn is still to come.
+        # If a stop string ended the turn, the token that ends a turn is still missing.
         is_open = end > 0 and longer[end - 1] in self.stop_ids
         is_open = is_open and last_sampled_id not in self.stop_ids
         begin = end - 1 if is_open else end
@@ -108,11 +108,11 @@ class TurnRenderer:
 
     def image_tokens(self, size: tuple[int, int]) -> int:
         """The tokens of an image of this size."""
-        assert self.vision is not None, "images were not let through"
+        assert self.vision is not None, "images are not enabled"
         return self.vision.num_tokens(size)
 
     def shows_images(self, schemas: Sequence[JsonObject]) -> bool:
-        """Whether the chat template writes a placeholder for an image that a tool answers with."""
+        """Whether the chat template writes a placeholder for an image in a tool's answer."""
         if self.vision is None:
             return False
         name = schemas[0]["function"]["name"] if schemas else "tool"
@@ -120,17 +120,17 @@ class TurnRenderer:
         parts = [{"type": "image"}, {"type": "text", "text": PROBE}]
         try:
             shown = self._text([*_before([call]), tool_message(0, call, parts)], schemas, True)
-        except Exception:  # a template is a program, with a program's errors
+        except Exception:  # a template is code and can raise anything
             return False
         return PROBE in shown and shown.count(self.vision.processor.image_token) == 1
 
     def _conversation_before(
         self, calls: Sequence[JsonObject], schemas: Sequence[JsonObject]
     ) -> tuple[list[JsonObject], list[int]]:
-        """The conversation that stands in for the one so far, and its ids.
+        """The placeholder for the conversation so far, and its ids.
 
-        A model may make calls that its template refuses to write (several at once, arguments that
-        are not an object). The turn is never rendered again, so simpler calls can stand in.
+        A model may make calls that its template refuses to render (several at once, arguments that
+        are not an object). The turn is never rendered again, so simpler calls can replace them.
         """
         plain = [c if isinstance(c["arguments"], dict) else c | {"arguments": {}} for c in calls]
         why = Exception()
@@ -138,19 +138,19 @@ class TurnRenderer:
             try:
                 before = _before(written)
                 return before, self._ids(before, schemas, False)
-            except Exception as error:  # a template is a program, with a program's errors
+            except Exception as error:  # a template is code and can raise anything
                 why = error
         what = "the chat template refuses a turn with calls"
         self._refuse_template(what, why, GenerationError)
 
     def _turn_end(self, shorter: list[int], longer: list[int]) -> int:
-        """Where the assistant's turn ends in the longer text, the token that ends it included."""
+        """Where the assistant's turn ends in the longer text, its end token included."""
         stops = [i for i, token in enumerate(shorter) if token in self.stop_ids]
         end = stops[-1] + 1 if stops else len(shorter)
         if longer[:end] == shorter[:end]:
             return end
-        # Some templates write an assistant's last turn in another way than an earlier one. Inside
-        # that turn it does not matter, for it is never rendered again: its end is counted.
+        # Some templates render an assistant's last turn differently from earlier ones. A difference
+        # inside that turn does not matter, for it is never rendered again: only its end counts.
         places = [i for i, token in enumerate(longer) if token in self.stop_ids]
         if stops and len(places) >= len(stops):
             return places[len(stops) - 1] + 1
@@ -159,7 +159,7 @@ class TurnRenderer:
         decode = self.tokenizer.decode
         why = f"without the answer: {decode(shorter[at : at + 12])!r}, with it:"
         why += f" {decode(longer[at : at + 12])!r}"
-        what = "the chat template writes a conversation in another way once more follows"
+        what = "the chat template renders a turn differently once another message follows"
         self._refuse_template(what, why, GenerationError)
 
     def _ids(
@@ -183,7 +183,7 @@ class TurnRenderer:
         refuse(where, what, "model.chat_template=FILE, one with tools", why, error=error)
 
     def check_template(self, schemas: Sequence[JsonObject]) -> None:
-        """Refuse a template that does not show what tools answer. Raises ConfigError."""
+        """Refuse a template that drops tool answers. Raises ConfigError."""
         name = schemas[0]["function"]["name"] if schemas else "tool"
         call: JsonObject = {"name": name, "arguments": {}}
         stop = next(iter(sorted(self.stop_ids)), -1)
@@ -194,16 +194,16 @@ class TurnRenderer:
                 shown = self._text([*_before([call]), answer], schemas, True)
             except GenerationError as error:
                 raise ConfigError(*error.problems) from None
-            except Exception as error:  # a template is a program, with a program's errors
-                what = "the chat template refuses what a tool answers"
+            except Exception as error:  # a template is code and can raise anything
+                what = "the chat template refuses a tool's answer"
                 self._refuse_template(what, error)
-            if PROBE not in shown:  # its ids may be unknown ones, of a small vocabulary
-                what = "the chat template leaves out what a tool answers"
+            if PROBE not in shown:  # not by ids: a small vocabulary may map them to unknown
+                what = "the chat template leaves out a tool's answer"
                 self._refuse_template(what, "a message of role tool does not appear in its text")
 
 
 def _before(calls: Sequence[JsonObject]) -> list[JsonObject]:
-    """A conversation that stands in for the one so far, with the calls as they were made."""
+    """A placeholder for the conversation so far, with the calls as they were made."""
     said: JsonObject = {"role": "assistant", "content": "" if calls else "..."}
     if calls:
         said["tool_calls"] = [call_message(i, call) for i, call in enumerate(calls)]
@@ -211,7 +211,7 @@ def _before(calls: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def call_id(index: int) -> str:
-    """The name of a turn's call number `index`."""
+    """The id of call number `index` of a turn."""
     return f"call{index:0{ID_LENGTH - 4}d}"
 
 
@@ -222,6 +222,6 @@ def call_message(index: int, call: JsonObject) -> JsonObject:
 
 
 def tool_message(index: int, call: JsonObject, content: str | list[JsonObject]) -> JsonObject:
-    """What a call answered, as chat templates take it."""
+    """The answer to a call, as chat templates take it."""
     message: JsonObject = {"role": "tool", "name": call["name"], "content": content}
     return message | {"tool_call_id": call_id(index)}

@@ -1,8 +1,8 @@
 """Ids between two turns by the rules of the package `renderers` (agent.renderer=renderers).
 
-It has rules written by hand for the chat formats of many models, where `turn_rendering` takes the
-difference of two texts. They are used where they know the model and fit its tokenizer, and put the
-same ids between two turns as the difference does; else they are refused before anything is sampled.
+It has hand-written template rules for many models' chat formats, whereas `turn_rendering` takes the
+difference of two texts. The rules are used if they know the model, fit its tokenizer, and put the
+same ids between two turns as the difference; otherwise they are refused before sampling starts.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class RuleRenderer(TurnRenderer):
         schemas: Sequence[JsonObject],
         last_sampled_id: int,
     ) -> list[int]:
-        """`TurnRenderer.new_ids`; the difference where the rules have none for these messages."""
+        """`TurnRenderer.new_ids`; the difference if no rule covers these messages."""
         by_rule = self.ids_by_rule(messages, schemas, last_sampled_id)
         if by_rule is not None:
             return by_rule
@@ -54,9 +54,9 @@ class RuleRenderer(TurnRenderer):
         schemas: Sequence[JsonObject],
         last_sampled_id: int,
     ) -> list[int] | None:
-        """What the rules put after a turn that ended with this id; None where they say nothing.
+        """The ids that the rules put after a turn that ended with this id; None if no rule applies.
 
-        Raises GenerationError where they would change what stands before.
+        Raises GenerationError if they would change the ids before.
         """
         prompt = self._ids([{"role": "user", "content": "?"}], [], True)
         said = [*self.tokenizer("...", add_special_tokens=False)["input_ids"], last_sampled_id]
@@ -67,12 +67,12 @@ class RuleRenderer(TurnRenderer):
         before, whole = [*prompt, *said], list(bridged.token_ids)
         if whole[: len(before)] != before:
             why = f"after {self.tokenizer.decode(said)!r}"
-            what = "the rules of renderers change ids that were sampled"
+            what = "the rules of renderers change sampled ids"
             refuse(KEY, what, f"{KEY}=difference", why, error=GenerationError)
         return whole[len(before) :]
 
     def check_rules(self) -> None:
-        """Check that rules and difference agree on what a tool answers. Raises ConfigError."""
+        """Check that rules and difference agree on a tool's answer. Raises ConfigError."""
         call: JsonObject = {"name": "tool", "arguments": {}}
         answer = [tool_message(0, call, PROBE)]
         stop = next(iter(sorted(self.stop_ids)), -1)
@@ -97,7 +97,7 @@ def build_renderer(
     tokenizer: "PreTrainedTokenizerBase",
     stop_ids: set[int],
 ) -> TurnRenderer:
-    """The renderer that is `asked` by agent.renderer. Raises ConfigError where it does not fit."""
+    """The renderer selected by agent.renderer. Raises ConfigError if it does not fit."""
     if not asked.startswith(RENDERERS):
         return TurnRenderer(tokenizer, template_kwargs, stop_ids)
     name = asked.removeprefix(RENDERERS_PREFIX) if asked != RENDERERS else None
@@ -108,9 +108,9 @@ def build_renderer(
 
 
 def _load_rules(name: str | None, model_path: str, tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """The package's renderer of this name; None = the one that it has for this model.
+    """The package's renderer of this name; None = the one registered for this model.
 
-    Its own choice by model asks a hub about models that it does not know, so it is not used.
+    Its own lookup by model asks a hub about unknown models, so it is not used.
     """
     from renderers.base import MODEL_RENDERER_MAP, create_renderer  # lazy: optional
     from renderers.configs import config_from_name  # lazy: optional
@@ -126,7 +126,7 @@ def _load_rules(name: str | None, model_path: str, tokenizer: "PreTrainedTokeniz
         refuse(KEY, what, fix, f"it has: {listed}")
     try:
         return create_renderer(tokenizer, config)
-    except Exception as error:  # a tokenizer without the tokens that its rules use
+    except Exception as error:  # the tokenizer lacks tokens that its rules use
         _refuse_rules(error)
 
 

@@ -1,11 +1,11 @@
-"""Ends the agents of a run that was killed, and all that they have started.
+"""Ends the agents of a killed run, and everything that they have started.
 
     python -I -S agent_guard.py PIPE ENTRY
 
-The kernel closes PIPE, a descriptor, when the run ends, however it ends. ENTRY is how the entry of
-the environment begins that the run's agents have, and with them all that they start. A run that
-ends by itself has ended its agents, and this process too. It imports the standard library alone,
-starts in hundredths of a second, and finds processes where the kernel is Linux.
+The kernel closes PIPE, a descriptor, when the run ends for any reason. ENTRY is the beginning of
+an environment entry that the run's agents have, and that all their children inherit. A run that
+ends normally has ended its agents, and this process too. It imports only the standard library,
+starts in hundredths of a second, and needs Linux to find processes.
 """
 
 import os
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-MOST_LOOKS = 50  # one that is just being forked is found at the next look
+MOST_LOOKS = 50  # repeated, since a process may just be forking
 PAUSE_S = 0.02
 
 
@@ -26,7 +26,7 @@ def processes_with_entry(entry: bytes) -> list[int]:
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 entries = file.read().split(b"\0")
-        except OSError:  # gone, or somebody else's
+        except OSError:  # gone, or of another user
             continue
         if any(each.startswith(entry) for each in entries):
             found.append(int(name))
@@ -34,7 +34,7 @@ def processes_with_entry(entry: bytes) -> list[int]:
 
 
 def end_with_run(pipe: int, entry: bytes) -> None:
-    """Wait until the pipe is closed, and kill what has the entry."""
+    """Wait until the pipe is closed, and kill every process with the entry."""
     while os.read(pipe, 1):
         pass
     for _ in range(MOST_LOOKS):

@@ -1,7 +1,7 @@
-"""One process that plays all episodes of a run: it comes for them, with the run's token.
+"""One process that plays all episodes of a run: it fetches them with the run's token.
 
-It is started anew when it ends, or when it takes no episode though there are some. Those that it
-had then have no score; the run goes on with the others.
+It is restarted when it exits, or when it takes no episode although some are waiting. The episodes
+that it had then have no score; the run continues with the others.
 """
 
 import time
@@ -18,13 +18,13 @@ from rloo_cli.agents.external.request_queue import RequestQueue
 from rloo_cli.agents.external.server import ProxyServer
 from rloo_cli.utils.errors import GenerationError, refuse
 
-MOST_IDLE_STARTS = 2  # starts in a row after which no episode was taken; then it is an error
+MOST_IDLE_STARTS = 2  # restarts in a row without a taken episode before it is an error
 
 
 class AgentHost:
-    """The process, and when it last did something. Raises GenerationError where it cannot start.
+    """The process, and when it was last active. Raises GenerationError if it cannot start.
 
-    `mark`: the entry of its environment by which it is found when the run was killed (AgentGuard).
+    `mark`: the environment entry by which AgentGuard finds it after the run was killed.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class AgentHost:
             raise start_error(self.command, error) from None
 
     def begin_step(self) -> None:
-        """Note that there are episodes from now on."""
+        """Note that episodes are waiting from now on."""
         self.idle_since = time.monotonic()
 
     def revive(self) -> str | None:
-        """Start it anew where it ended or hangs. -> why it had to be; None where it lives.
+        """Restart it if it exited or hangs. -> the reason; None if it is alive.
 
-        Raises GenerationError where it took no episode between two starts.
+        Raises GenerationError if it took no episode between two starts.
         """
         now = time.monotonic()
         if self.num_given != self.queue.num_given:
@@ -74,7 +74,7 @@ class AgentHost:
             fix = f"agent.max_seconds={2 * self.max_seconds:g}"
         else:
             why = describe_exit(code, self.process.last_line())
-            fix = "correct the program that agent.command names"
+            fix = "fix the program of agent.command"
         self.process.kill()
         if self.idle_starts >= MOST_IDLE_STARTS:
             what = f"agent.command plays no episodes: {' '.join(self.command)}"

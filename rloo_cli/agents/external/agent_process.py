@@ -1,7 +1,7 @@
-"""The process of one agent, which belongs to others: it is killed with all that it started.
+"""The process of one external agent: it is killed with everything that it started.
 
-It gets its row, the policy's address and the episode's key by its environment. What it prints is
-read and thrown away but for its end, which says why it failed.
+It gets its row, the policy's address and the episode's key in its environment. Its output is
+read and dropped except for the end, which says why it failed.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from rloo_cli.utils.child_process import kill_group, start_child, stop_child
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
-MARK_VARIABLE = "RLOO_AGENT_STEP"  # RUN.STEP, of all agents of one call of the generator
+MARK_VARIABLE = "RLOO_AGENT_STEP"  # RUN.STEP, the same for all agents of one generate call
 GUARD = Path(__file__).with_name("agent_guard.py")
-MOST_ROW_BYTES = 100_000  # of RLOO_ROW; Linux takes no variable of more than 128 KiB
-KEPT_BYTES = 2000  # of what an agent printed last
+MOST_ROW_BYTES = 100_000  # of RLOO_ROW; Linux limits a variable to 128 KiB
+KEPT_BYTES = 2000  # of an agent's last output
 READ_BYTES = 1 << 16
 
 
@@ -35,7 +35,7 @@ def agent_environment(row: JsonObject, base_url: str, key: str, host: str) -> di
 
 
 class AgentProcess:
-    """An agent that runs. Raises OSError where it cannot be started."""
+    """A running agent. Raises OSError if it cannot be started."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], loop: asyncio.AbstractEventLoop
@@ -78,20 +78,20 @@ class AgentProcess:
         return self.process.poll()
 
     def last_line(self) -> str:
-        """The end of what it printed."""
+        """The end of its output."""
         lines = self.tail.decode(errors="replace").strip().splitlines()
         return lines[-1][:200] if lines else ""
 
     def kill(self) -> None:
-        """Kill it and all of its process group."""
+        """Kill it and its whole process group."""
         kill_group(self.process.pid)
         self.process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self.loop.call_soon_threadsafe(self._close_pipe)
 
 
 class AgentGuard:
-    """A process that ends all agents of a run when that was killed (agent_guard.py)."""
+    """A process that ends all agents of a run if the run is killed (agent_guard.py)."""
 
     def __init__(self, run_mark: str):
         its_pipe, self.pipe = os.pipe()
@@ -106,20 +106,20 @@ class AgentGuard:
             os.close(its_pipe)
 
     def close(self) -> None:
-        """End it: the run has ended its agents by itself."""
+        """End it: the run has ended its agents itself."""
         stop_child(self.process)
         os.close(self.pipe)
 
 
 def start_error(command: Sequence[str], error: OSError) -> GenerationError:
-    """The end of a run whose agent.command cannot be started."""
+    """The error of a run whose agent.command cannot be started."""
     what, where = f"the agent cannot be started: {command[0]}", "agent.command"
     fix = f"make {command[0]} executable, or agent.command='python agent.py'"
     return GenerationError(Problem(what, where, str(error), fix))
 
 
 def describe_exit(code: int, last_line: str) -> str:
-    """Why an agent that ended by itself has no score."""
+    """Why an agent that exited on its own has no score."""
     name = signal.Signals(-code).name if code < 0 else ""
-    what = f"the agent was killed by {name}" if name else f"the agent ended with exit code {code}"
+    what = f"the agent was killed by {name}" if name else f"the agent exited with code {code}"
     return f"{what}: {last_line}" if last_line else what

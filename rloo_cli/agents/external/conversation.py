@@ -1,10 +1,10 @@
-"""One episode as its agent sees it: what a request adds to it, and what is answered.
+"""One episode as its agent sees it: what each request adds to it, and what is answered.
 
-The ids of a request are those of all turns before, as they were sampled, and then what is new,
-rendered by difference. An agent that cuts its history, or has another agent beside it, sends
-requests that go on from none of the episode's histories: each begins a row of its own, up to
-`agent.max_rows`, and all rows share the episode's score. Beyond that such a request is refused, and
-its episode has no score: to train on a conversation that the agent did not have would be wrong.
+The ids of a request are those of all earlier turns, as sampled, followed by the new ones, rendered
+by difference. An agent that truncates its history, or runs a second agent, sends requests that
+continue none of the episode's histories: each begins its own row, up to `agent.max_rows`, and all
+rows share the episode's score. Beyond that such a request is refused, and the episode has no score:
+training on a conversation that the agent did not have would be wrong.
 """
 
 import re
@@ -26,20 +26,20 @@ from rloo_cli.data.render import render_prompt
 from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.files import JsonObject
 
-# What may stand before a call; the text up to it is the answer's content.
+# The starts of a call; the text before is the answer's content.
 CALL_MARKS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call_start\|>|[\[{]")
 
 
 @dataclass
 class RequestCounts(CallCounts):
-    """What an episode's calls and requests came to."""
+    """Counts of an episode's calls and requests by outcome."""
 
     refused: int = 0  # requests that got an error
 
 
 @dataclass(frozen=True)
 class ExternalRules:
-    """What all episodes of a run have in common."""
+    """Settings shared by all episodes of a run."""
 
     renderer: TurnRenderer
     parser: CallParser
@@ -51,7 +51,7 @@ class ExternalRules:
 
 @dataclass(frozen=True)
 class AgentAnswer:
-    """What a request is answered with. Its message is in the one form (`message_forms`)."""
+    """The answer to a request. Its message is in the common form (`message_forms`)."""
 
     id: str
     message: JsonObject
@@ -73,47 +73,47 @@ class History:
 
 @dataclass
 class Conversation:
-    """An episode on its way, with its agent's key. Whoever changes it holds the queue's lock."""
+    """A running episode, with its agent's key. Hold the queue's lock to change it."""
 
     episode: Episode
-    slug: str  # its part of the address
+    slug: str  # its part of the URL
     key: str
     counts: RequestCounts
-    request: AgentRequest | None = None  # the last one that was taken
+    request: AgentRequest | None = None  # the last accepted one
     answer: "Future[AgentAnswer] | None" = None  # to that request
     histories: list[History] = field(default_factory=list)  # of each row
-    asked_in: History | None = None  # the one that the request goes on from
+    asked_in: History | None = None  # the one that the request continues
     answered_at: float = 0.0
-    began_at: float | None = None  # when its agent was started, or fetched it
+    began_at: float | None = None  # when its agent started or fetched it
     asked_at: float | None = None  # since when its agent waits for the policy
     waited_s: float = 0.0
-    is_done: bool = False  # the agent has said so
-    undelivered: bool = False  # its connection was gone when the last answer was there
+    is_done: bool = False  # the agent has reported so
+    undelivered: bool = False  # its connection was gone when the last answer was ready
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its agent waits for the policy."""
+        """Whether its agent is waiting for the policy."""
         return self.asked_at is not None
 
     def thinking_s(self, now: float) -> float:
-        """Seconds that its agent has had, without its waits for the policy."""
+        """Seconds that its agent has used, without its waits for the policy."""
         if self.began_at is None:
             return 0.0
         waiting = 0.0 if self.asked_at is None else now - self.asked_at
         return now - self.began_at - self.waited_s - waiting
 
     def take_request(self, request: AgentRequest, rules: ExternalRules) -> None:
-        """Make the ids of a request those that the next turn goes on from.
+        """Set the ids that the next turn continues to those of a request.
 
-        Raises RequestRefused, and leaves the episode as it was.
+        Raises RequestRefused, and then leaves the episode unchanged.
         """
         history, messages = self._find_history(request, rules)
         new = messages[len(history.messages) :]
         if not new or messages[-1]["role"] == "assistant":
-            why = "the last message is the assistant's: there is nothing to answer"
+            why = "the last message is the assistant's, so nothing is left to answer"
             raise RequestRefused(400, "invalid_request", why)
         if history.last_turn is not None and any(m["role"] == "assistant" for m in new):
-            raise _refuse_history("a message of the assistant's was not sampled here")
+            raise _refuse_history("an assistant message was not sampled by this policy")
         ids = self._new_ids(new, request, history, rules)
         self._check_limits(len(ids), rules)
         shown = [message_for_template(m) for m in new]
@@ -130,7 +130,7 @@ class Conversation:
     def _find_history(
         self, request: AgentRequest, rules: ExternalRules
     ) -> tuple[History, list[JsonObject]]:
-        """The history that a request goes on from, or a new one, and all of its messages."""
+        """The history that a request continues, or a new one, and all of its messages."""
         if request.previous_id is not None:
             return self._history_by_answer(request)
         why = ""
@@ -153,7 +153,7 @@ class Conversation:
         if request.tools != history.tools:
             raise _refuse_history("its tools are not those of the episode's first request")
         if new[0] == history.messages[0] and new[0]["role"] == "system":
-            new = new[1:]  # instructions, which each request says again
+            new = new[1:]  # instructions, which each request repeats
         return history, [*history.messages, *new]
 
     def _new_ids(
@@ -189,12 +189,12 @@ class Conversation:
             raise RequestRefused(400, "template", error.problems[0].what, True) from None
         except RequestRefused:
             raise
-        except Exception as error:  # a template is a program, with a program's errors
+        except Exception as error:  # a template is code and can raise anything
             what = f"the chat template refuses these messages: {type(error).__name__}: {error}"
             raise RequestRefused(400, "template", what[:500]) from None
 
     def _check_limits(self, num_new: int, rules: ExternalRules) -> None:
-        """Raise RequestRefused where a limit leaves no room; that limit then ends the episode."""
+        """Raise RequestRefused if a limit leaves no room; that limit then ends the episode."""
         episode = self.episode
         before = len(episode.base_ids) + episode.num_tokens if episode.turns else 0
         whole = before + num_new + rules.max_completion_length
@@ -203,7 +203,7 @@ class Conversation:
             what = f"the episode has had its {rules.max_turns} turns (agent.max_turns)"
         elif whole > rules.max_tokens:
             episode.ended_by = "tokens"
-            what = f"{before + num_new} tokens and an answer of {rules.max_completion_length} are"
+            what = f"{before + num_new} tokens plus an answer of {rules.max_completion_length} are"
             what += f" more than the episode's {rules.max_tokens} (agent.max_episode_tokens, or the"
             what += " model's context)"
         else:
@@ -211,7 +211,7 @@ class Conversation:
         raise RequestRefused(400, "episode_over", what)
 
     def add_answer(self, sampled: Rollout, prompt_ids: list[int], rules: ExternalRules) -> None:
-        """Take the turn that was sampled, and answer the request."""
+        """Take the sampled turn, and answer the request."""
         assert self.request is not None and self.answer is not None
         history = self.asked_in
         assert history is not None
@@ -219,11 +219,11 @@ class Conversation:
         episode, ended = self.episode, sampled.terminated
         found = calls.calls if ended else []
         history.last_turn = episode.add_turn(sampled, prompt_ids, found)
-        assert not episode.retokenised, "a turn was sampled from other ids than stand before it"
+        assert not episode.retokenised, "a turn was sampled from ids other than those before it"
         self.counts.calls += len(found)
         self.counts.bad_calls += len(calls.unreadable)
         if not ended:
-            episode.ended_by = episode.ended_by or "completion"  # it may have failed meanwhile
+            episode.ended_by = episode.ended_by or "completion"  # it may have failed already
         message = _answer_message(sampled.text, found, len(episode.turns))
         history.messages = [*history.messages, message]
         reason = "length" if not ended else "tool_calls" if found else "stop"
@@ -255,6 +255,6 @@ def _answer_message(text: str, calls: list[JsonObject], turn: int) -> JsonObject
 
 
 def _refuse_history(why: str) -> RequestRefused:
-    what = f"the request does not go on from this episode: {why}. An episode is one conversation"
+    what = f"the request does not continue this episode: {why}. An episode is one conversation"
     what += " that grows (or agent.max_rows of them); it has no score now"
     return RequestRefused(400, "history_differs", what, True)

@@ -1,8 +1,8 @@
-"""A `Generator` whose episodes are played by agents behind the proxy.
+"""A `Generator` whose episodes are played by external agents behind the proxy.
 
-All agents of a step run at once (`agent.workers` at most). What they ask is sampled in waves by the
-run's own generator, as soon as every agent waits, or after as long as the last wave took: a slow
-agent delays its own episode alone. An episode whose agent fails has no score, and is never a zero.
+All agents of a step run at once (`agent.workers` at most). Their requests are sampled in waves by
+the run's own generator, once every agent waits, or after as long as the last wave took: a slow
+agent delays only its own episode. An episode whose agent fails has no score; never a score of 0.
 """
 
 import secrets
@@ -51,11 +51,11 @@ STARTS_AT_ONCE = 8  # agents started between two looks
 
 @dataclass(frozen=True)
 class AgentLaunch:
-    """How agents begin: by a command, or by themselves with the run's token."""
+    """How agents start: by a command, or on their own with the run's token."""
 
     command: list[str] | None
     token: str
-    per_run: bool = False  # the command plays all episodes, which it asks for with the token
+    per_run: bool = False  # the command plays all episodes and fetches them with the token
 
     @property
     def per_episode(self) -> list[str] | None:
@@ -64,7 +64,7 @@ class AgentLaunch:
 
 
 class ProxyKeys(Protocol):
-    """What the generator reads of the agent's config."""
+    """The agent's keys that the generator reads."""
 
     @property
     def max_seconds(self) -> float: ...
@@ -77,7 +77,7 @@ class ProxyKeys(Protocol):
 
 
 def build_proxy(keys: Any, launch: AgentLaunch, setup: EpisodeSetup) -> "ProxyGenerator":
-    """The generator for the agent's `keys`. Raises ConfigError for a template that cannot go on."""
+    """The generator for the agent's `keys`. Raises ConfigError for an unsuitable template."""
     renderer = setup.build_renderer(keys.renderer)
     _check_user_turns(renderer)
     length = setup.generation.max_completion_length
@@ -95,22 +95,22 @@ def build_proxy(keys: Any, launch: AgentLaunch, setup: EpisodeSetup) -> "ProxyGe
         started = "one process, started" if launch.per_run else "started"
         come = f"{started} as: {' '.join(launch.command)}"
     else:
-        come = f"that come by themselves (POST {generator.server.url}/rloo/next)"
+        come = f"that connect on their own (POST {generator.server.url}/rloo/next)"
     said = f"episodes of up to {keys.max_turns} turns by agents {come}; calls are read as {name}"
     setup.note(said)
     return generator
 
 
 def _check_user_turns(renderer: TurnRenderer) -> None:
-    """Refuse a template that does not let a user answer the assistant. Raises ConfigError."""
+    """Refuse a template that cannot continue after an assistant turn. Raises ConfigError."""
     stop = next(iter(sorted(renderer.stop_ids)), -1)
     try:
         renderer.new_ids([], [{"role": "user", "content": "?"}], [], stop)
     except GenerationError as error:
         raise ConfigError(*error.problems) from None
-    except Exception as error:  # a template is a program, with a program's errors
+    except Exception as error:  # a template is code and can raise anything
         what = "the chat template refuses a second question"
-        fix = "model.chat_template=FILE.jinja of one where a user may answer the assistant"
+        fix = "model.chat_template=FILE.jinja, one that allows a user message after the assistant's"
         refuse("model.chat_template", what, fix, error)
 
 
@@ -122,7 +122,7 @@ METRICS = {"Episodes": [  # read by utils.metrics
 
 
 class ProxyGenerator(EpisodeSampler):
-    """Samples episodes with `inner`, the generator of single answers, as agents ask for turns."""
+    """Samples the turns that agents request with `inner`, the generator of single turns."""
 
     def __init__(
         self, inner: Generator, rules: ExternalRules, keys: ProxyKeys, launch: AgentLaunch
@@ -150,7 +150,7 @@ class ProxyGenerator(EpisodeSampler):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the inner generator, and requests that were of no episode."""
+        """The metrics of the inner generator, and the number of requests with a wrong key."""
         return {**self.inner.metrics, "agent/wrong_keys": float(self.queue.wrong_keys)}
 
     def close(self) -> None:
@@ -179,9 +179,9 @@ class _Played:
     """A conversation and the agent that has it."""
 
     conversation: Conversation
-    place: int  # its group's
+    place: int  # of its group
     process: AgentProcess | None = None
-    is_over: bool = False  # the agent is done, ended or late; it is killed then
+    is_over: bool = False  # the agent is done, exited or late; it is then killed
 
 
 class _ProxyStep:
@@ -235,7 +235,7 @@ class _ProxyStep:
         return by_us and len(self.playing) >= self.proxy.keys.workers
 
     def _look_after_host(self) -> None:
-        """Start a host anew that has ended; the episodes that it had have no score."""
+        """Restart a host that has exited; the episodes that it had have no score."""
         host = self.proxy.host
         if host is None or (why := host.revive()) is None:
             return
@@ -245,7 +245,7 @@ class _ProxyStep:
                 self.queue.end_conversation(talk, f"its host was lost: {why}")
 
     def abandon(self) -> None:
-        """End every agent, those too that have left their process group."""
+        """End every agent, including those that have left their process group."""
         self.ended.set()
         if self.watch.is_alive():
             self.watch.join()
@@ -289,9 +289,9 @@ class _ProxyStep:
                 self._finish(played)
 
     def _watch_agents(self) -> None:
-        """End agents that are late while a wave is sampled; a wave may take longer than they may.
+        """End agents that time out while a wave is sampled; a wave may outlast their limit.
 
-        One whose request is in the wave is not thinking, and is looked after when that is over.
+        An agent whose request is in the wave is waiting for us, and is checked afterwards.
         """
         while not self.ended.wait(POLL_S):
             for played in list(self.playing):
@@ -299,7 +299,7 @@ class _ProxyStep:
                     self._look_after(played)
 
     def _look_after(self, played: _Played) -> None:
-        """Note that an episode is over, and why it failed where its agent did not end it well."""
+        """Note that an episode is over, and why it failed if its agent did not finish cleanly."""
         talk, most = played.conversation, self.proxy.keys.max_seconds
         with self.queue.changed:
             if played.is_over:
@@ -308,8 +308,8 @@ class _ProxyStep:
             late = code is None and talk.thinking_s(time.monotonic()) > most
             if code is None and not late and not talk.is_done:
                 return
-            # Where a limit has ended it before, what its agent made of the error does not matter; a
-            # signal is no answer to an error.
+            # If a limit ended it first, the agent's reaction to that error does not matter; a
+            # signal is not a reaction to an error.
             ended_by = talk.episode.ended_by
             if late and not talk.is_done and ended_by is None:
                 talk.episode.fail(f"the agent took more than {most:g} s (agent.max_seconds)")
@@ -320,33 +320,33 @@ class _ProxyStep:
             played.process.kill()
 
     def _check_that_agents_come(self) -> None:
-        """Raise GenerationError where none has come by itself for too long."""
+        """Raise GenerationError if agents that connect on their own stay away for too long."""
         offered, now = self.queue.offered, time.monotonic()
-        if self.proxy.host is not None:  # it is looked after by itself
+        if self.proxy.host is not None:  # it has its own check
             return
         if len(offered) < len(self.playing) or not offered:
             self.alone_since = now
         most = self.proxy.keys.max_seconds
         if now - self.alone_since <= most:
             return
-        what = f"no agent has come for an episode within {most:g} s, and {len(offered)} wait"
-        why = f"agents that come by themselves ask POST {self.proxy.server.url}/rloo/next"
+        what = f"no agent has fetched an episode within {most:g} s, and {len(offered)} are waiting"
+        why = f"agents that connect on their own call POST {self.proxy.server.url}/rloo/next"
         if self.queue.wrong_keys:
-            why += f"; {self.queue.wrong_keys} requests had another token or key than this run's"
-        fix = "start them, agent.command to have them started, or a higher agent.max_seconds"
+            why += f"; {self.queue.wrong_keys} requests had a wrong token or key"
+        fix = "start the agents, set agent.command to start them, or raise agent.max_seconds"
         refuse("agent.max_seconds", what, fix, why, error=GenerationError)
 
     def _finish(self, played: _Played) -> None:
-        """An episode is over; with the last of its group, the group is whole."""
+        """Finish an episode; with the last one of its group, finish the group."""
         talk = played.conversation
         self.queue.close_conversation(talk)
         self.playing.remove(played)
         if played.process is not None:
             played.process.kill()
         if not talk.episode.turns:
-            talk.episode.fail("the agent asked for nothing that was sampled")
+            talk.episode.fail("the agent made no request that was sampled")
         elif talk.undelivered:
-            talk.episode.fail("the agent hung up before its last answer")
+            talk.episode.fail("the agent closed the connection before its last answer")
         i = played.place
         self.unfinished[i] -= 1
         if not self.unfinished[i]:
@@ -356,7 +356,7 @@ class _ProxyStep:
 
     def _sample_wave(self, wave: Sequence[Conversation]) -> None:
         asked: dict[tuple[int, tuple[int, ...]], list[Conversation]] = {}
-        for talk in wave:  # first turns of siblings go on from one prompt
+        for talk in wave:  # siblings' first turns share one prompt
             place = talk.episode.group.prompt_offset, tuple(talk.episode.sent_ids)
             asked.setdefault(place, []).append(talk)
         together = list(asked.values())

@@ -1,9 +1,9 @@
-"""Messages and requests as agents send them, in one form.
+"""Messages and requests of agents, converted to one common form.
 
-Chat completions and responses say the same things in two ways. What is read here is a list of
-messages with a role, a text, and calls or the id of the call that is answered. What would change
-the meaning of an answer and is not done is refused; how the policy samples is the run's to say, so
-that temperature, top_p, seed, penalties and max_tokens of a request have no effect.
+Chat completions and responses express the same content in two ways. Both become a list of
+messages with a role, a text, and calls or the id of the answered call. A request option that
+would change the meaning of an answer and is not supported is refused; the run decides how the
+policy samples, so a request's temperature, top_p, seed, penalties and max_tokens have no effect.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ MODEL_NAME = "policy"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
          "tool": "tool"}  # fmt: skip
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Keys of requests that would need another answer, and the values that ask for nothing.
+# Keys of requests that are not supported, and their values that change nothing.
 NOT_DONE: dict[str, tuple[object, ...]] = {
     "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
     "functions": (None, []), "function_call": (None,), "logit_bias": (None, {}),
@@ -27,7 +27,7 @@ NOT_DONE: dict[str, tuple[object, ...]] = {
 
 
 class RequestRefused(Exception):
-    """A request that gets an HTTP error. `ends_episode`: and leaves its episode without a score."""
+    """A request that gets an HTTP error. `ends_episode`: its episode also loses its score."""
 
     def __init__(self, status: int, code: str, message: str, ends_episode: bool = False):
         super().__init__(message)
@@ -36,12 +36,12 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """What an agent asks: two that are equal are the same request, sent twice."""
+    """A request: two equal ones are the same request, sent twice."""
 
     messages: list[JsonObject]
     tools: list[JsonObject]  # as chat templates take them
-    reads_calls: bool  # calls in the answer are told apart from its text
-    previous_id: str | None = None  # the answer that `messages` go on from, of the responses shape
+    reads_calls: bool  # whether calls in the answer are parsed
+    previous_id: str | None = None  # responses API: the answer that `messages` continue
 
 
 def read_chat_request(body: JsonObject) -> AgentRequest:
@@ -86,20 +86,20 @@ def read_responses_request(body: JsonObject) -> AgentRequest:
 def _check_request(body: JsonObject, wanted_format: object) -> None:
     model = body.get("model")
     if model != MODEL_NAME:
-        what = f"there is no model {model!r:.80} here; the policy is called {MODEL_NAME!r}"
+        what = f"model {model!r:.80} not found; the policy's name is {MODEL_NAME!r}"
         raise RequestRefused(404, "model_not_found", what)
     for name, nothing in NOT_DONE.items():
         if body.get(name) not in nothing:
-            raise _bad_request(f"{name} = {body[name]!r:.80} is not done here; leave it out")
+            raise _bad_request(f"{name} = {body[name]!r:.80} is not supported; leave it out")
     kind = wanted_format.get("type") if isinstance(wanted_format, dict) else wanted_format
     if kind not in (None, "text"):
-        raise _bad_request(f"the format {kind!r:.80} is not done here; answers are text")
+        raise _bad_request(f"the format {kind!r:.80} is not supported; answers are text")
 
 
 def _reads_calls(body: JsonObject, tools: list[JsonObject]) -> bool:
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise _bad_request(f"tool_choice = {choice!r:.80} is not done here; auto or none")
+        raise _bad_request(f"tool_choice = {choice!r:.80} is not supported; use auto or none")
     return bool(tools) and choice != "none"
 
 
@@ -120,7 +120,7 @@ def _is_response_tool(tool: Any) -> bool:
 def _read_message(message: Any, where: str) -> JsonObject:
     role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
     if role is None:
-        raise _bad_request(f"{where} has no role of {', '.join(ROLES)}")
+        raise _bad_request(f"{where} needs a role: {', '.join(ROLES)}")
     found: JsonObject = {"role": role, "content": _read_text(message.get("content"), where)}
     calls = message.get("tool_calls")
     if role == "assistant" and calls:
@@ -140,7 +140,7 @@ def _is_call(call: Any) -> bool:
 def _read_call(call_id: object, function: JsonObject) -> JsonObject:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # it stays the text that it is
+        with contextlib.suppress(ValueError, RecursionError):  # it stays a text
             arguments = json.loads(arguments)
     return {"id": str(call_id), "name": function["name"], "arguments": arguments}
 
@@ -156,7 +156,7 @@ def _read_text(content: Any, where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            what = f"{where} has a part of type {kind!r:.40}; only text is taken, and no images"
+            what = f"{where} has a part of type {kind!r:.40}; only text is supported"
             raise _bad_request(what)
         texts.append(part["text"])
     return "".join(texts)
@@ -177,11 +177,11 @@ def _add_item(messages: list[JsonObject], item: Any, where: str) -> None:
         call = _read_call(item.get("call_id"), item)
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
-        raise _bad_request(f"{where} is of type {kind!r:.40}, which is not done here")
+        raise _bad_request(f"{where} is of type {kind!r:.40}, which is not supported")
 
 
 def message_for_template(message: JsonObject) -> JsonObject:
-    """A message that was read, as chat templates take it."""
+    """A parsed message, as chat templates take it."""
     shown = {"role": message["role"], "content": message["content"]}
     if calls := message.get("tool_calls"):
         shown["tool_calls"] = [
@@ -194,10 +194,10 @@ def message_for_template(message: JsonObject) -> JsonObject:
 
 
 def first_difference(known: list[JsonObject], given: list[JsonObject]) -> str | None:
-    """Where a history is not the one that is known, in words; None = it goes on from that."""
+    """Where a history differs from the known one, as a sentence; None = it continues that one."""
     for i, message in enumerate(known):
         if i >= len(given):
-            return f"it has {len(given)} messages, and this episode has {len(known)} already"
+            return f"it has {len(given)} messages, and this episode already has {len(known)}"
         if given[i] != message:
             names = [n for n in ("role", "content", "tool_calls", "tool_call_id")
                      if given[i].get(n) != message.get(n)]  # fmt: skip

@@ -1,7 +1,7 @@
 """Where the requests of agents wait for the sampler.
 
-The server's thread brings requests, the generator's takes all that are there as one wave, and any
-thread brings what was sampled. One lock guards every conversation.
+The server's thread adds requests, the generator's thread takes all waiting ones as one wave, and
+any thread delivers the answers. One lock guards every conversation.
 """
 
 import hmac
@@ -24,25 +24,25 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.utils.files import JsonObject
 
 KEY_START = "rloo-"
-MAX_REFUSED = 64  # errors of one episode, after which it is ended
+MAX_REFUSED = 64  # errors of one episode before it is ended
 
 
 class RequestQueue:
-    """The conversations that are on their way."""
+    """The running conversations."""
 
     def __init__(self, rules: ExternalRules):
         self.rules = rules
         self.changed = threading.Condition()
-        self.live: dict[str, Conversation] = {}  # by the episode's part of the address
-        self.ready: list[Conversation] = []  # that wait to be sampled
-        self.offered: list[Conversation] = []  # for agents that come by themselves
+        self.live: dict[str, Conversation] = {}  # by the episode's part of the URL
+        self.ready: list[Conversation] = []  # waiting to be sampled
+        self.offered: list[Conversation] = []  # for agents that connect on their own
         self.num_opened = 0
-        self.num_given = 0  # to agents that come by themselves, since the run began
+        self.num_given = 0  # to agents that connect on their own, since the run began
         self.wrong_keys = 0  # requests since the run began
 
     @property
     def fetched(self) -> list[Conversation]:
-        """Episodes that an agent plays."""
+        """Episodes with an agent."""
         return [talk for talk in list(self.live.values()) if talk.began_at is not None]
 
     def open_conversation(self, group: Group, k: int, seed: int) -> Conversation:
@@ -54,14 +54,14 @@ class RequestQueue:
         return Conversation(episode, str(self.num_opened), key, counts)
 
     def add_live(self, conversation: Conversation, offer: bool) -> None:
-        """Let an agent use it; `offer`: one that comes by itself."""
+        """Let an agent use it; `offer`: one that connects on its own."""
         with self.changed:
             self.live[conversation.slug] = conversation
             if offer:
                 self.offered.append(conversation)
 
     def close_conversation(self, conversation: Conversation) -> None:
-        """End an episode: its key opens nothing any more; a request that waits gets an error."""
+        """End an episode: its key is invalid from now on; a waiting request gets an error."""
         with self.changed:
             self.live.pop(conversation.slug, None)
             for waiting in (self.ready, self.offered):
@@ -72,19 +72,19 @@ class RequestQueue:
                 answer.set_exception(RequestRefused(410, "episode_over", "the episode has ended"))
 
     def find_conversation(self, slug: str, key: str) -> Conversation:
-        """The episode of a part of the address. Raises RequestRefused for a key of another's."""
+        """The episode of a part of the URL. Raises RequestRefused for another episode's key."""
         with self.changed:
             found = self.live.get(slug)
             if found is not None and same_secret(found.key, key):
                 return found
             self.wrong_keys += 1
             if any(same_secret(other.key, key) for other in self.live.values()):
-                raise RequestRefused(403, "wrong_key", "the key is another episode's")
-        what = "the key is of no episode, or of one that has ended"
+                raise RequestRefused(403, "wrong_key", "the key belongs to another episode")
+        what = "the key is unknown, or its episode has ended"
         raise RequestRefused(401, "wrong_key", what)
 
     def take_offer(self) -> Conversation | None:
-        """An episode for an agent that came by itself; None = there is none now."""
+        """An episode for an agent that connects on its own; None = none is waiting."""
         with self.changed:
             if not self.offered:
                 return None
@@ -97,16 +97,16 @@ class RequestQueue:
     def ask_policy(
         self, conversation: Conversation, request: AgentRequest
     ) -> "Future[AgentAnswer]":
-        """Let a request wait for the sampler. -> what it will be answered. Raises RequestRefused.
+        """Queue a request for the sampler. -> its future answer. Raises RequestRefused.
 
-        A request that is sent again gets the answer of the first: clients try again by themselves.
+        A repeated request gets the answer to the first one: clients retry on their own.
         """
         with self.changed:
             episode = conversation.episode
             if conversation.answer is not None and request == conversation.request:
                 return conversation.answer
             if conversation.is_waiting:
-                what = "another request of this episode waits for its answer; one at a time"
+                what = "another request of this episode is waiting; send one at a time"
                 raise RequestRefused(409, "busy", what)
             if episode.ended_by is not None:
                 what = f"the episode has ended ({episode.failed or episode.ended_by})"
@@ -122,7 +122,7 @@ class RequestQueue:
             return conversation.answer
 
     def note_refusal(self, conversation: Conversation, refused: RequestRefused) -> None:
-        """Count an error that an episode's agent got; some leave the episode without a score."""
+        """Count an error returned to an episode's agent; some cost the episode its score."""
         with self.changed:
             conversation.counts.refused += 1
             if refused.ends_episode:
@@ -132,18 +132,18 @@ class RequestQueue:
                 conversation.is_done = True
 
     def note_lost_answer(self, conversation: Conversation, request: AgentRequest) -> None:
-        """Note that the connection was gone when a request's answer was there."""
+        """Note that the connection was gone when a request's answer was ready."""
         with self.changed:
             if conversation.request is request:
                 conversation.undelivered = True
 
     def take_reward(self, conversation: Conversation, value: float) -> None:
-        """Take the agent's own reward of its episode; the last one counts."""
+        """Store the agent's own reward for its episode; the last one counts."""
         with self.changed:
             conversation.episode.reward = value
 
     def end_conversation(self, conversation: Conversation, error: str | None) -> None:
-        """An agent says that it is done, or why it failed."""
+        """The agent reports that it is done, or why it failed."""
         with self.changed:
             if error is not None:
                 conversation.episode.fail(f"the agent: {error[:200]}")
@@ -151,7 +151,7 @@ class RequestQueue:
             self.changed.notify_all()
 
     def take_wave(self, in_flight: int, patience_s: float, most_s: float) -> list[Conversation]:
-        """All requests that wait: once every agent in flight does, or after `patience_s`.
+        """All waiting requests: once every running agent waits, or after `patience_s`.
 
         Waits at most `most_s` seconds for a first one. -> in the order of their episodes
         """
@@ -167,7 +167,7 @@ class RequestQueue:
                 if left <= 0 or not self.changed.wait(min(left, most_s)):
                     break
             if len(self.ready) < in_flight and time.monotonic() < first + patience_s:
-                return []  # the caller looks after its agents meanwhile
+                return []  # so that the caller can check its agents
             wave = sorted(self.ready, key=_episode_order)
             self.ready.clear()
             return wave
@@ -175,13 +175,13 @@ class RequestQueue:
     def answer_request(
         self, conversation: Conversation, sampled: Rollout, prompt_ids: Sequence[int]
     ) -> None:
-        """Give a request what was sampled for it. Called from any thread."""
+        """Deliver the sampled answer to a request. Called from any thread."""
         with self.changed:
             conversation.add_answer(sampled, list(prompt_ids), self.rules)
 
 
 def row_of_group(group: Group) -> JsonObject:
-    """What an agent is told of its task: the row's columns, and the prompt."""
+    """What an agent gets: the row's columns, and the prompt."""
     return {**group.example, "prompt": group.prompt}
 
 
@@ -190,5 +190,5 @@ def _episode_order(conversation: Conversation) -> tuple[int, int]:
 
 
 def same_secret(known: str, given: str) -> bool:
-    """Whether two secrets are equal, in a time that says nothing."""
+    """Whether two secrets are equal, in constant time."""
     return hmac.compare_digest(known.encode(), given.encode())

@@ -1,7 +1,7 @@
-"""The address that agents talk to: OpenAI's shapes, and a few routes of our own.
+"""The HTTP server for agents: OpenAI's two APIs, and a few routes of our own.
 
-An episode has an address of its own, `http://HOST:PORT/episodes/N/v1`, and a key that opens it and
-no other. `/rloo/next`, with the run's token, gives an episode to an agent that comes by itself.
+Each episode has its own URL, `http://HOST:PORT/episodes/N/v1`, and a key that opens only that
+episode. `/rloo/next`, with the run's token, gives an episode to an agent that connects on its own.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from rloo_cli.utils.ports import bind_or_refuse
 
 MOST_BODY_BYTES = 16 << 20
 BACKLOG = 512
-NEXT_WAIT_S = 20.0  # that /rloo/next waits for an episode
+NEXT_WAIT_S = 20.0  # /rloo/next waits this long for an episode
 NEXT_POLL_S = 0.1
-END_S = 1.0  # for requests that still run when the server ends
+END_S = 1.0  # for running requests when the server ends
 
 Work = Callable[[Conversation, JsonObject, web.Request], Awaitable[web.StreamResponse]]
 
 
 class ProxyServer:
-    """The HTTP server, on a thread of its own. Raises ConfigError where it cannot listen."""
+    """The HTTP server, on its own thread. Raises ConfigError if it cannot listen."""
 
     def __init__(self, queue: RequestQueue, host: str, port: int, token: str, max_seconds: float):
         self.queue, self.token, self.max_seconds = queue, token, max_seconds
@@ -57,7 +57,7 @@ class ProxyServer:
         self.thread.close(self.runner.cleanup())
 
     def base_url(self, conversation: Conversation) -> str:
-        """The address of one episode."""
+        """The URL of one episode."""
         return f"{self.url}/episodes/{conversation.slug}/v1"
 
     def _make_app(self) -> web.Application:
@@ -74,7 +74,7 @@ class ProxyServer:
         return app
 
     def _guarded(self, work: Work) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """A handler that asks for the episode's key first, and turns refusals into errors."""
+        """A handler that checks the episode's key first, and turns refusals into errors."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             conversation = None
@@ -122,7 +122,7 @@ class ProxyServer:
         self, conversation: Conversation, asked: AgentRequest, http: web.Request,
         pieces: Callable[[AgentAnswer], Iterator[str]],
     ) -> web.StreamResponse:  # fmt: skip
-        future = self.queue.ask_policy(conversation, asked)  # a refusal has a status of its own
+        future = self.queue.ask_policy(conversation, asked)  # a refusal gets its own status
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
             await response.prepare(http)
@@ -130,7 +130,7 @@ class ProxyServer:
             for piece in pieces(answer):
                 await response.write(f"{piece}\n\n".encode())
             await response.write_eof()
-        except RequestRefused as refused:  # the status has been sent: the stream says it
+        except RequestRefused as refused:  # the status is sent, so the stream says it
             error = json.dumps(wire_answers.error_body(refused.code, str(refused)))
             await response.write(f"data: {error}\n\n".encode())
         except OSError:
@@ -175,10 +175,10 @@ class ProxyServer:
         return web.json_response({})
 
     async def _give_episode(self, http: web.Request) -> web.StreamResponse:
-        """An episode for an agent that comes by itself; 204 where there is none for a while."""
+        """An episode for an agent that connects on its own; 204 if none is waiting for a while."""
         if not self.token or not same_secret(self.token, _bearer_token(http)):
             self.queue.wrong_keys += 1
-            return _refusal(RequestRefused(401, "wrong_key", "this is not the run's token"))
+            return _refusal(RequestRefused(401, "wrong_key", "wrong token for this run"))
         limit = asyncio.get_running_loop().time() + NEXT_WAIT_S
         while not _is_cut(http) and asyncio.get_running_loop().time() < limit:
             if (found := self.queue.take_offer()) is not None:

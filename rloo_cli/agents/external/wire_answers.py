@@ -1,6 +1,6 @@
-"""Answers in the two shapes of OpenAI's API: chat completions and responses, whole or in pieces.
+"""Answers in the two shapes of OpenAI's API: chat completions and responses, whole or streamed.
 
-A turn is sampled whole before it is answered, so that the pieces of a stream come all at once.
+A turn is sampled completely before it is answered, so all pieces of a stream arrive at once.
 """
 
 import json
@@ -97,7 +97,7 @@ def responses_pieces(answer: AgentAnswer) -> Iterator[str]:
 
 
 def error_body(code: str, message: str) -> JsonObject:
-    """An error, as OpenAI's clients read it."""
+    """An error, in the form that OpenAI's clients read."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 

@@ -1,6 +1,6 @@
-"""agent=rollout: episodes that a function of the user's plays.
+"""agent=rollout: episodes that a user function plays.
 
-generator     calls the function, and makes rollouts of what it returns
-returned_rows checks what it returned
-turn_sampler  what it samples turns with
+generator     calls the function, and makes rollouts of its rows
+returned_rows checks those rows
+turn_sampler  the sampler that the function gets
 """

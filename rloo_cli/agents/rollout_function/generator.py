@@ -1,9 +1,9 @@
-"""A `Generator` whose episodes a function of the user's plays.
+"""A `Generator` whose episodes a user function plays.
 
-It is called once for the groups of a step, in the run's own process, with one prompt for each
-completion. What it returns becomes turns: a run of the policy's own tokens, with what came before.
-Where a turn is one that the run's generator sampled, it must have been sampled after the very ids
-that stand before it; otherwise the log-probabilities would be those of another text.
+It is called once for the groups of a step, in the run's own process, with one prompt per
+completion. Each row that it returns is split into turns: a span of the policy's own tokens, with
+what came before. A turn from the run's generator must have been sampled after exactly the ids
+before it; otherwise its log-probabilities would belong to another text.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def build_function_generator(
     config: EpisodeConfig, function: RolloutFunction, setup: EpisodeSetup
 ) -> "FunctionGenerator":
     """The generator of episodes that `function` plays by the agent's keys."""
-    # Without any limit a row has as much as the run's buffers are made for.
+    # Without any limit a row may use whatever the run's buffers hold.
     most = config.max_episode_tokens
     if most is None and setup.context_tokens is None:
         most = setup.episode_tokens
@@ -53,14 +53,14 @@ def build_function_generator(
 
 
 class FunctionGenerator(EpisodeSampler):
-    """Samples episodes with `inner`, the generator of single answers, as `function` asks it."""
+    """Samples episodes with `inner`, the generator of single turns, as `function` requests them."""
 
     def __init__(
         self, inner: Generator, rules: FunctionRules, function: RolloutFunction, spec: str
     ):
         super().__init__(inner)
         self.rules, self.function, self.spec = rules, function, spec
-        self.version = 0  # of the weights, for what the function sampled in a way of its own
+        self.version = 0  # of the weights, for tokens that the function sampled itself
 
     def load(self, policy: "Policy", version: int) -> None:
         """Take the policy's weights."""
@@ -113,16 +113,16 @@ class _FunctionStep:
         """Nothing is left: the function has returned, or raised."""
 
     def _call(self) -> object:
-        """What the function returned. Raises GenerationError for what it raises."""
+        """What the function returned. Raises GenerationError if it raised."""
         prompts = [deepcopy(row.group.prompt) for row in self.rows]
         try:
             return self.generator.function(prompts, self.sampler)
         except (RunError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # a sys.exit() in it is no reason to end without a word
+        except BaseException as error:  # a sys.exit() in it must not end the run silently
             what = f"{self.generator.spec} raised an error"
             why = f"{format_user_frames(error)}{exception_text(error)}"
-            fix = "correct the function, then go on with resume=auto"
+            fix = "fix the function, then resume=auto"
             refuse("agent.rollout", what, fix, why, error=GenerationError)
 
     def _check_limits(self, number: int, row: ReturnedRow) -> None:
@@ -130,11 +130,11 @@ class _FunctionStep:
         most = rules.most_tokens_after(len(row.prompt_ids))
         which, what = f"row {number} of {self.generator.spec}", ""
         if sum(row.mask) > rules.max_sampled_tokens:
-            what = f"{sum(row.mask)} tokens of the policy's, more than {rules.max_sampled_tokens}"
-            what += " (agent.max_turns of generation.max_completion_length tokens)"
+            what = f"{sum(row.mask)} policy tokens, more than {rules.max_sampled_tokens}"
+            what += " (agent.max_turns of generation.max_completion_length tokens each)"
         elif most is not None and whole > most:
             what = f"{whole} tokens after its prompt, more than {most}, which agent."
-            what += "max_episode_tokens and the model's context leave it"
+            what += "max_episode_tokens and the model's context allow"
         if what:
             fix = "sampler.has_room says whether another turn fits"
             raise GenerationError(f"agent.rollout: {which} has {what}; {fix}")
@@ -145,7 +145,7 @@ class _FunctionStep:
         episode = Episode(row.group, row.k, row.seed, Environment([], {}), returned.prompt_ids)
         ids, mask = returned.completion_ids, returned.mask
         start = 0
-        while 1 in mask[start:]:  # what follows the last turn was never read, and is left out
+        while 1 in mask[start:]:  # tokens after the last turn were never read: drop them
             begin = start + mask[start:].index(1)
             length = self._turn_length(number, returned, begin)
             sampled = self._sampled_turn(row, returned, begin, begin + length)
@@ -165,9 +165,9 @@ class _FunctionStep:
         return episode
 
     def _turn_length(self, number: int, returned: ReturnedRow, begin: int) -> int:
-        """Tokens of the turn that begins there: one that was sampled, or all up to a 0.
+        """Length of the turn that begins there: one that was sampled, or all tokens up to a 0.
 
-        Raises GenerationError for one that was sampled after other ids.
+        Raises GenerationError if it was sampled after other ids.
         """
         ids, mask, row = returned.completion_ids, returned.mask, self.rows[number]
         end = begin + mask[begin:].index(0) if 0 in mask[begin:] else len(mask)
@@ -182,17 +182,17 @@ class _FunctionStep:
         if exact:
             return max(exact)
         if any(length == end - begin for _, length in fitting):
-            what = f"row {number} of {self.generator.spec} has a turn that was sampled after other"
-            what += " ids than those that stand before it"
-            why = f"{len(before)} tokens stand before it, of prompt and episode"
-            fix = "return the very ids that sampler.sample got, never a text tokenised again"
+            what = f"row {number} of {self.generator.spec} has a turn that was sampled after ids"
+            what += " other than those before it"
+            why = f"{len(before)} tokens come before it, prompt included"
+            fix = "return exactly the ids that sampler.sample got; do not tokenise the text again"
             refuse("agent.rollout", what, fix, why, error=GenerationError)
         return end - begin
 
     def _sampled_turn(
         self, row: FunctionRow, returned: ReturnedRow, start: int, end: int
     ) -> Rollout:
-        """What was sampled for these tokens; without that, what can be said of them."""
+        """The sampled rollout of these tokens; if unknown, one made of what the row says."""
         ids = returned.completion_ids[start:end]
         logps = returned.logprobs[start:end]
         before = [*returned.prompt_ids, *returned.completion_ids[:start]]

@@ -1,4 +1,4 @@
-"""Checks what a function of the user's returned: one dict, whose lists have an entry per row."""
+"""Checks what a user function returned: one dict, whose lists have an entry per row."""
 
 import json
 import math
@@ -11,8 +11,8 @@ from rloo_cli.utils.errors import GenerationError, refuse
 from rloo_cli.utils.files import JsonObject
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
-MASKS = ("env_mask", "tool_mask")  # the second one is TRL's name inside its trainer
-# What the function returns of every episode, beside the fields that it chooses itself.
+MASKS = ("env_mask", "tool_mask")  # the second is TRL's internal name
+# Fields that the function returns for every episode, besides those that the user names.
 OWN_FIELDS = (*NEEDED, *MASKS, "logprob_token_ids")
 # Rounding may put a certain token's log-probability a little above zero.
 ROUNDING = 1e-6
@@ -24,28 +24,28 @@ class ReturnedRow:
 
     prompt_ids: list[int]
     completion_ids: list[int]  # T
-    logprobs: list[float]  # T; those of the environment's tokens mean nothing
+    logprobs: list[float]  # T; ignored for the environment's tokens
     mask: list[int]  # T, 1 = the policy's own
     columns: JsonObject  # field -> value, for rewards
 
 
 class RowProblem(ValueError):
-    """What is wrong with something that was returned."""
+    """A fault in the returned value."""
 
 
 def check_returned(
     returned: object, num_rows: int, vocab_size: int, fields: Sequence[str], spec: str
 ) -> list[ReturnedRow]:
-    """What the function `spec` returned, row by row. Raises GenerationError, which names the fault.
+    """The rows that the function `spec` returned. Raises GenerationError, which names the fault.
 
-    `fields`: those that the config names, each of which must be there.
+    `fields`: those that the config names; each must be present.
     """
     try:
         return _read_rows(returned, num_rows, vocab_size, fields)
     except RowProblem as problem:
-        why = "it returns a dict of prompt_ids, completion_ids and logprobs, and env_mask where"
-        why += " not all tokens are the policy's: a list for every prompt (docs/agents.md)"
-        what = f"{spec} returned something else: {problem}"
+        why = "it must return a dict of prompt_ids, completion_ids and logprobs, and env_mask if"
+        why += " some tokens are not the policy's, with one list per prompt (docs/agents.md)"
+        what = f"{spec} returned an invalid value: {problem}"
         fix = 'return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...]}'
         refuse("agent.rollout", what, fix, why, error=GenerationError)
 
@@ -56,10 +56,10 @@ def _read_rows(
     if not isinstance(returned, dict):
         raise RowProblem(f"it is a {type(returned).__name__}, not a dict")
     if missing := [name for name in NEEDED if name not in returned]:
-        raise RowProblem(f"there is no {missing[0]}; it has {', '.join(map(str, returned))}")
+        raise RowProblem(f"{missing[0]} is missing; it has {', '.join(map(str, returned))}")
     masks = [name for name in MASKS if returned.get(name) is not None]
     if len(masks) > 1:
-        raise RowProblem("there are both env_mask and tool_mask, which mean the same")
+        raise RowProblem("both env_mask and tool_mask are given, which mean the same")
     own = {n: _one_per_row(returned[n], n, num_rows) for n in (*NEEDED, *masks)}
     columns = _read_fields(returned, num_rows, fields)
     rows = []
@@ -103,9 +103,9 @@ def _read_mask(value: object, name: str, length: int) -> list[int]:
     if len(mask) != length:
         raise RowProblem(f"{name} has {len(mask)} entries for {length} completion_ids")
     if wrong := [m for m in mask if m not in (0, 1)]:
-        raise RowProblem(f"{name} has {wrong[0]!r:.80}; 1 = the policy's own token, 0 = not")
+        raise RowProblem(f"{name} has {wrong[0]!r:.80}; 1 = a token of the policy, 0 = another")
     if not any(mask):
-        raise RowProblem(f"{name} has no 1: nothing in this row was sampled by the policy")
+        raise RowProblem(f"{name} has no 1: the policy sampled nothing in this row")
     return [int(m) for m in mask]
 
 
@@ -119,7 +119,7 @@ def _read_logprobs(value: object, name: str, mask: Sequence[int]) -> list[float]
         if isinstance(logp, bool) or not isinstance(logp, int | float):
             raise RowProblem(f"{name}[{place}] is not a number: {logp!r:.80}")
         if not math.isfinite(logp) or logp > ROUNDING:
-            what = "a log-probability is finite and at most 0"
+            what = "a log-probability must be finite and at most 0"
             raise RowProblem(f"{name}[{place}] is {logp}; {what}")
     return [float(logp) if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
 
@@ -127,13 +127,13 @@ def _read_logprobs(value: object, name: str, mask: Sequence[int]) -> list[float]
 def _read_fields(
     returned: dict[Any, Any], num_rows: int, fields: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """The fields for rewards; a value that is not a list is every row's, as in TRL."""
+    """The fields for rewards; a value that is not a list applies to every row, as in TRL."""
     found = {str(n): v for n, v in returned.items() if n not in OWN_FIELDS}
     if unknown := sorted(found.keys() - {*fields}):
         names = ", ".join([*fields, *unknown])
         raise RowProblem(f"agent.fields does not name {unknown[0]}: agent.fields=[{names}]")
     if missing := [name for name in fields if name not in found]:
-        raise RowProblem(f"there is no {missing[0]}, which agent.fields names")
+        raise RowProblem(f"{missing[0]} is missing, which agent.fields names")
     columns = {}
     for name, value in found.items():
         plain = value.tolist() if hasattr(value, "tolist") else value
@@ -145,8 +145,6 @@ def _read_fields(
         try:
             json.dumps(plain)
         except (TypeError, ValueError) as error:
-            raise RowProblem(
-                f"{name} cannot be recorded, it is not plain values: {error}"
-            ) from None
+            raise RowProblem(f"{name} cannot be recorded as JSON: {error}") from None
         columns[name] = plain
     return columns

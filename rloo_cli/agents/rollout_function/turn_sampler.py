@@ -1,8 +1,8 @@
-"""What a function of the user's samples turns with: token ids in, ids and log-probabilities out.
+"""The sampler that a user function gets: token ids in, ids and log-probabilities out.
 
-Every turn is sampled by the run's own generator, with the step's weights. The seed of a row's turn
-t is derived from the completion's and t, as for every kind of agent: what a row samples depends on
-its prompt, its seed and its function, not on its neighbours.
+Every turn is sampled by the run's own generator, with the step's weights. The seed of turn t is
+derived from the completion's seed and t, as for every kind of agent: what a row samples depends on
+its prompt, its seed and its function, not on the other rows.
 """
 
 import threading
@@ -30,20 +30,20 @@ PROMPTS_FIRST = "begin each list with the ids of its row in sampler.prompt_ids"
 
 @dataclass(frozen=True)
 class FunctionRules:
-    """What all episodes of a run have in common."""
+    """Settings shared by all episodes of a run."""
 
     renderer: TurnRenderer
     generation: GenerationConfig
     max_turns: int
     max_episode_tokens: int | None  # after the prompt
     context_length: int | None  # tokens of a prompt and a whole episode; None = not known
-    max_sampled_tokens: int  # of an episode, all its turns
+    max_sampled_tokens: int  # per episode, over all turns
     vocab_size: int
     stop_ids: set[int]
-    fields: Sequence[str]  # that the function returns for rewards
+    fields: Sequence[str]  # returned by the function, for rewards
 
     def most_tokens_after(self, num_prompt_tokens: int) -> int | None:
-        """The most tokens of an episode after its prompt; None = no limit is known."""
+        """The most tokens of an episode after its prompt; None = no known limit."""
         limits = [] if self.max_episode_tokens is None else [self.max_episode_tokens]
         if self.context_length is not None:
             limits.append(self.context_length - num_prompt_tokens)
@@ -52,7 +52,7 @@ class FunctionRules:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One turn as it was sampled."""
+    """One sampled turn."""
 
     ids: list[int]  # the stop token (or the stop string's tokens) included
     logprobs: list[float]  # of each id, of the sampler's own distribution
@@ -67,17 +67,17 @@ class FunctionRow:
     group: Group
     k: int
     seed: int
-    sampled: list[tuple[list[int], Rollout]] = field(default_factory=list)  # asked with, answer
+    sampled: list[tuple[list[int], Rollout]] = field(default_factory=list)  # prompt ids, answer
 
 
 class TurnSampler:
-    """The second argument of the function. A row is the number of its prompt in the first one."""
+    """The function's second argument. A row is the index of its prompt in the first one."""
 
     def __init__(
         self, inner: Generator, rules: FunctionRules, rows: list[FunctionRow], options: JsonObject
     ):
         self._inner, self._rules, self._rows, self._options = inner, rules, rows, options
-        self._lock = threading.Lock()  # the run's generator is called by one thread at a time
+        self._lock = threading.Lock()  # only one thread at a time may call the run's generator
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -101,12 +101,12 @@ class TurnSampler:
 
     @property
     def seeds(self) -> list[int]:
-        """Each row's seed; whatever else is random should depend on it alone."""
+        """Each row's seed; derive all other randomness from it."""
         return [row.seed for row in self._rows]
 
     @property
     def greedy(self) -> bool:
-        """Whether the run asks for the likeliest tokens, as for some held-out answers."""
+        """Whether to take the most likely tokens, as for some held-out answers."""
         return bool(self._options["greedy"])
 
     @property
@@ -116,28 +116,28 @@ class TurnSampler:
 
     @property
     def max_completion_length(self) -> int:
-        """Most tokens of a turn (generation.max_completion_length)."""
+        """Most tokens per turn (generation.max_completion_length)."""
         return self._rules.generation.max_completion_length
 
     def render(self, prompt: Prompt, tools: list[JsonObject] | None = None) -> list[int]:
-        """The ids of a prompt: a conversation by the chat template, a text as it is."""
+        """The ids of a prompt: a conversation by the chat template, a text unchanged."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         kwargs = self._rules.generation.chat_template_kwargs
         return render_prompt(prompt, self.tokenizer, kwargs | ({"tools": tools} if tools else {}))
 
     def new_ids(self, turn: SampledTurn, messages: list[JsonObject]) -> list[int]:
-        """The ids between a turn and the next one, which these messages (of a user's) are before.
+        """The ids between a turn and the next one, with these (user) messages in between.
 
-        They end what the chat template has after a turn, and begin the next. Raises
-        GenerationError for a template where that does not work.
+        They complete the turn as the chat template does, and begin the next. Raises
+        GenerationError for a template that does not support this.
         """
         renderer = self._rules.renderer
         safe = [m | {"content": renderer.split_specials(str(m["content"]))} for m in messages]
         return renderer.new_ids([], safe, [], turn.ids[-1])
 
     def has_room(self, row: int, ids: Sequence[int]) -> bool:
-        """Whether another turn may follow these ids, of prompt and all turns, in this row."""
+        """Whether another turn fits after these ids (prompt and all turns) in this row."""
         begin = len(self._rows[row].group.prompt_ids)
         most = self._rules.most_tokens_after(begin)
         length = len(ids) - begin + self.max_completion_length
@@ -146,10 +146,10 @@ class TurnSampler:
     def sample(
         self, prompt_ids: Sequence[Sequence[int]], rows: Sequence[int] | None = None
     ) -> list[SampledTurn]:
-        """Sample a turn after each of these lists of ids. -> in their order
+        """Sample one turn after each of these lists of ids. -> in their order
 
-        `rows`: whose turn each of them is; None = one for each row, in order. Turns that are asked
-        for together are sampled together. Raises GenerationError.
+        `rows`: the row of each list; None = one list per row, in order. Turns requested together
+        are sampled together. Raises GenerationError.
         """
         with self._lock:
             if any(row.sampled for row in self._rows):
@@ -163,7 +163,7 @@ class TurnSampler:
         numbers = list(range(len(self._rows)) if rows is None else rows)
         asked = [self._checked_ids(ids) for ids in prompt_ids]
         self._check_rows(numbers, len(asked))
-        # Siblings that go on from the same ids are one group: their prompt is computed once.
+        # Siblings that continue the same ids form one group: their prompt is computed once.
         together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for place, (number, ids) in enumerate(zip(numbers, asked, strict=True)):
             key = self._rows[number].group.prompt_offset, tuple(ids)
@@ -189,13 +189,13 @@ class TurnSampler:
     def _check_rows(self, numbers: list[int], num_asked: int) -> None:
         what = ""
         if len(numbers) != num_asked:
-            what = f"{num_asked} lists of ids for {len(numbers)} rows; without rows=[...] there is"
-            what += " one list for every prompt"
+            what = f"{num_asked} lists of ids for {len(numbers)} rows; without rows=[...], pass"
+            what += " one list per prompt"
         elif wrong := [n for n in numbers if not 0 <= n < len(self._rows)]:
             what = f"row {wrong[0]} does not exist, rows are 0 to {len(self._rows) - 1}"
         elif len({*numbers}) < len(numbers):
             twice = next(n for n in numbers if numbers.count(n) > 1)
-            what = f"row {twice} is asked for twice at once; ask for its next turn after this one"
+            what = f"row {twice} is requested twice in one call; request its next turn afterwards"
         if what:
             raise GenerationError(f"{WHERE}: {what}")
 
@@ -208,12 +208,12 @@ class TurnSampler:
 
 
 def wrong_ids(values: object, vocab_size: int) -> str | None:
-    """What is wrong with a list of token ids; None = nothing."""
+    """The fault in a list of token ids; None if it is valid."""
     if not isinstance(values, list | tuple):
         return f"it is a {type(values).__name__}, not a list of ids: {values!r:.80}"
     for place, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
-            return f"entry {place} is not an id: {value!r:.80}"
+            return f"entry {place} is not a token id: {value!r:.80}"
         if not 0 <= value < vocab_size:
-            return f"entry {place} is {value}, and the vocabulary has ids 0 to {vocab_size - 1}"
+            return f"entry {place} is {value}, but token ids are 0 to {vocab_size - 1}"
     return None

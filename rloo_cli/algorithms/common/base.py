@@ -2,14 +2,14 @@
 
     sequence_kl       the KL of completions to the reference
     advantages        rewards and advantages of completions, from scores and KL
-    token_advantages  an advantage for every token of the step, where `Config.by_token` says so
+    token_advantages  an advantage for every token of the step, if `Config.by_token` is set
     loss              a micro-batch's share of an update's loss
     value_loss        likewise, of a value model
     next_state        numbers for later steps, such as a moving average; checkpoints keep them
     rules             conflicts between keys, before a run starts
 
-Two more may be overridden: how several rewards become one score (`combine_rewards`), and what
-happens to a score before the KL is subtracted (`shape_scores`). Which forward passes an update
+Two more may be overridden: how several rewards become one score (`combine_rewards`), and changes
+to a score before the KL is subtracted (`shape_scores`). Which forward passes an update
 needs is derived from the config (`forward_plan`). The defaults have every switch of the family.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rloo_cli.data.packing import MicroBatch
 
 C = TypeVar("C", bound=Switches, covariant=True)
-EMA = 0.9  # the share of the moving average that stays in a step
+EMA = 0.9  # decay of the moving average per step
 
 
 class Algorithm(ABC, Generic[C]):
@@ -77,7 +77,7 @@ class Algorithm(ABC, Generic[C]):
         """
 
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
-        """Advantages of every token of the step, where `Config.by_token` says so. (N,) -> (N,)"""
+        """Advantages of every token of the step, if `Config.by_token` is set. (N,) -> (N,)"""
         if self.config.turn_rewards == "credit":
             return token_advantage.credit_turns(step, self.config)
         raise NotImplementedError(f"{type(self).__name__} does not define token_advantages")
@@ -96,7 +96,7 @@ class Algorithm(ABC, Generic[C]):
         """The state for later steps, from this step's rewards. (P, K), (P, K) ->
 
         With baseline=ema, its average and the weight in it: b <- .9 b + .1 mean reward, from 0;
-        w <- .9 w + .1 is the share of b that is not that 0.
+        w <- .9 w + .1 is the share of b that does not come from the initial 0.
         """
         if self.config.baseline != "ema" or not bool(usable.any()):
             return dict(state)
@@ -109,7 +109,7 @@ class Algorithm(ABC, Generic[C]):
         return rules.algorithm_problems(run)
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """Combinations that are allowed but seldom meant, in one sentence each."""
+        """Combinations that are allowed but rarely intended, in one sentence each."""
         return rules.algorithm_warnings(run)
 
     def forward_plan(self, run: RunConfig) -> ForwardPlan:
@@ -128,12 +128,12 @@ class Algorithm(ABC, Generic[C]):
     ) -> Tensor:
         """Length penalty, missing EOS, normalising, clip, for the whole step. (P, K) each -> (P, K)
 
-        `lengths` count trained tokens; `terminated` completions ended by themselves.
+        `lengths` count trained tokens; `terminated` completions ended on their own.
         """
         return score.shape_step_scores(scores, scorable, lengths, terminated, self.config)
 
 
 def load_algorithm(config: AlgorithmConfig) -> Algorithm[Switches]:
-    """The algorithm that a config names, built in or from the user's file. Raises ConfigError."""
+    """The algorithm that a config names, built-in or from the user's file. Raises ConfigError."""
     algorithm: Algorithm[Switches] = registry.algorithm_class(config.name)(config)
     return algorithm

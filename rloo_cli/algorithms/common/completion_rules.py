@@ -1,8 +1,8 @@
-"""Rules about the completions of a step: too few of a prompt, turns without rewards, older weights.
+"""Rules about the completions of a step: too few per prompt, turns without rewards, older weights.
 
-Where older weights sampled them (generation.overlap), the importance weight is what makes an update
-right, so it cannot be off; and what the policy was when it sampled is known from the sampler alone
-(docs/generation.md).
+If older weights sampled them (generation.overlap), only the importance weight makes an update
+correct, so it cannot be off; and what the policy was when it sampled is known only from the sampler
+(docs/overlap.md).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ENVIRONMENT = "environment"  # the type of the reward through which turns' rewar
 
 
 def sibling_problems(config: Switches) -> Iterator[Problem]:
-    """Settings that compare a completion with its siblings mean nothing where it has none."""
+    """Settings that compare a completion with its siblings have no meaning without siblings."""
     if config.num_generations > 1:
         return
-    refused = {  # key -> whether it is set so, what it would do, the way out
+    refused = {  # key -> whether it is set so, its effect, the fix
         "zero_std_groups": (
             config.zero_std_groups != "keep",
             "every group would count as one of equal scores, and none would be trained on",
@@ -29,7 +29,7 @@ def sibling_problems(config: Switches) -> Iterator[Problem]:
         ),
         "multi_reward": (
             config.multi_reward == "normalize_then_sum",
-            "each reward less its group's mean would be 0, and nothing would be learned",
+            "each reward minus its group's mean would be 0, and nothing would be learned",
             "sum",
         ),
         "advantage_scale": (
@@ -42,45 +42,45 @@ def sibling_problems(config: Switches) -> Iterator[Problem]:
 
 
 def sibling_warnings(config: Switches) -> Iterator[str]:
-    """Combinations that are allowed but seldom meant, in one sentence each."""
+    """Combinations that are allowed but rarely intended, in one sentence each."""
     minus_group_mean = getattr(config, "minus_group_mean", False)
     compared = minus_group_mean or config.baseline in ("loo", "group_mean")
     if config.zero_std_groups != "keep" and not compared:
         yield (
             f"algorithm.zero_std_groups={config.zero_std_groups} leaves out groups of equal scores,"
-            f" which have advantages with baseline={config.baseline}: those in which every"
-            " completion is right, or wrong, too"
+            f" although they have advantages with baseline={config.baseline}: also groups in"
+            " which every completion is right, or every one wrong"
         )
     if config.advantage_scale == "loo_std" and config.num_generations == 2:
         yield (
-            "algorithm.advantage_scale=loo_std divides nothing with num_generations=2: the score of"
+            "algorithm.advantage_scale=loo_std has no effect with num_generations=2: the score of"
             " one sibling has no std"
         )
 
 
 def turn_reward_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
-    """What turns' rewards do not go together with. `config`: the algorithm's switches."""
+    """Conflicts of `turn_rewards` with other keys. `config`: the algorithm's switches."""
     how = config.turn_rewards
     if how == "sum":
         return
     if run.agent is None or not any(r.type == ENVIRONMENT for r in run.rewards.values()):
-        why = "agent is null" if run.agent is None else "no reward is of the type environment"
+        why = "agent is null" if run.agent is None else "no reward has the type environment"
         why += "; an environment's turns are scored by reward=environment"
         fix = "agent=class reward=environment, or algorithm.turn_rewards=sum"
-        yield Problem(f"turn_rewards={how}, and no turn can have a reward", TURNS, why, fix)
+        yield Problem(f"turn_rewards={how}, but no turn can have a reward", TURNS, why, fix)
     if how == "credit":
         yield from _credit_problems(config)
 
 
 def _credit_problems(config: Switches) -> Iterator[Problem]:
-    """Settings under which a turn has no advantage of its own, or which look at one score only."""
+    """Settings under which a turn has no advantage of its own, or which only see one score."""
     setting = f"{TURNS}=credit"
     if config.name in ("ppo", "reinforce_pp"):
-        why = f"{config.name} gives every token a credit of its own"
+        why = f"{config.name} computes an advantage per token"
         fix = f"{TURNS}=sum, or algorithm=rloo"
         yield from clash_problems(setting, [(True, TURNS, f"algorithm={config.name}", why, fix)])
         return
-    fits: dict[str, tuple[bool, str]] = {  # key -> whether it fits, and the value that does
+    fits: dict[str, tuple[bool, str]] = {  # key -> whether it fits, and a value that does
         "dialect": (config.dialect is None, "null"),
         "baseline": (config.baseline in ("loo", "none"), "loo"),
         "advantage_scale": (config.advantage_scale == "none", "none"),
@@ -92,7 +92,7 @@ def _credit_problems(config: Switches) -> Iterator[Problem]:
         "zero_std_groups": (config.zero_std_groups == "keep", "keep"),
         "ratio_level": (config.has_token_terms, "token"),
     }  # fmt: skip
-    why = "it is for one advantage of a whole completion, and here every turn has one of its own"
+    why = "it needs one advantage per completion, but here every turn has its own"
     refused = {n: (not fit, why, f"{value}, or {TURNS}=sum") for n, (fit, value) in fits.items()}
     yield from switch_problems(config, setting, refused)
 
@@ -102,7 +102,7 @@ def switch_problems(
 ) -> Iterator[Problem]:
     """The problems of switches of the algorithm that do not go with a setting.
 
-    refused: switch -> whether its value is refused, why, and the value to give it instead.
+    refused: switch -> whether its value is refused, why, and the value to use instead.
     """
     for name, (is_refused, why, value) in refused.items():
         key, found = f"algorithm.{name}", getattr(config, name)
@@ -121,7 +121,7 @@ def needed_value_problems(
 
 
 def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
-    """What an algorithm's settings cannot do with completions that older weights sampled."""
+    """Settings of an algorithm that do not work with completions sampled by older weights."""
     generation, overlap = run.generation, "generation.overlap"
     if generation.overlap == "none":
         return
@@ -134,28 +134,28 @@ def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
             f"algorithm.{'num_iterations' if passes > 1 else 'num_minibatches'}",
             "more than one update of a step's completions",
             f"num_iterations * num_minibatches = {passes} * {parts} = {passes * parts}: the next"
-            f" completions would be {passes * parts} updates old, and not one",
+            f" completions would be {passes * parts} updates old instead of one",
             f"algorithm.num_iterations=1 algorithm.num_minibatches=1, or {overlap}=none",
         ),
         (
             config.by_token or config.baseline == "value",
             overlap,
             f"algorithm={config.name}",
-            "advantages of single tokens need values that older weights did not have",
+            "per-token advantages need values that older weights did not provide",
             f"{overlap}=none",
         ),
         (
             config.needs_greedy and generation.overlap == "carry",
             overlap,
             f"algorithm={config.name}",
-            "it compares completions with a greedy one, which would be of other weights",
+            "it compares completions with a greedy one, which would come from other weights",
             f"{overlap}=ahead",
         ),
         (
             measured and config.kl_temperature == "one" and generation.temperature != 1,
             "algorithm.kl_temperature",
             "algorithm.kl_temperature=one",
-            "the KL is measured with the sampler's log-probabilities, which are at temperature"
+            "the KL uses the sampler's log-probabilities, which are at temperature"
             f" {generation.temperature:g}",
             "algorithm.kl_temperature=sampling, or generation.temperature=1",
         ),
@@ -163,8 +163,8 @@ def lagging_problems(run: RunConfig, config: Switches) -> Iterator[Problem]:
             mode == "none" and not generation.allow_uncorrected,
             "algorithm.correction.mode",
             "algorithm.correction.mode=none",
-            "the completions are of older weights than those that are trained: without a weight"
-            " the gradient is of another objective",
+            "the completions come from older weights than those being trained: without an"
+            " importance weight the gradient belongs to another objective",
             "algorithm.correction.mode=auto, or generation.allow_uncorrected=true for a comparison",
         ),
     ]

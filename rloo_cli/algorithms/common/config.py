@@ -1,4 +1,4 @@
-"""Every switch that algorithms share, in one class, and how those of a run are resolved."""
+"""Every switch that algorithms share, in one class, and how a run's values are resolved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rloo_cli.config.schema import AlgorithmConfig, Frozen, Positive, RunConfig,
 from rloo_cli.utils.files import JsonObject
 
 GeometricRange = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
-# What correction.mode=auto stands for where completions are sampled with older weights: truncated
+# The values of correction.mode=auto if completions are sampled with older weights: truncated
 # token weights, and a trust region by the mean of a completion's tokens.
 OVERLAP_CORRECTION = {
     "mode": "truncate", "level": "token", "cap": 2.0, "floor": 0.0, "geometric_range": [0.8, 1.25],
@@ -32,7 +32,7 @@ class CorrectionConfig(Frozen):
         " docs/generation.md says; bypass = old_logp is the sampler's"
     )
     level: Literal["token", "sequence", "geometric"] = key(
-        "What has a weight: tokens, completions, or completions by their mean; filter: see floor"
+        "What gets a weight: tokens, completions, or completions by their mean; filter: see floor"
     )
     cap: float = key("Largest weight", gt=0)
     floor: float = key(
@@ -40,21 +40,21 @@ class CorrectionConfig(Frozen):
         ge=0,
     )
     geometric_range: GeometricRange | None = key(
-        "Leave completions out of the policy term whose weight by their tokens' mean is outside,"
-        " as [0.99, 1.01]; null = none"
+        "Leave out of the policy term completions whose geometric weight is outside this range,"
+        " such as [0.99, 1.01]; null = none"
     )
 
 
 class EosPenalty(Frozen):
     only_with: ClassVar = {".mode!=none": ("value",)}
     mode: Literal["none", "subtract", "replace"] = key(
-        "Score of a truncated completion: as it is, minus value, or value"
+        "Score of a truncated completion: unchanged, minus value, or value"
     )
     value: float = key("Score units: above 0 to subtract; the new score to replace with")
 
 
 class OverlongPenalty(Frozen):
-    max_length: Positive = key("Tokens from which on the whole penalty of -weight is added")
+    max_length: Positive = key("Tokens from which the whole penalty of -weight is added")
     cache: Positive = key("Tokens below max_length over which the penalty grows linearly from 0")
     weight: float = key("Score units, the size of the whole penalty", ge=0)
 
@@ -87,11 +87,11 @@ class Switches(AlgorithmConfig):
         "generation.temperature!=1": ("kl_temperature",),
     }  # fmt: skip
     dialect: DialectName | None = key(
-        "Compute RLOO as another framework does: algorithm.dialect=NAME loads its file of keys"
+        "Compute RLOO as another framework does: algorithm.dialect=NAME loads its keys"
     )
     turn_rewards: Literal["sum", "last", "credit"] = key(
-        "Rewards of an episode's turns: their sum, or the last one, is part of its score; credit ="
-        " a turn's tokens get what is earned from that turn on"
+        "Rewards of an episode's turns: their sum, or the last one, is added to its score; credit ="
+        " a turn's tokens get the rewards from that turn on"
     )
 
     # The loss: family.py, importance_weights.py
@@ -106,7 +106,7 @@ class Switches(AlgorithmConfig):
     )
     entropy_coef: float = key("Weight of the tokens' mean entropy, subtracted from the loss", ge=0)
     loss_denominator: Literal["all", "valid"] = key(
-        "Completions counted in N: every one, or those that the loss sees: not masked, in scorable"
+        "Completions counted in N: every one, or those in the loss: not masked, in scorable"
         " groups (with kl_in=loss and opd also those without a score)"
     )
     policy_loss: Literal["clip", "reinforce", "cispo", "sapo", "luspo", "vespo"] | None = key(
@@ -123,7 +123,7 @@ class Switches(AlgorithmConfig):
         ge=0,
     )
     epsilon_tokens: int | None = key(
-        "Widen the clip range of a completion of T tokens, more than these, to the power"
+        "Widen the clip range of a completion with T tokens, T above this, to the power"
         " sqrt(T / epsilon_tokens): (1 - epsilon)^s to (1 + epsilon_high)^s; null = one range",
         ge=1,
     )
@@ -133,8 +133,8 @@ class Switches(AlgorithmConfig):
     sapo_temperature_neg: float = key("policy_loss=sapo: steepness of the gate where A <= 0", gt=0)
     allow_stale: bool = key("Let policy_loss=reinforce make several updates per step")
     off_policy_threshold: float | None = key(
-        "Leave completions with A<0 out of the policy term whose tokens' log-probabilities fell by"
-        " more than this on average since they were sampled; null = never",
+        "Leave out of the policy term completions with A<0 whose log-probabilities per token fell"
+        " by more than this since they were sampled, on average; null = never",
         gt=0,
     )
 
@@ -162,10 +162,10 @@ class Switches(AlgorithmConfig):
     )
     kl_in_baseline: bool = key(
         "The baseline is of score - beta*KL (a masked sibling has the KL 0); false = of the score"
-        " alone"
+        " only"
     )
     kl_credit: Literal["sequence", "to_go"] = key(
-        "Charge each token for its whole completion's KL, or only for the KL from itself on"
+        "Charge each token for its whole completion's KL, or only for the KL from it onwards"
     )
     kl_temperature: Literal["sampling", "one"] = key(
         "KL of the policies at the sampling temperature, or at temperature 1"
@@ -206,7 +206,7 @@ class Switches(AlgorithmConfig):
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether a group of equal scores has advantages of 0, but for a KL in the rewards."""
+        """Whether a group of equal scores has advantages of 0, apart from a KL in the rewards."""
         return self.compares_in_groups and self.turn_rewards != "credit"
 
     @property
@@ -216,17 +216,17 @@ class Switches(AlgorithmConfig):
 
     @property
     def kl_weight(self) -> float:
-        """The factor of the KL to the reference; 0 = no KL is in the objective."""
+        """The factor of the KL to the reference; 0 = no KL in the objective."""
         return 0.0 if self.kl_in == "none" else self.beta
 
     @property
     def turn_reward_kind(self) -> str:
-        """What the rewards of an episode's turns become."""
+        """How the rewards of an episode's turns are used."""
         return self.turn_rewards
 
     @property
     def trains_kl_of_unscored(self) -> bool:
-        """Whether the loss has the KL of completions without an advantage, too."""
+        """Whether the loss also has the KL of completions without an advantage."""
         return self.kl_in == "loss" and self.beta > 0
 
     @property
@@ -237,12 +237,12 @@ class Switches(AlgorithmConfig):
     @property
     def charges_kl_to_go(self) -> bool:
         """Whether the loss charges each token for the KL that comes after it."""
-        # With an advantage of its own for every token, `token_advantages` has subtracted it.
+        # If every token has its own advantage, `token_advantages` has already subtracted it.
         return in_reward(self) and self.kl_credit == "to_go" and not self.by_token
 
     @property
     def clips_advantages(self) -> bool:
-        """Whether reward_clip_range clips advantages: their mean over a group is then not 0."""
+        """Whether reward_clip_range clips advantages: then their mean over a group is not 0."""
         return self.reward_clip_range is not None and self.dialect in CLIPS_ADVANTAGES
 
     @property
@@ -257,7 +257,7 @@ class Switches(AlgorithmConfig):
 
     @property
     def has_token_terms(self) -> bool:
-        """Whether the loss has a term for every token, so that each may have its own advantage."""
+        """Whether the loss has a term per token, so that each token may have its own advantage."""
         by_token = self.policy_loss in ("reinforce", "cispo", "vespo")  # whatever ratio_level is
         return by_token or self.ratio_level == "token"
 
@@ -291,7 +291,7 @@ PARTS = ("policy_loss", "ratio_level", "loss_agg")
 
 
 def resolve_loss_type(config: S) -> S:
-    """The config in which `loss_type` fills those of its three switches that are null."""
+    """The config with the values of `loss_type` in those of its three switches that are null."""
     if config.loss_type is None:
         return config
     missing = _missing_loss_values(config.loss_type, config.model_dump(include=set(PARTS)))
@@ -299,7 +299,7 @@ def resolve_loss_type(config: S) -> S:
 
 
 def _missing_loss_values(loss_type: str, values: Mapping[str, object]) -> dict[str, str]:
-    """The values of a loss type for those of its three switches that are null."""
+    """The values of `loss_type` for those of its three switches that are null."""
     triple = zip(PARTS, TRIPLES[loss_type], strict=True)
     return {part: value for part, value in triple if values.get(part) is None}
 
@@ -311,15 +311,15 @@ def correction_mode(config: Switches, backend: str, overlap: str = "none") -> st
 
 
 def auto_correction(backend: str, overlap: str = "none") -> JsonObject:
-    """The keys of `correction` that its mode auto stands for."""
+    """The keys of `correction` that its mode auto sets."""
     if overlap != "none":
         return dict(OVERLAP_CORRECTION)
     return {"mode": "none" if backend == "transformers" else "truncate"}
 
 
 def resolved_values(algorithm: JsonObject, backend: str, overlap: str = "none") -> JsonObject:
-    """The values of keys of the algorithm section that stand for other values, to merge into it:
-    the three switches of `loss_type`, and those of `correction` where its mode is auto.
+    """Resolved values of the algorithm section, to merge into it: the three switches
+    of `loss_type`, and those of `correction` if its mode is auto.
 
     `backend`, `overlap`: of the generation that samples.
     """
@@ -333,9 +333,9 @@ def resolved_values(algorithm: JsonObject, backend: str, overlap: str = "none") 
 
 
 def shared_switches(run: RunConfig) -> Switches:
-    """The run's algorithm section, which has every shared switch, with loss_type resolved."""
+    """The run's algorithm section with the shared switches, and loss_type resolved."""
     if not isinstance(run.algorithm, Switches):
-        raise TypeError(f"{type(run.algorithm).__name__} is not made of the shared switches")
+        raise TypeError(f"{type(run.algorithm).__name__} does not have the shared switches")
     return resolve_loss_type(run.algorithm)
 
 

@@ -1,6 +1,6 @@
-"""The RLOO of other frameworks, seven of which differ in what they compute (docs/algorithms.md).
+"""The RLOO variants of seven other frameworks that compute something else (docs/OBJECTIVES.md).
 
-A dialect is a YAML file of switches in conf/algorithm/dialect/. The constants here are the
+A dialect is a YAML file of switches in conf/algorithm/dialect/. The constants here are
 differences that no switch expresses, by the dialect's name.
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 DialectName = Literal["paper", "trl", "trl_0_21", "verl", "openrlhf", "ms_swift", "nemo_rl"]
 NAMES = get_args(DialectName)
 NORM_EPS = {"trl_0_21": 1e-8}  # of normalize_advantages; all others add 1e-4
-UNGUARDED = ("trl", "trl_0_21")  # normalise also a step in which only KL differs
+UNGUARDED = ("trl", "trl_0_21")  # also normalise a step in which only the KL differs
 NONE_IS_ZERO = ("ms_swift",)  # a reward that returns None counts as 0
 CLIPS_ADVANTAGES = ("openrlhf",)  # reward_clip_range clips advantages, before their KL
 TOKEN_KL_LIMIT = {"openrlhf": 10.0, "nemo_rl": 10.0}  # each token's estimate is clamped to +- this
-SCORE_FUNCTION_KL = ("nemo_rl",)  # KL in the loss has the gradient of its sampling too
+SCORE_FUNCTION_KL = ("nemo_rl",)  # KL in the loss also has the score-function gradient
 
 
 def dialect_values(name: str) -> JsonObject:
@@ -36,7 +36,7 @@ def dialect_values(name: str) -> JsonObject:
 
 
 def dialect_problems(run: RunConfig, name: DialectName | None) -> Iterator[Problem]:
-    """The problem of a dialect with another algorithm than rloo."""
+    """The problem of a dialect with an algorithm other than rloo."""
     if name is None or run.algorithm.name == "rloo":
         return
     why, fix = (

@@ -1,13 +1,13 @@
 """RLOO with the switches of its relatives: KL, baseline, scale, ratio, loss (docs/algorithms.md).
 
-`algorithms/rloo.py` has the formula without them. The order here is the same: the KL to the
-reference, rewards and advantages, the policy term, and the loss that has them all.
+`algorithms/rloo.py` has the formula without them, in the same order: the KL to the
+reference, rewards and advantages, the policy term, and the loss that combines them.
 
 Advantages are (P, K) and float64. Before every division by a std the raw values are compared with
-each other: equal floats have a std of about 1e-9 and not of 0, and dividing by it would make a
-gradient out of rounding (test vectors EQ and LOO-STD).
+each other: equal floats can have a std of about 1e-9 instead of 0, and dividing by it would turn
+rounding into a gradient (test vectors EQ and LOO-STD).
 
-The KL is of d = old_logp - ref_logp per sampled token: never of the moving logp, so that with
+The KL uses d = old_logp - ref_logp per sampled token: never the current logp, so that with
 several updates per step the penalty stays KL[pi_old || pi_ref]. Estimators: J. Schulman,
 "Approximating KL divergence", 2020. In the reward only k1 has the gradient of KL(policy ||
 reference); in the loss k1 has none at all, k2 has that gradient and k3 that of KL(reference ||
@@ -19,7 +19,7 @@ clipped surrogate is PPO's (arXiv 1707.06347, eq. 7), `delta` dual-clip PPO's (a
 2511.20347; VESPO as in TRL 1.16.
 
 A mean over an update is a sum over its micro-batches divided once by a number known beforehand,
-never a mean of means: so the loss and its gradient do not depend on how the update was cut.
+never a mean of means: so the loss and its gradient do not depend on how the update was split.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def charge_tokens(
     micro_batch: MicroBatch,
     config: Switches,
 ) -> Tensor:
-    """With kl_credit=to_go, A_i - beta * sum_{u>=t} m*k per token; else A_i as it is.
+    """With kl_credit=to_go, A_i - beta * sum_{u>=t} m*k per token; else A_i unchanged.
 
-    `usable` (S,) says which completions have an advantage: the tokens of others stay at 0. The
+    `usable` (S,): completions that have an advantage; tokens of the others stay at 0. The
     tokens of a completion are neighbours and in order, as in a `MicroBatch`.
     (S,), (S,), (N,), (N,) -> (N,) or (S,)
     """
@@ -81,7 +81,7 @@ def charge_tokens(
         return advantage
     k = micro_batch.mask * estimate_kl(old_logp.double() - ref_logp.double(), config)
     ends = segment_sum(k, micro_batch.sequence_ids, micro_batch.num_sequences).cumsum(0)
-    rest = ends[micro_batch.sequence_ids] - k.cumsum(0) + k  # of this token and those after it
+    rest = ends[micro_batch.sequence_ids] - k.cumsum(0) + k  # from this token on
     spread = advantage[micro_batch.sequence_ids] - config.beta * rest
     return spread.masked_fill(~usable[micro_batch.sequence_ids], 0.0)
 
@@ -104,7 +104,7 @@ def masked_std(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def usable_completions(scorable: Tensor, config: Switches) -> Tensor:
-    """Which completions can have an advantage: some need a sibling. (P, K) -> (P, K) bool"""
+    """Completions that can have an advantage: some need a sibling. (P, K) -> (P, K) bool"""
     if config.compares_in_groups:
         return scorable & (scorable.sum(-1, keepdim=True) >= 2)
     return scorable
@@ -155,7 +155,7 @@ def _subtract_baseline(
 
 
 def _scale_divisor(score: Tensor, mask: Tensor, config: Switches) -> Tensor:
-    """The std of scores that advantages are divided by; 1 where those scores are all equal.
+    """The std of scores that advantages are divided by; 1 if those scores are all equal.
 
     group, batch: GRPO, arXiv 2402.03300, with Bessel's correction. loo_std: NeMo RL, the std of
     the siblings' scores; with fewer than two siblings an advantage is not divided.
@@ -177,7 +177,7 @@ def _normalize_over_step(
 ) -> Advantages:
     """(A - mean) / (std + 1e-4) over the step's usable completions, with normalize_advantages.
 
-    Guard: where only KL differs between siblings, and no score does, dividing would enlarge
+    Guard: if only the KL differs between siblings, and no score does, dividing would enlarge
     beta * KL a thousandfold (NORM-KL). (P, K) each
     """
     if not (config.normalize_advantages and inputs.normalize):
@@ -221,8 +221,8 @@ def policy_ratios(
 def clip_range(config: Switches, micro_batch: MicroBatch) -> tuple[float | Tensor, float | Tensor]:
     """The ratios between which nothing is clipped; (S,) each with epsilon_tokens.
 
-    The ratio of a completion is a product over its tokens: noise of sigma a token makes its log
-    sigma * sqrt(T), and so do these bounds grow. Where T <= epsilon_tokens they are as written.
+    The ratio of a completion is a product over its tokens: noise of sigma per token gives its log
+    sigma * sqrt(T), and so do these bounds grow. If T <= epsilon_tokens they are unchanged.
     """
     low, high = 1 - config.epsilon, config.upper
     if config.epsilon_tokens is None:
@@ -241,10 +241,10 @@ def policy_term(
     weights: Weights | None,
     log_ratio: Tensor | None = None,
 ) -> Tensor:
-    """The policy's loss per unit, or per token where it is a factor times logp.
+    """The policy's loss per unit, or per token if it is a factor times logp.
 
-    `advantage` may be (N,) where terms are per token. Weights that `policy_ratios` applied do not
-    multiply again. `log_ratio` (N,) is logp - old_logp, which only vespo needs.
+    `advantage` may be (N,) if terms are per token. Weights already applied by `policy_ratios` are
+    not applied again. `log_ratio` (N,) is logp - old_logp, which only vespo needs.
     clip: -min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A), at most -delta A where A < 0.
     cispo: -sg(min(rho, cap)) A logp: the weight is capped and no token loses its gradient.
     sapo: -f(rho) A with f(x) = sigmoid(t (x - 1)) 4 / t: a soft gate, whose slope at 1 is 1.
@@ -270,7 +270,7 @@ def policy_term(
         if config.delta is not None:
             gain = gain.where(a >= 0, gain.maximum(config.delta * a))
         term = -gain
-    if kind == "luspo":  # counts once for each of its tokens
+    if kind == "luspo":  # counts once per token
         term = term * reduce_to_level(micro_batch.mask, micro_batch, "sequence")
     if weights is None:
         return term
@@ -310,10 +310,10 @@ def _vespo_term(
 def _off_policy_mask(
     logp: Tensor, sampler_logp: Tensor, advantage: Tensor, micro_batch: MicroBatch, limit: float
 ) -> Tensor:
-    """What off_policy_threshold leaves in the policy term: DeepSeek-V3.2's sequence mask.
+    """The completions or tokens that off_policy_threshold keeps: DeepSeek-V3.2's sequence mask.
 
-    `sampler_logp` has the sampler's log-probabilities, or old_logp where it has none. With an
-    advantage per token, its own sign counts for each token. (N,), (N,), (S,) or (N,) -> bool, as
+    `sampler_logp` has the sampler's log-probabilities, or old_logp if missing. With an
+    advantage per token, each token's own sign counts. (N,), (N,), (S,) or (N,) -> bool, as
     advantage
     """
     near = reduce_to_level((sampler_logp - logp).detach(), micro_batch, "geometric") <= limit
@@ -350,7 +350,7 @@ def update_denominator(
     """The number that the update's sum is divided by; 1 instead of 0.
 
     Sequences and tokens are counted over the whole update, on all ranks (with
-    loss_denominator=valid the caller counts only those that the loss sees).
+    loss_denominator=valid the caller counts only those in the loss).
     """
     by_agg = {
         "sequence_sum": num_sequences,
@@ -448,7 +448,7 @@ def _ratio_columns(
 
 
 def _is_per_token(values: Tensor, micro_batch: MicroBatch) -> bool:
-    # Every completion has a token, so S = N only where each has one and both readings agree.
+    # Every completion has a token, so S = N only if each has exactly one and both readings agree.
     return values.shape == micro_batch.sequence_ids.shape
 
 

@@ -1,4 +1,4 @@
-"""Which forward passes an update needs, and which it can leave out exactly (README, Fast)."""
+"""Which forward passes an update needs, and which can be skipped exactly (README, Fast)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ForwardPlan:
     value_model: bool  # a value model predicts the value of every token
     by_scores: bool  # advantages need no log-probability: they are known before the update
     separate: str | None  # why old_logp needs a separate pass; None = the training forward has it
-    every_completion: bool  # none is left out because its advantage is 0
+    every_completion: bool  # none is skipped because its advantage is 0
 
 
 def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
@@ -54,9 +54,9 @@ def normalizes_by_one_factor(config: Switches) -> bool:
     """Whether normalising is one factor of the whole gradient, known once all KLs are.
 
     The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
-    A times one factor (C3). This fails with a baseline from outside the group, with a KL that the
-    baseline does not contain, with divisors that differ between siblings, and where advantages are
-    clipped. The factor is of advantages alone: it must not multiply an entropy bonus.
+    A times one factor (C3). This fails with a baseline from outside the group, with a KL not
+    in the baseline, with divisors that differ between siblings, and if advantages are clipped.
+    The factor applies only to advantages: it must not multiply an entropy bonus.
     """
     grouped = config.compares_in_groups and config.kl_in_baseline
     alike = config.advantage_scale in ("none", "group") and not config.clips_advantages
@@ -65,14 +65,14 @@ def normalizes_by_one_factor(config: Switches) -> bool:
 
 
 def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
-    """Why old_logp needs a separate pass; None where the training forward computes it.
+    """Why old_logp needs a separate pass; None if the training forward computes it.
 
-    That takes one mini-batch (C1), no dropout (C4), and advantages that need no other group's KL
-    (C3). Whether a group's completions share a micro-batch (C2) depends on their lengths: the loop
-    checks it in each step. The sampler correction allows it: it only reads old_logp.
+    The latter needs one mini-batch (C1), no dropout (C4), and advantages that need no other group's
+    KL (C3). Whether a group's completions share a micro-batch (C2) depends on their lengths: the
+    loop checks it in each step. The sampler correction is compatible: it only reads old_logp.
     """
     if config.by_token:
-        return "every token's advantage needs the whole step first"
+        return "per-token advantages need the whole step first"
     if run.train.old_logp == "separate":
         return "train.old_logp=separate"
     if config.num_minibatches > 1:
@@ -88,11 +88,11 @@ def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
 def needed_completions(
     score: Tensor, scorable: Tensor, masked: Tensor, config: Switches, plan: ForwardPlan
 ) -> Tensor:
-    """The completions whose log-probabilities the update depends on.
+    """The completions whose log-probabilities affect the update.
 
     Masked ones have neither loss nor KL. Those without a score, or without a sibling that has one,
-    have no advantage; nor has a group of equal scores, where no KL is in the reward and neither
-    clipping nor normalising moves its advantages away from 0. (This is decided from the scores: an
+    have no advantage; nor has a group of equal scores, if no KL is in the reward and no clipping
+    or normalising moves its advantages away from 0. (This is decided from the scores: an
     A of 0 may be computed with a rounding error, which normalising divides by 1e-4.)
     (P, K), (P, K) bool, (P, K) bool -> (P, K) bool
     """
@@ -100,10 +100,10 @@ def needed_completions(
     if plan.every_completion:
         return needed
     needed = needed & usable_completions(scorable, config)
-    # Where the mean of advantages is not 0, normalising moves those of equal scores too.
+    # If the mean of advantages is not 0, normalising also moves those of equal scores.
     moved = config.normalize_advantages and config.advantage_scale == "loo_std"
     moved = moved or config.clips_advantages  # to a range that may exclude 0
-    logged = config.kl_in == "none" and config.beta > 0  # a KL that is only logged is over all
+    logged = config.kl_in == "none" and config.beta > 0  # a KL that is only logged covers all
     if config.compares_in_groups and plan.by_scores and not moved and not logged:
         needed = needed & values_differ(score, scorable)
     return needed

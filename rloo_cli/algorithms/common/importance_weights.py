@@ -1,10 +1,10 @@
 """Importance weights for a sampler that differs from the trainer (docs/algorithms.md).
 
-The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (old_logp): other
-kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,
+The sampler's log-probabilities (behaviour_logp) differ slightly from the trainer's (old_logp):
+other kernels, dtype or weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,
 never the KL term, and has no gradient. TIS truncates it; MIS and IcePop drop weights outside
-[floor, cap]. `geometric_range` is a trust region beside it: completions whose policy has moved too
-far since they were sampled have the weight 0. The siblings' baseline needs no weight:
+[floor, cap]. `geometric_range` is an additional trust region: completions whose policy has moved
+too far since they were sampled get the weight 0. The siblings' baseline needs no weight:
 E_mu[w_i grad log pi(y_i) b_i] = 0.
 """
 
@@ -36,7 +36,7 @@ class Weights:
 def correction_weights(
     old_logp: Tensor, micro_batch: MicroBatch, config: Switches
 ) -> Weights | None:
-    """The weights at the configured level, or None where there are none to apply.
+    """The weights at the configured level, or None if none apply.
 
     A missing or NaN behaviour_logp counts as equal to old_logp. `filter` keeps or drops a
     completion by its geometric weight, and gives the kept ones their untruncated token weights.
@@ -44,7 +44,7 @@ def correction_weights(
     """
     rule = config.correction
     if rule.mode == "auto":
-        raise ValueError("correction.mode is auto: train with what resolved_values says")
+        raise ValueError("correction.mode is auto: use resolved_values first")
     if rule.mode in ("none", "bypass"):
         return None
     behaviour = sampler_logprobs(old_logp, micro_batch)
@@ -69,7 +69,7 @@ def _geometric_weight(delta: Tensor, micro_batch: MicroBatch, by_token: bool) ->
 
 
 def sampler_logprobs(old_logp: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """The sampler's log-probabilities, old_logp where they are missing. (N,) -> (N,)"""
+    """The sampler's log-probabilities, old_logp if they are missing. (N,) -> (N,)"""
     if micro_batch.behaviour_logp is None:
         return old_logp
     behaviour = micro_batch.behaviour_logp.to(old_logp.dtype)
@@ -77,7 +77,7 @@ def sampler_logprobs(old_logp: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 
 def reduce_to_level(values: Tensor, micro_batch: MicroBatch, level: str | None) -> Tensor:
-    """Values of tokens as they are (`token`), or their sum over the tokens of each completion
+    """Values of tokens unchanged (`token`), or their sum over the tokens of each completion
     (`sequence`), or their mean over its unmasked tokens (`geometric`). (N,) -> (N,) or (S,)"""
     if level == "token":
         return values

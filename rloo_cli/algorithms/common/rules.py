@@ -1,6 +1,6 @@
 """Conflicts between keys that stop a run before it starts, and combinations worth a warning.
 
-Limits of a single key stand at the key. A problem names the key, the arithmetic and the ways out.
+Limits of a single key are at the key. A problem names the key, the arithmetic and the fixes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem, value_problem
 
-OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # baseline -> the only algorithm that has it
-TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
-CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
+OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # baseline -> its only algorithm
+TOKEN_NOISE = 0.01  # log-ratio per token from kernels and one small update
+CLIPPED_SHARE = 0.1  # warn if that noise alone clips more completions
 
 
 def choice_problems(config: Switches) -> Iterator[Problem]:
@@ -28,9 +28,9 @@ def choice_problems(config: Switches) -> Iterator[Problem]:
 
 
 def whitening_problems(config: Switches) -> Iterator[Problem]:
-    """Settings that centre or divide advantages which the algorithm's whitening replaces."""
+    """Settings that centre or divide advantages, which the algorithm's whitening replaces."""
     plain = {"advantage_scale": "none", "normalize_advantages": False, "kl_in_baseline": False}
-    why = "the advantages of the step's tokens are whitened by nothing else: it would do nothing"
+    why = "the step's token advantages are whitened instead, so it would have no effect"
     setting = f"algorithm={config.name}"
     yield from completion_rules.needed_value_problems(config, setting, plain, why)
 
@@ -38,15 +38,15 @@ def whitening_problems(config: Switches) -> Iterator[Problem]:
 def _loss_problems(config: Switches) -> Iterator[Problem]:
     for part in common_config.PARTS:
         if getattr(config, part) is None:
-            why = "it is null, and so is algorithm.loss_type, which would set it"
+            why = "it is null, and algorithm.loss_type, which would set it, is null too"
             fix = "algorithm.loss_type=dapo"
             yield Problem(f"{part} is not set", f"algorithm.{part}", why, fix)
     if config.policy_loss == "cispo" and (config.epsilon_high or 0) < 1:
-        key, what = "algorithm.epsilon_high", "is not a cap of CISPO's weights"
-        why = "it is the cap itself, not a distance from 1: every weight of 1 and more would be cut"
+        key, what = "algorithm.epsilon_high", "is not a valid cap of CISPO's weights"
+        why = "it is the cap itself, not a distance from 1: every weight of 1 or more would be cut"
         yield value_problem(key, config.epsilon_high, what, "5.0", why)
     if config.policy_loss == "luspo" and config.ratio_level == "token":
-        what, why = "gives no ratio of a completion", "with policy_loss=luspo its length weighs it"
+        what, why = "gives no ratio per completion", "policy_loss=luspo weighs that ratio by length"
         yield value_problem("algorithm.ratio_level", "token", what, "geometric", why)
 
 
@@ -56,9 +56,9 @@ def _baseline_problems(config: Switches) -> Iterator[Problem]:
             baseline_of = {algorithm: b for b, algorithm in OWN_BASELINES.items()}
             instead, why = (
                 baseline_of.get(config.name, "loo"),
-                f"baseline={baseline} is what {name} is",
+                f"only {name} has baseline={baseline}",
             )
-            what = f"is not one of algorithm={config.name}"
+            what = f"is not available with algorithm={config.name}"
             yield value_problem("algorithm.baseline", config.baseline, what, instead, why)
 
 
@@ -78,7 +78,7 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def algorithm_warnings(run: RunConfig) -> Iterator[str]:
-    """Combinations that are allowed but seldom meant, in one sentence each."""
+    """Combinations that are allowed but rarely intended, in one sentence each."""
     config, generation = shared_switches(run), run.generation
     max_length, num_updates = generation.max_completion_length, num_updates_per_step(config)
     yield from dialect.dialect_differences(run, config.dialect)
@@ -87,7 +87,7 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     filters = inexact_settings(generation)
     mode = common_config.correction_mode(config, generation.backend, generation.overlap)
     if filters and mode == "none":
-        yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
+        yield f"generation.{', '.join(filters)}: logp then differs from the sampling distribution"
     share = clipped_by_noise(config, max_length)
     if num_updates > 1 and share > CLIPPED_SHARE:
         yield (
@@ -112,7 +112,7 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
 
 
 def clipped_by_noise(config: Switches, num_tokens: int) -> float:
-    """Predicted share of completions that TOKEN_NOISE alone takes out of the clip range."""
+    """Predicted share of completions that TOKEN_NOISE alone moves out of the clip range."""
     if config.ratio_level != "sequence" or config.policy_loss != "clip":
         return 0.0
     noise = NormalDist(sigma=TOKEN_NOISE * sqrt(num_tokens))
@@ -124,14 +124,14 @@ def clipped_by_noise(config: Switches, num_tokens: int) -> float:
 def _kl_problems(config: Switches) -> Iterator[Problem]:
     if config.kl_ratio_weighted and config.kl_estimator == "k2":
         what, why = (
-            "has the gradient of no KL with kl_estimator=k2",
+            "does not give the gradient of a KL with kl_estimator=k2",
             "it is exact for k1 and k3 only",
         )
         fix = "false, or algorithm.kl_estimator=k3"
         yield value_problem("algorithm.kl_ratio_weighted", "true", what, fix, why)
     alone = config.kl_estimator == "k1" and not config.kl_ratio_weighted
     if config.kl_in == "loss" and alone and config.beta > 0:
-        what = "does not pull towards the reference with kl_in=loss"
+        what = "does not pull the policy towards the reference with kl_in=loss"
         why, fix = "its expected gradient is zero", "k3 (or k2), or algorithm.kl_in=reward"
         yield value_problem("algorithm.kl_estimator", "k1", what, fix, why)
     if config.kl_credit != "to_go":
@@ -147,7 +147,7 @@ def _kl_problems(config: Switches) -> Iterator[Problem]:
     missing = [need for need, met in needs.items() if not met]
     if missing:
         yield Problem(
-            "kl_credit=to_go gives every token an advantage of its own",
+            "kl_credit=to_go gives every token its own advantage",
             "algorithm.kl_credit",
             f"to_go needs {' and '.join(missing)}",
             " ".join(m.split()[0] for m in missing)
@@ -166,12 +166,12 @@ def _ratio_problems(config: Switches) -> Iterator[Problem]:
         fix = "clip, or algorithm.allow_stale=true"
         yield value_problem("algorithm.policy_loss", "reinforce", what, fix, why)
     if config.delta is not None and config.delta <= config.upper:
-        what, found = "would cut into the clip range", f"{config.delta:g}"
+        what, found = "cuts into the clip range", f"{config.delta:g}"
         why = f"found {found}; must be above 1 + epsilon_high = {config.upper:g}"
         yield value_problem("algorithm.delta", found, what, "null, or a larger one", why)
     by_sequence = config.ratio_level == "sequence" and config.policy_loss == "clip"
     if config.epsilon_tokens is not None and (not by_sequence or config.delta is not None):
-        what = "epsilon_tokens widens the clip range of a completion's own ratio alone"
+        what = "epsilon_tokens only widens the clip range of per-completion ratios"
         why = f"policy_loss is {config.policy_loss}, ratio_level {config.ratio_level}"
         why += f", delta {config.delta}"
         fix = "algorithm.ratio_level=sequence algorithm.policy_loss=clip algorithm.delta=null, or"
@@ -186,25 +186,25 @@ def _shaping_problems(config: Switches) -> Iterator[Problem]:
         fix, why = f"[{limits[1]:g},{limits[0]:g}], or null", "the first must be below the second"
         yield value_problem(key, found, "is empty", fix, why)
     if eos.mode == "subtract" and eos.value < 0:
-        key, what = "algorithm.missing_eos_penalty", "would reward truncation"
+        key, what = "algorithm.missing_eos_penalty", "rewards truncation"
         why = "it is subtracted from the score; must be 0 or more"
         fix = f"{-eos.value:g}, or {{mode: replace, value: {eos.value:g}}}"
         yield value_problem(key, f"{eos.value:g}", what, fix, why)
     if overlong is not None and overlong.cache > overlong.max_length:
         key, what = "algorithm.overlong_penalty.cache", "is more than the penalty's max_length"
-        why = f"max_length is {overlong.max_length}: it would start below no tokens at all"
+        why = f"max_length is {overlong.max_length}: the penalty would start below 0 tokens"
         yield value_problem(key, overlong.cache, what, overlong.max_length // 5 or 1, why)
 
 
 def _correction_problems(config: Switches, generation: GenerationConfig) -> Iterator[Problem]:
     rule = config.correction
     if rule.floor > rule.cap:
-        what, why = "leaves no weight to keep", f"floor {rule.floor:g} is above cap {rule.cap:g}"
+        what, why = "keeps no weight", f"floor {rule.floor:g} is above cap {rule.cap:g}"
         yield value_problem("algorithm.correction.floor", f"{rule.floor:g}", what, 0, why)
     region = rule.geometric_range
     if region is not None and not region[0] <= 1 <= region[1]:
-        key, what = "algorithm.correction.geometric_range", "leaves out a policy that has not moved"
-        why = f"1, the weight without any difference, is not in {region[0]:g} to {region[1]:g}"
+        key, what = "algorithm.correction.geometric_range", "excludes an unchanged policy"
+        why = f"1, the weight of an unchanged policy, is not in {region[0]:g} to {region[1]:g}"
         shown = f"[{region[0]:g}, {region[1]:g}]"
         yield value_problem(key, shown, what, "[0.8,1.25], or null", why)
     mode = common_config.correction_mode(config, generation.backend, generation.overlap)
@@ -217,8 +217,8 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
     yield Problem(
         "the sampler's log-probabilities cannot be corrected",
         "algorithm.correction.mode",
-        f"correction.mode is {shown}, and generation.{', generation.'.join(filters)} cut or bend"
-        " what is sampled: its log-probabilities are those of another distribution",
+        f"correction.mode is {shown}, and generation.{', generation.'.join(filters)} change the"
+        " sampling distribution, so its log-probabilities belong to another one",
         (f"{MASK_KEY}=true, or " if not inexact_settings(generation, with_masks=True) else "")
         + " ".join(f"generation.{f.split('=')[0]}={off[f.split('=')[0]]}" for f in filters)
         + ", or algorithm.correction.mode=none",
@@ -253,7 +253,7 @@ def _kl_warnings(config: Switches) -> Iterator[str]:
     if config.kl_in == "reward" and config.mask_truncated_completions is True:
         yield (
             "algorithm.mask_truncated_completions=true leaves masked completions in the baseline"
-            " with no KL, so they look cheaper than their siblings; drop is advised"
+            " without a KL, which favours them over their siblings; use drop"
         )
     if config.zero_std_groups == "drop":
-        yield "algorithm.zero_std_groups=drop also drops those groups' pull towards the reference"
+        yield "algorithm.zero_std_groups=drop also drops those groups' KL gradient"

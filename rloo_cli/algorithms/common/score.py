@@ -28,7 +28,7 @@ def combine_scores(
     """One score per completion, and which completions have one.
 
     `raw` is float64, NaN = None; weights are not renormalised when some rewards are None. A reward
-    of weight 0 is only a metric: it makes no completion scorable, else it would turn None into 0.
+    of weight 0 is only a metric: it makes no completion scorable, otherwise None would become 0.
     (F, P, K), F -> score (P, K), 0 where there is none, scorable (P, K) bool
     """
     present = ~raw.isnan()
@@ -63,7 +63,7 @@ def shape_step_scores(
         score = score.masked_fill(~terminated, eos.value)
     if config.normalize_rewards:
         batch, mask = score.reshape(1, -1), scorable.reshape(1, -1)
-        # Equal scores are left alone; their float sums would leave a std that is not quite 0.
+        # Equal scores are left unchanged; their float sums would give a std that is not quite 0.
         normalized = _normalize_along_rows(batch, mask, NORM_EPS).view_as(score)
         score = score.where(~values_differ(batch, mask), normalized)
     if config.reward_clip_range is not None and config.dialect not in dialect.CLIPS_ADVANTAGES:
@@ -73,7 +73,7 @@ def shape_step_scores(
 
 
 def mask_truncated(scorable: Tensor, terminated: Tensor, config: Switches) -> tuple[Tensor, Tensor]:
-    """mask_truncated_completions: which completions count in the baseline, which leave the loss.
+    """mask_truncated_completions: which completions are in the baseline, and which in the loss.
 
     `true` takes truncated completions out of the loss only; `drop` makes them unscorable as well.
     It is applied between `combine_scores` and `shape_step_scores`.

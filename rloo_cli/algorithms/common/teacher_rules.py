@@ -1,7 +1,7 @@
-"""What a teacher behind a URL can be asked for (`algorithm.teacher.base_url`).
+"""Requirements of a teacher behind a URL (`algorithm.teacher.base_url`).
 
-A vLLM server tells log-probabilities of given token ids, at temperature 1 and over its whole
-vocabulary; it does not tell whole distributions.
+A vLLM server returns log-probabilities of given token ids, at temperature 1 and over its whole
+vocabulary; it does not return whole distributions.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ URL_KEY = "algorithm.teacher.base_url"
 def teacher_server_problems(
     config: Switches, keys: TeacherConfig, ref_path: str | None, generation: GenerationConfig
 ) -> Iterator[Problem]:
-    """What a teacher's server cannot do beside model.ref_path, and an address that is none."""
+    """Keys that a teacher's server does not support, and an invalid URL."""
     if not str(keys.base_url).startswith(("http://", "https://")):
         what, address = "is not the address of a server", str(keys.base_url).rpartition("://")[2]
         why = "expected http://HOST:PORT"
@@ -29,22 +29,22 @@ def teacher_server_problems(
             ref_path is not None,
             URL_KEY,
             f"model.ref_path={ref_path}",
-            "there would be two teachers",
+            "only one of them can be the teacher",
             f"model.ref_path=null, or {URL_KEY}=null",
         ),
         (
             config.kl_in == "loss",
             "algorithm.kl_in",
             "algorithm.kl_in=loss",
-            "it compares distributions over the whole vocabulary, and a server gives the"
-            " log-probabilities of the tokens that were sampled",
+            "it compares distributions over the whole vocabulary, but a server returns only the"
+            " log-probabilities of the sampled tokens",
             f"algorithm=opd (kl_in=reward), or {here}",
         ),
         (
             config.kl_temperature == "sampling" and generation.temperature != 1,
             "algorithm.kl_temperature",
             "algorithm.kl_temperature=sampling",
-            "a server gives log-probabilities at temperature 1, and generation.temperature is"
+            "a server returns log-probabilities at temperature 1, but generation.temperature is"
             f" {generation.temperature:g}",
             "algorithm.kl_temperature=one, or generation.temperature=1",
         ),
@@ -52,8 +52,8 @@ def teacher_server_problems(
             keeps_masks(generation),
             MASK_KEY,
             f"{MASK_KEY}=true",
-            "a server's log-probabilities are over its whole vocabulary, and the student's over"
-            " the ids that were let through",
+            "a server's log-probabilities are over its whole vocabulary, but the student's only"
+            " over the kept ids",
             f"{MASK_KEY}=false, or {here}",
         ),
     ]

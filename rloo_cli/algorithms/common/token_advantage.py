@@ -1,7 +1,7 @@
-"""A whole step's tokens at once, for algorithms in which every token has an advantage of its own.
+"""A whole step's tokens at once, for algorithms in which every token has its own advantage.
 
-They are computed once per step, on the CPU and on every rank alike, before the first update. PPO
-and REINFORCE++ compute theirs from `Grid`; `credit_turns` is for any algorithm.
+They are computed once per step, on the CPU and identically on every rank, before the first update.
+PPO and REINFORCE++ compute theirs from `Grid`; `credit_turns` is for any algorithm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def collect_step_tokens(
 ) -> tuple[StepTokens, list[int]]:
     """Flat columns of the completions with these (group, completion) indices, and their lengths.
 
-    `turn_weight`: the weight of what turns earn; None = their columns are not needed.
+    `turn_weight`: the weight of turns' rewards; None = their columns are not needed.
     """
     import torch  # lazy: the registry reads the algorithms' schemas without torch
 
@@ -66,7 +66,7 @@ def collect_step_tokens(
 
 
 def _turn_columns(rollouts: Sequence[Rollout], weight: float) -> dict[str, Tensor]:
-    """Which turn each token is of, how many there are, and what they earned."""
+    """The turn of each token, the number of turns, and their rewards."""
     import torch  # lazy: the registry reads the algorithms' schemas without torch
 
     episodes = [r.turns or [] for r in rollouts]
@@ -99,7 +99,7 @@ class Grid:
         return out.index_put(self.place, column[self.kept])
 
     def flat(self, rows: Tensor) -> Tensor:
-        """(S, T) -> (N,), exactly 0 where the mask is."""
+        """(S, T) -> (N,), exactly 0 where the mask is 0."""
         return rows.new_zeros(len(self.kept)).masked_scatter(self.kept, rows[self.place])
 
     def at_end(self, score: Tensor) -> Tensor:
@@ -138,21 +138,21 @@ def whiten_tokens(column: Tensor, mask: Tensor, centre: bool = True) -> Tensor:
 
 
 def credit_turns(step: StepTokens, config: Switches) -> TokenAdvantages:
-    """Advantages of every token with turn_rewards=credit, 0 where the mask is. (N,) -> (N,)
+    """Advantages of every token with turn_rewards=credit, 0 where the mask is 0. (N,) -> (N,)
 
-    An environment may say after each turn what that turn earned. `turn_rewards: sum` adds these to
-    what it says of the whole episode, `last` takes the last one alone: the episode has one score,
-    and one advantage. With `credit` the score is that of `sum`, and a turn's tokens get what was
-    earned from that turn on. c_{i,u} is what turn u of episode i earned, times the weight of its
-    reward; n_i are its turns, s_i its score:
+    An environment may return a reward after each turn. `turn_rewards: sum` adds these to its
+    reward for the whole episode, `last` takes only the last one: the episode has one score,
+    and one advantage. With `credit` the score is that of `sum`, and a turn's tokens get the
+    rewards from that turn on. c_{i,u} is the reward of turn u of episode i, times the weight of its
+    reward; n_i is its number of turns, s_i its score:
 
         G_{i,t} = s_i - beta KL_i - sum_{u<t} c_{i,u}             the return to go
         A_{i,t} = G_{i,t} - mean of G_{j,t} over the siblings j that have a turn t
                   (where none has one: over all siblings, each at its last turn)
 
     A sibling's returns do not depend on what this episode sampled, nor does whether it has a turn
-    t, so that the baseline changes no expected gradient. A group in which no turn has a reward of
-    its own, and all have as many turns, has the advantages of leave-one-out.
+    t, so the baseline does not change the expected gradient. A group in which no turn has its own
+    reward, and all have the same number of turns, gets the advantages of leave-one-out.
     """
     assert step.turn is not None and step.turn_reward is not None and step.num_turns is not None
     penalty, to_go = _kl_penalties(step, config)
@@ -170,10 +170,10 @@ def credit_turns(step: StepTokens, config: Switches) -> TokenAdvantages:
 def subtract_turn_baseline(
     returns: Tensor, num_turns: Tensor, group: Tensor, baseline: str
 ) -> Tensor:
-    """Returns to go less the mean of the siblings' at the same turn. (S, U), (S,), (S,) -> (S, U)
+    """Returns to go minus the mean of the siblings' at the same turn. (S, U), (S,), (S,) -> (S, U)
 
-    `num_turns`: turns that each episode has; what a row holds beyond them means nothing.
-    `baseline` none: the returns as they are.
+    `num_turns`: turns of each episode; entries of a row beyond them are ignored.
+    `baseline` none: the returns unchanged.
     """
     if baseline == "none":
         return returns
@@ -184,7 +184,7 @@ def subtract_turn_baseline(
         for t in range(int(num_turns[i])):
             same = siblings[num_turns[siblings] > t]
             found = returns[same, t]
-            if not len(same):  # each at the last turn that it has
+            if not len(same):  # each at its last turn
                 found = returns[siblings, (num_turns[siblings] - 1).clamp(min=0)]
             if len(found):
                 out[i, t] = returns[i, t] - found.mean()
@@ -192,10 +192,10 @@ def subtract_turn_baseline(
 
 
 def _kl_penalties(step: StepTokens, config: Switches) -> tuple[Tensor, Tensor | None]:
-    """beta * KL of each completion, (S,), and with kl_credit=to_go that of each token on, (N,)."""
+    """beta * KL of each completion, (S,), and with kl_credit=to_go from each token on, (N,)."""
     if step.ref is None or not in_reward(config):
         return step.score * 0.0, None
-    grid = Grid(step)  # without tokens that are masked, whose log-probabilities may be NaN
+    grid = Grid(step)  # without masked tokens, whose log-probabilities may be NaN
     k = config.beta * grid.rows(estimate_kl(step.old - step.ref, config))
     to_go = grid.flat(discounted_sum_to_go(k, 1.0)) if config.kl_credit == "to_go" else None
     return k.sum(1), to_go

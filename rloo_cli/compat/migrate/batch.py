@@ -1,4 +1,4 @@
-"""Writes how much an old run did: completions per step, updates, steps, and the schedule over them.
+"""Writes the size of an old run: completions per step, updates, steps, and the schedule over them.
 
 Old trainers derive the batch from per-device numbers; here it is prompts times completions. With
 b = per_device_train_batch_size (completions), GA = gradient_accumulation_steps and W processes:
@@ -75,7 +75,7 @@ def write_batch_sizes(recipe: Recipe, old_run: OldRun, world: int) -> BatchSizes
 
 
 def _write_processes(recipe: Recipe, old_run: OldRun, world: int, prompts: int) -> None:
-    """Write the number of processes and nodes, and how the model is spread over them."""
+    """Write the number of processes and nodes, and how the model is distributed over them."""
     why = f"{world} processes; the batch above is for all of them, on any number"
     if prompts < world:
         why = f"there {world}: a prompt's completions stay on one process here"
@@ -103,7 +103,7 @@ def _write_processes(recipe: Recipe, old_run: OldRun, world: int, prompts: int) 
 
 
 def _write_forward_sizes(recipe: Recipe, k: int, b: int) -> None:
-    """Write completions per forward pass, in whole groups: they change memory, never a number."""
+    """Write completions per forward pass, in whole groups: they affect only memory."""
     no_grad = "local_rollout_forward_batch_size"
     for key, name, completions in (
         ("train.micro_batch_size", "per_device_train_batch_size", b),
@@ -148,7 +148,7 @@ def _new_batch(recipe: Recipe, b: int, ga: int, world: int, passes: int) -> tupl
 
 
 def _whole_minibatches(recipe: Recipe, prompts: int, parts: int) -> int:
-    """P, or the next larger P that can be split into so many parts of whole groups."""
+    """P, or the next larger P that can be split into this many parts of whole groups."""
     up = -(-prompts // parts) * parts
     if up != prompts:
         recipe.notes.append(
@@ -159,7 +159,7 @@ def _whole_minibatches(recipe: Recipe, prompts: int, parts: int) -> int:
 
 
 def write_duration(recipe: Recipe, size: BatchSizes) -> int | None:
-    """Write how long the run is. Returns its steps, or None if the old settings do not say."""
+    """Write the length of the run. Returns its steps, or None if the old settings do not say."""
     is_old = recipe.dialect.is_old_trl
     episodes = recipe.take_whole_number("total_episodes")
     epochs = recipe.take_number("num_train_epochs")
@@ -196,7 +196,7 @@ def write_duration(recipe: Recipe, size: BatchSizes) -> int | None:
 
 
 def write_schedule(recipe: Recipe, size: BatchSizes, steps: int | None) -> None:
-    """Write warm-up, and what happens every n steps, which old trainers count differently.
+    """Write warm-up and intervals, which old trainers count differently.
 
     TRL <=0.21 stepped its schedule and counted logging_steps once per rollout batch; TRL >=0.22
     and ms-swift count updates. Our warm-up counts updates, everything else steps.

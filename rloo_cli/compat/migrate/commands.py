@@ -13,14 +13,14 @@ from rloo_cli.config.old_names import find_old_name
 
 SERVER, JUDGED = "vllm-serve", "generate_tldr.py"
 OURS = {SERVER: ("rloo", "vllm-serve"), JUDGED: ("rloo", "eval", "+recipe=tldr_judge")}
-STARTS = {  # after these come the flags
+STARTS = {  # followed by the flags
     "vllm-serve": SERVER, "vllm_serve.py": SERVER, "rollout": SERVER, JUDGED: JUDGED
 }  # fmt: skip
 JUDGED_KEYS = {"n": "eval.max_samples", "judge_model": "eval.judge.model"}
 
 
 def convert_other_command(words: list[str]) -> str | None:
-    """Our command, and comments on what was left out; None for a command of another kind."""
+    """Our command, and comments on what was left out; None for another kind of command."""
     names = [Path(word).name for word in words]
     starts = [
         i for i, n in enumerate(names) if n in STARTS and (n != "rollout" or "swift" in names)
@@ -29,12 +29,12 @@ def convert_other_command(words: list[str]) -> str | None:
         return None
     kind = STARTS[names[starts[-1]]]
     command, notes = [*OURS[kind]], []
-    for name, value in _flags_of(words[starts[-1] :]):  # not the flags of a launcher
+    for name, value in _flags_of(words[starts[-1] :]):  # without the launcher's flags
         if key := _key_of(kind, name):
             command.append(f"{key}={value or 'true'}")
         else:
             row = find_old_name(name)
-            why = row.note if row is not None and row.note else "there is nothing for it here"
+            why = row.note if row is not None and row.note else "rloo has no equivalent"
             notes.append(f"# --{name} {value}".strip() + f": {why}")
     return "\n".join([shlex.join(command), *notes])
 

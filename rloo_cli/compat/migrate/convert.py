@@ -1,6 +1,6 @@
-"""Converts an old run, once it is read, to a recipe that means the same.
+"""Converts an old run, once it is read, to an equivalent recipe.
 
-What becomes a key only together with other settings comes first, then the tables, setting by
+Settings that become a key only together with others come first, then the tables, setting by
 setting, then the old tool's defaults.
 """
 
@@ -14,7 +14,7 @@ from rloo_cli.compat.migrate.versions import DIALECTS, SWIFT_ESTIMATORS
 from rloo_cli.generation.transformers import SAMPLING_KWARGS
 from rloo_cli.utils.files import JsonObject
 
-# Names in these arguments that are settings of their own here.
+# Entries of these arguments that have their own settings here.
 SPREAD_KWARGS = {
     "generation_kwargs": ("top_p", "top_k", "min_p", "temperature", "repetition_penalty"),
     "model_init_kwargs": (
@@ -54,7 +54,7 @@ def build_recipe(old_run: OldRun, dialect_name: str, world: int) -> Recipe:
     model.resolve_model_conflicts(recipe)
     if not dialect.is_swift:
         recipe.notes.append(
-            f"settings that the old run left out are {dialect.title}'s defaults; if its version had"
+            f"settings missing in the old run are {dialect.title}'s defaults; if its version had"
             " others: rloo migrate --from VERSION (rloo migrate --help)"
         )
     per = f"{size.updates} update{'s' if size.updates > 1 else ''} per step"
@@ -93,7 +93,7 @@ def _spread_kwargs(recipe: Recipe) -> None:
     for kwargs, own in SPREAD_KWARGS.items():
         given = recipe.flags.get(kwargs)
         if not given or not isinstance(given, dict):
-            recipe.drop([kwargs] if given == {} else [], "there are none in it")
+            recipe.drop([kwargs] if given == {} else [], "it is empty")
             continue
         takes_all = kwargs == "model_init_kwargs" or uses_vllm
         rest = {
@@ -102,7 +102,7 @@ def _spread_kwargs(recipe: Recipe) -> None:
         del recipe.flags[kwargs]
         for name in [n for n in given if n not in rest]:
             flag = name if name in own else f"{kwargs}.{name}"
-            flag = "model_revision" if flag == "revision" else flag  # as a command line calls it
+            flag = "model_revision" if flag == "revision" else flag  # its name on the command line
             recipe.add_flags({flag: given[name]})
         if rest:
             recipe.flags[kwargs] = rest

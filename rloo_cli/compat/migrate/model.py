@@ -1,6 +1,6 @@
-"""Writes the model of an old run: path, adapter, quantised weights, a reference that moves.
+"""Writes the model of an old run: path, adapter, quantised weights, a moving reference.
 
-`resolve_model_conflicts` comes last: it changes settings that the old tool allowed together and
+`resolve_model_conflicts` comes last: it changes settings that the old tool allowed together but
 that are refused together here.
 """
 
@@ -9,7 +9,7 @@ from rloo_cli.compat.migrate.versions import NO_CORRECTION
 from rloo_cli.config.rules_model import LOADING_ARGUMENTS
 from rloo_cli.utils.files import JsonObject
 
-# Names of the model; of two that differ the second one was read for its tokenizer alone.
+# Names of the model; if two differ, the second one was only used for its tokenizer.
 MODEL_NAMES = ("sft_model_path", "policy", "model_name_or_path", "model", "base_model")
 ADAPTER_FLAGS = ("train_type", "tuner_type", "use_peft")
 ADAPTER_DEFAULTS: dict[str, JsonObject] = {  # peft's are those of 0.17
@@ -27,7 +27,7 @@ PEFT_CONFIGS = {
     "HRAConfig": "HRA", "MissConfig": "MISS", "RoadConfig": "ROAD",
 }  # fmt: skip
 LAYER_ARGUMENTS = ("target_modules", "exclude_modules", "modules_to_save")  # of all of them
-QUANTIZED = {"load_in_4bit": 4, "load_in_8bit": 8, "quant_bits": 0}  # 0: its value says it
+QUANTIZED = {"load_in_4bit": 4, "load_in_8bit": 8, "quant_bits": 0}  # 0: given by its value
 FOUR_BIT_SETTINGS = (
     "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant",
     "use_bnb_nested_quant",
@@ -52,7 +52,7 @@ def write_model(recipe: Recipe) -> JsonObject:
 
 
 def _write_adapter(recipe: Recipe, path: str) -> JsonObject:
-    """Choose the adapter: ms-swift trains a LoRA unless told not to, TRL only with use_peft."""
+    """Choose the adapter: ms-swift trains a LoRA by default, TRL only with use_peft."""
     is_swift = recipe.dialect.is_swift
     kinds = [name for name in ADAPTER_FLAGS if name in recipe.original_flags]
     why = recipe.original_text(kinds[0]) if kinds else "ms-swift's default"
@@ -106,7 +106,7 @@ def _write_reference_sync(recipe: Recipe) -> None:
     if not recipe.flags.get("sync_ref_model"):
         recipe.drop(names, "sync_ref_model was off")
     elif not beta:
-        recipe.drop(("sync_ref_model", *names), "beta is 0, and then there is no reference")
+        recipe.drop(("sync_ref_model", *names), "beta is 0, so no reference is used")
     else:
         recipe.take("sync_ref_model")
         text = f"{recipe.original_text('sync_ref_model')}, {names[0]}; in updates, as here"
@@ -115,7 +115,7 @@ def _write_reference_sync(recipe: Recipe) -> None:
 
 
 def resolve_model_conflicts(recipe: Recipe) -> None:
-    """Change settings that would be refused together, and note it."""
+    """Change settings that would be refused together, with a note."""
     engine = recipe.written_value("distributed.engine")
     quantized = "quantization" in recipe.groups
     moving = "model.ref_sync.every" in recipe.lines
@@ -134,7 +134,7 @@ def resolve_model_conflicts(recipe: Recipe) -> None:
 
 
 def _resolve_vllm_conflicts(recipe: Recipe, backend: str, quantized: bool) -> None:
-    """Let transformers sample what vLLM cannot; else let vLLM know what it reads by itself."""
+    """Use transformers if vLLM cannot sample; else give vLLM the settings that it reads itself."""
     keys = {"use_dora": False, "modules_to_save": None, "bias": "none"}
     lora = [
         k for k, plain in keys.items() if recipe.written_value(f"model.lora.{k}", plain) != plain

@@ -1,6 +1,6 @@
-"""Writes what an old run optimised and sampled with, where several settings become one key.
+"""Writes the objective and the sampling of an old run, if several settings become one key.
 
-A setting whose value changes by itself is in `table.py` (docs/algorithms.md, Dialects).
+A setting whose value changes on its own is in `table.py` (docs/OBJECTIVES.md, Dialects).
 """
 
 import re
@@ -12,7 +12,7 @@ LOSS_AGG = {
     "grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant", "bnpo": "token_mean_local"
 }  # fmt: skip
 IMPORTANCE = ("vllm_importance_sampling_", "rollout_importance_sampling_")
-CAPS = ("cap", "clip_max", "threshold")  # what the names of the upper bound end with
+CAPS = ("cap", "clip_max", "threshold")  # suffixes of the upper bound's names
 
 
 def write_objective(recipe: Recipe) -> None:
@@ -37,7 +37,7 @@ def write_objective(recipe: Recipe) -> None:
 
 
 def _write_reward_clip(recipe: Recipe) -> None:
-    """Write the clipping of scores, which up to TRL 0.21 acted on normalised ones alone."""
+    """Write the clipping of scores, which up to TRL 0.21 applied only to normalised scores."""
     text, clip = recipe.original_text("reward_clip_range"), recipe.take("reward_clip_range")
     if isinstance(clip, str):  # "(-10, 10)" or "-10,10"
         clip = [float(x) for x in re.findall(r"[-+.\deE]+", clip)]
@@ -54,7 +54,7 @@ def _write_reward_clip(recipe: Recipe) -> None:
 
 
 def _write_loss(recipe: Recipe) -> None:
-    """Write `loss_type`. GRPO's configs leave open the keys that it chooses, RLOO's set them."""
+    """Write `loss_type`. GRPO's configs leave open the keys that it sets, RLOO's set them."""
     text, losses = recipe.original_text("loss_type"), recipe.take_list("loss_type")
     loss = losses[0] if len(losses) == 1 else losses
     if recipe.algorithm == "rloo" and str(loss) in LOSS_AGG:
@@ -97,7 +97,7 @@ def _write_correction(recipe: Recipe) -> None:
 
 
 def write_engine(recipe: Recipe) -> None:
-    """Write vLLM, beside the trainer or as a server that the old run called."""
+    """Write vLLM, in the trainer or as a server that the old run called."""
     engine = [n for n in recipe.flags if n.startswith("vllm_") and not n.startswith(IMPORTANCE)]
     if not recipe.take("use_vllm"):
         recipe.drop([*engine, "sleep_level"], "use_vllm was off")
@@ -122,7 +122,7 @@ def write_engine(recipe: Recipe) -> None:
 
 
 def write_stops(recipe: Recipe) -> None:
-    """Write what ends a completion, and what only the old tool knew of sampling."""
+    """Write stop conditions, and sampling settings known only to the old tool."""
     given = recipe.original_flags
     if recipe.dialect.is_old_trl and not given.get("stop_token") and "stop_token_id" not in given:
         why = "no stop_token: the old run trained on what came after EOS too; delete to stop there"

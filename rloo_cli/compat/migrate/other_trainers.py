@@ -1,7 +1,7 @@
-"""Refuses by its name what `rloo migrate` does not convert, and says what to do instead.
+"""Refuses by name what `rloo migrate` does not convert, and suggests an alternative.
 
-A trainer is known by its command, its modules, its scripts and the names of its settings, never by
-a value: a path or a data set may be called like any trainer.
+A trainer is recognised by its command, its modules, its scripts and the names of its settings,
+never by a value: a path or a data set may have the name of any trainer.
 """
 
 import re
@@ -13,7 +13,7 @@ from rloo_cli.utils.errors import ConfigError, Problem
 PAGE = "rloo docs migrate"
 PASTE = "rloo migrate -- COMMAND"
 START = "rloo train algorithm=rloo model.path=MODEL data.path=DATA reward=NAME"
-# A trainer -> a regular expression for what only its commands and configs say.
+# A trainer -> a regular expression for names that only its commands and configs have.
 OTHER_TRAINERS = {
     "OpenRLHF": r"\bopenrlhf\b|\btrain_ppo_(ray|llama)|\balgo\.advantage\.estimator\b",
     "verl": r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\b|\badv_estimator\b",
@@ -33,7 +33,7 @@ CHANGED_IMPORT = (
 
 
 def refuse_other_trainer(names: Iterable[str], where: str) -> None:
-    """Raise ConfigError if what says names, a command or settings, is of another trainer."""
+    """Raise ConfigError if a command or settings belong to another trainer."""
     text = " ".join(names)
     for title, pattern in OTHER_TRAINERS.items():
         if re.search(pattern, text):
@@ -51,7 +51,7 @@ def other_trainer_error(title: str, where: str) -> ConfigError:
 def names_in_command(words: list[str]) -> Iterator[str]:
     """The words before the first flag, names of settings, scripts and modules: no values.
 
-    Of a path the last two parts: a home or an environment may be called like any trainer, too.
+    Only the last two parts of a path: a home or an environment may have any trainer's name, too.
     """
     in_head = True
     for before, word in zip(["", *words], words, strict=False):
@@ -64,7 +64,7 @@ def names_in_command(words: list[str]) -> Iterator[str]:
 
 
 def names_of_settings(settings: Mapping[str, object]) -> Iterator[str]:
-    """The names of settings, of nested ones too."""
+    """The names of settings, including nested ones."""
     for name, value in settings.items():
         yield str(name)
         if isinstance(value, Mapping):
@@ -72,12 +72,12 @@ def names_of_settings(settings: Mapping[str, object]) -> Iterator[str]:
 
 
 def other_file_error(path: Path) -> ConfigError:
-    """The answer to a file that is not YAML or JSON: a script of TRL's trainer runs as it is."""
+    """The answer to a file that is not YAML or JSON: a script of TRL's trainer runs unchanged."""
     if path.suffix == ".py":
-        return python_script_error(str(path), "its settings are Python code, which is not read")
+        return python_script_error(str(path), "its settings are Python code, which is not parsed")
     kinds = {".ipynb": "notebook", ".sh": "shell script"}
     what = f"{path} is a {kinds.get(path.suffix, 'file of another kind')}"
-    why = "one command, or one YAML or JSON file of settings, is converted"
+    why = "it converts one command, or one YAML or JSON file of settings"
     fix = f"paste its training command: {PASTE}"
     return ConfigError(Problem(what, str(path), why, fix, more=PAGE))
 

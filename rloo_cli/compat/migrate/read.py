@@ -1,6 +1,6 @@
 """Reads the old settings: of one command, or of one YAML or JSON file.
 
-Nothing is ever executed or imported, and no variable of a shell is filled in.
+Nothing is ever executed or imported, and shell variables are not expanded.
 """
 
 import json
@@ -24,13 +24,13 @@ from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
 COMMAND_ENDS = {"&", "|", ">", ">>", "2>&1", "2>"}  # words that end the arguments of a command
-# A line of a shell, whose quotes may go on over several lines; or a comment.
+# A shell line, whose quotes may span several lines; or a comment.
 COMMAND_LINE = re.compile(
     r"""(?:[^'"\\\n#]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|(?<=\S)\#)+|\#[^\n]*""", re.DOTALL
 )
 TOOLS = ("swift", "trl", "rloo", "grpo")
-MAX_COMMAND_CHARS = 32_000  # shlex takes time with the square of a word's length
-MAX_FILE_BYTES = 256_000  # of a script or a config: it is read by several readers in turn
+MAX_COMMAND_CHARS = 32_000  # shlex is quadratic in a word's length
+MAX_FILE_BYTES = 256_000  # of a script or a config, which is parsed several times
 USAGE = "rloo migrate FILE.yaml, or rloo migrate -- OLD COMMAND"
 PROCESS_COUNT_FLAGS = ("num_processes", "nproc_per_node", "num_gpus")
 LAUNCHER_FLAGS = {
@@ -48,11 +48,11 @@ class OldRun:
     """Old settings by name, and how they were launched."""
 
     flags: JsonObject
-    tool: str = ""  # trl, swift, or grpo and rloo if the command says only that
+    tool: str = ""  # trl, swift, or grpo and rloo if the command says no more
     method: str = ""  # the argument after the tool: rloo, grpo, rlhf, sft ...
     script: str = ""  # path of the training script
     file: str = ""  # file name of the config
-    kind: str = ""  # rloo or grpo, if the class of a trainer says so
+    kind: str = ""  # rloo or grpo, from the class of a trainer
     setting_format: str = "--{} {}"
     processes: int | None = None
     processes_from: str = ""
@@ -64,7 +64,7 @@ class OldRun:
 def split_command(args: list[str]) -> list[str]:
     """The words of the old command; [] if the arguments name a file instead.
 
-    Raises ConfigError for a text that holds several commands, and for one that is too long.
+    Raises ConfigError for a text with several commands, and for one that is too long.
     """
     if len(args) > 1:
         return _words_of_one(args)
@@ -86,7 +86,7 @@ def split_command(args: list[str]) -> list[str]:
 
 
 def _words_of_one(words: list[str]) -> list[str]:
-    """The words of a command without redirections. Raises ConfigError where another follows."""
+    """The words of a command without redirections. Raises ConfigError if another follows."""
     if any(word in ("&&", "||") or re.fullmatch(r"\S*;", word) for word in words):
         raise _not_one_command_error(2)
     stop = next((i for i, word in enumerate(words) if word in COMMAND_ENDS), len(words))
@@ -96,12 +96,12 @@ def _words_of_one(words: list[str]) -> list[str]:
 def _not_one_command_error(count: int) -> ConfigError:
     what = "several commands were given" if count else "no command was given"
     why = "rloo migrate converts one command at a time"
-    fix = f"paste the training command alone: {PASTE}"
+    fix = f"paste only the training command: {PASTE}"
     return ConfigError(Problem(what, "the command", why, fix))
 
 
 def read_settings(path: Path) -> OldRun:
-    """Read a YAML or JSON file of settings; the launcher's may be among them.
+    """Read a YAML or JSON file of settings; it may include the launcher's.
 
     Raises ConfigError for a file that is missing, of another kind, or without known settings.
     """
@@ -113,8 +113,8 @@ def read_settings(path: Path) -> OldRun:
     _read_process_count(old_run)
     if not any(find_old_name(name) for name in old_run.flags):
         names = ", ".join(list(old_run.flags)[:5]) or "there are none"
-        why = f"none of its names is known: {names}"
-        what = f"{path} holds no settings of a training"
+        why = f"none of its names are known: {names}"
+        what = f"{path} has no training settings"
         raise ConfigError(Problem(what, str(path), why, USAGE))
     return old_run
 
@@ -131,11 +131,11 @@ def read_command(words: list[str]) -> OldRun:
     script = old_run.script
     known = [name for name in old_run.flags if find_old_name(name)]
     if script and set(known) - LAUNCHER_FLAGS <= {"bf16", "fp16"}:  # which the launcher says
-        why = "its settings are in it, and not in the command"
+        why = "its settings are in the script, not in the command"
         raise python_script_error(script, why)
     if script and Path(script).name not in BUILT_IN:
         old_run.notes.append(
-            f"{script} is not read: what it sets by itself (data, rewards, its own defaults) is not"
+            f"{script} is not read: settings in its code (data, rewards, its own defaults) are not"
             " in this recipe"
         )
     if config := old_run.flags.pop("config", None):  # the command's own flags come first
@@ -153,7 +153,7 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> None:
     name, extras = "", []
     for word in args:
         if word == "...":
-            old_run.notes.append("what the dots stand for is not in the command")
+            old_run.notes.append("the dots stand for settings missing in the command")
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -176,16 +176,16 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> None:
         else:
             extras.append(word)
     if unread := [w for w in extras if w.startswith("$")]:
-        old_run.notes.append(f"{' '.join(unread)} is not filled in: what it stands for is not read")
+        old_run.notes.append(f"{' '.join(unread)} is not expanded: its value is not read")
     for name, values in old_run.flags.items():
         if unset := [w for w in values[1:] if re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", w)]:
             values[:] = [w for w in values if w not in unset]
-            note = f"{' '.join(unset)} after --{name} is not filled in: it is not read"
+            note = f"{' '.join(unset)} after --{name} is not expanded: it is not read"
             old_run.notes.append(note)
 
 
 def _drop_launcher_flags(old_run: OldRun) -> None:
-    """Drop the flags before the script: of the launcher's only the number of processes matters."""
+    """Drop the flags before the script: only the launcher's number of processes matters."""
     others = [name for name in old_run.flags if name not in LAUNCHER_FLAGS]
     precision = old_run.flags.get("mixed_precision") or [""]
     old_run.flags = {k: v for k, v in old_run.flags.items() if k in LAUNCHER_FLAGS}
@@ -221,13 +221,13 @@ def read_old_file(path: Path) -> str:
     """The text of a file of an old run. Raises ConfigError for one that is too large."""
     if path.stat().st_size > MAX_FILE_BYTES:
         what, why = f"{path} is too large for an old run", f"over {MAX_FILE_BYTES // 1000} kB"
-        fix = "give a file that holds its command or its settings alone"
+        fix = "give a file with only its command or its settings"
         raise ConfigError(Problem(what, str(path), why, fix))
     return path.read_text(encoding="utf-8", errors="strict")
 
 
 def read_settings_file(path: Path) -> JsonObject:
-    """Read a YAML or JSON file. Raises ConfigError unless it is there and maps names to values."""
+    """Read a YAML or JSON file. Raises ConfigError unless it exists and maps names to values."""
     if not path.is_file():
         where = f"looked at {path.absolute()}"
         raise ConfigError(Problem(f"{path} is not a file", str(path), where, USAGE))
@@ -239,7 +239,7 @@ def read_settings_file(path: Path) -> JsonObject:
         what, fix = f"{path} is not YAML", f"correct {path}{line}"
         raise ConfigError(Problem(what, f"{path}{line}", str(error), fix)) from None
     if not isinstance(values, dict):
-        what, fix = f"{path} holds no settings", "give a file with a name: value on each line"
+        what, fix = f"{path} has no settings", "give a file with a name: value on each line"
         raise ConfigError(Problem(what, str(path), "expected name: value", fix))
     return {str(k): parse_argument(v) if isinstance(v, str) else v for k, v in values.items()}
 

@@ -1,7 +1,7 @@
 """Holds the recipe that `rloo migrate` writes: our keys, why each is set, and what was left out.
 
-Every line is checked against the schema as it is added, so that what is printed composes: a key or
-a value that this version does not know becomes a comment. All of the output that is not YAML is a
+Every line is checked against the schema when it is added, so that the output composes: a key or
+a value that this version does not know becomes a comment. All output that is not YAML is a
 comment too, so `rloo migrate ... > my.yaml` is a recipe.
 """
 
@@ -67,7 +67,7 @@ def _algorithm_defaults(choice: str) -> JsonObject:
 
 
 def schema_refusal(key: str, value: object, algorithm: str = "rloo") -> str | None:
-    """Why this version would not take `key: value`; None if it would."""
+    """Why this version rejects `key: value`; None if it accepts it."""
     if key.partition(".")[0] == "reward":
         is_unknown = key.endswith(".type") and value not in registry.registry_names("rewards")
         return UNKNOWN if is_unknown else None
@@ -86,8 +86,8 @@ def schema_refusal(key: str, value: object, algorithm: str = "rloo") -> str | No
 
 
 def fitting_value(key: str, value: object, algorithm: str = "rloo") -> object:
-    """The value as the schema takes it: old settings of one or several values are written either
-    way. A value becomes a list of one, and a list of one its value, where only that is valid."""
+    """The value in the schema's form: old settings of one or several values are written either
+    way. A value becomes a list of one, and a list of one its value, if only that is valid."""
     if isinstance(value, list | tuple):
         value = list(value)
         other = value[0] if len(value) == 1 else value
@@ -104,7 +104,7 @@ def schema_field(key: str, algorithm: str = "rloo") -> FieldInfo | None:
 
 @cache
 def _schema_fields(algorithm: str) -> dict[str, FieldInfo]:
-    """Every dotted key but rewards -> its field, with those of every sampler and kind of agent."""
+    """Every dotted key except rewards -> its field, including those of every sampler and agent."""
     chosen = _algorithm_defaults(algorithm).get("name", algorithm)
     classes = [("algorithm", registry.config_class("algorithms", chosen))]
     classes += [("generation", registry.config_class("generation", name)) for name in SAMPLERS]
@@ -127,7 +127,7 @@ def _fields_of(model: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
 
 
 def old_run_error(what: str, why: str, fix: str) -> ConfigError:
-    """A refusal of what an old run's settings say."""
+    """An error about an old run's settings."""
     return ConfigError(Problem(what, "the old run", why, fix))
 
 
@@ -142,7 +142,7 @@ class Recipe:
     lines: dict[str, tuple[object, str]] = field(default_factory=dict)  # key -> value, why
     unsupported: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # settings of which no table knows anything
+    unknown: list[str] = field(default_factory=list)  # settings that no table knows
     title: str = ""
     algorithm: str = "rloo"  # the choice of that group
     groups: dict[str, tuple[str | list[str], str]] = field(default_factory=dict)  # choice, why
@@ -177,13 +177,13 @@ class Recipe:
         return None if value is None else int(value)
 
     def not_a_number_error(self, name: str) -> ConfigError:
-        """The answer to an old setting that should be a number."""
+        """The error for an old setting that should be a number."""
         what = f"{name}: a number is expected, not {self.original_flags.get(name)!r}"
         fix = f"give {name} its number in the old settings"
         return old_run_error(what, self.original_text(name), fix)
 
     def original_text(self, name: str) -> str:
-        """The text of an old setting as it was written, for a comment."""
+        """An old setting as it was written, for a comment."""
         value = self.original_flags.get(name)
         bare = value is True and self.setting_format.startswith("--")  # a flag without a value
         text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -191,13 +191,13 @@ class Recipe:
         return self.setting_format.format(name, text).strip()
 
     def add_flags(self, flags: JsonObject) -> None:
-        """Take these as old settings, too, where the run has none of the name."""
+        """Take these as old settings, too, unless the run has the name already."""
         for name, value in flags.items():
             self.flags.setdefault(name, value)
             self.original_flags.setdefault(name, value)
 
     def put(self, key: str, value: object, why: str) -> None:
-        """Add a line to the recipe, or to the unsupported settings if the schema refuses it."""
+        """Add a line to the recipe, or to the unsupported settings if the schema rejects it."""
         value = fitting_value(key, value, self.algorithm)
         reason = schema_refusal(key, value, self.algorithm)
         if reason is None:
@@ -221,7 +221,7 @@ class Recipe:
                 self.put(f"reward.{name}.{key}", value, why if key in entry else f"as {kind}.yaml")
 
     def put_default(self, key: str, value: object, tool: str) -> None:
-        """Write out the old tool's default if ours differs."""
+        """Write the old tool's default if ours differs."""
         defaults = our_defaults(self.algorithm)
         if key not in self.lines and (key not in defaults or defaults[key] != value):
             ours = f"; ours is {_flow_yaml(defaults[key])}" if key in defaults else ""
@@ -232,18 +232,18 @@ class Recipe:
         return self.lines[key][0] if key in self.lines else default
 
     def drop(self, names: Iterable[str], why: str) -> None:
-        """Drop those old settings that there are, with the reason."""
+        """Drop those of these old settings that exist, with the reason."""
         for name in [n for n in names if n in self.flags]:
             del self.flags[name]
             self.dropped.append(f"{self.original_text(name)}: {why}")
 
     def names_of(self, section: str) -> list[str]:
-        """The old settings that are left, of keys that begin with `section`."""
+        """The remaining old settings for keys that begin with `section`."""
         rows = {name: find_old_name(name) for name in self.flags}
         return [n for n, row in rows.items() if row and (row.new_key or "").startswith(section)]
 
     def apply_table(self) -> None:
-        """Convert what is left: by the table of values that change, then by that of names."""
+        """Convert the rest: by the table of changed values, then by that of names."""
         for name in [n for n in RULES if n in self.flags] + [
             n for n in self.flags if n not in RULES
         ]:

@@ -1,6 +1,6 @@
-"""Writes an old run's data, rewards, tools and folders, where one setting is no one key.
+"""Writes an old run's data, rewards, tools and folders, if no single key corresponds.
 
-A setting that only has another name is in `config/old_names.txt`, one whose value changes with it
+A setting with just another name is in `config/old_names.txt`, one whose value changes with it
 in `table.py`.
 """
 
@@ -21,17 +21,17 @@ AGENTS = {  # a setting of the old trainer -> the kind of agent, and its key
     "tools": ("tools", "agent.tools"),
 }
 LENGTH_OF_ALL = (
-    "TRL's max_completion_length was of the whole conversation, tools included; here it is of a"
-    " turn: generation.max_completion_length for one, agent.max_episode_tokens for all of them"
+    "TRL's max_completion_length was for the whole conversation, tools included; here it is per"
+    " turn: generation.max_completion_length; agent.max_episode_tokens limits the whole"
 )
 ROLLOUT_FUNCTION = (
-    "its second argument is a sampler here, not the trainer: sampler.sample(ids) in place of what"
-    " it generated with; and agent.fields=[...] names what it returns for rewards (docs/agents.md)"
+    "its second argument is a sampler here, not the trainer: sampler.sample(ids) replaces its own"
+    " generation; and agent.fields=[...] names its fields for rewards (docs/agents.md)"
 )
 
 
 def take_built_in(recipe: Recipe, script: str) -> None:
-    """Add what a script of TRL's sets by itself; `script`: its path."""
+    """Add the settings hard-coded in a script of TRL's; `script`: its path."""
     if (describe := BUILT_IN.get(Path(script).name)) is None:
         return
     built_in = describe(script)
@@ -45,7 +45,7 @@ def take_built_in(recipe: Recipe, script: str) -> None:
 
 
 def write_data(recipe: Recipe, script: str) -> None:
-    """Write where the prompts come from, and what happens to long ones."""
+    """Write where the prompts come from, and how long ones are handled."""
     name = "dataset" if "dataset" in recipe.flags else "datasets"
     text = recipe.original_text(name)
     sources = [_dataset_source(entry) for entry in recipe.take_list(name) if entry]
@@ -81,7 +81,7 @@ def _dataset_source(entry: object) -> JsonObject:
 
 
 def _write_mixture(recipe: Recipe, sources: list[JsonObject], text: str) -> None:
-    """Write several data sets as data.mixture, each with its rows as its weight, where said."""
+    """Write several data sets as data.mixture, each with its rows as its weight, if given."""
     table: JsonObject = {}
     for source in sources:
         name = re.sub(r"[-.]", "_", slug_name(Path(str(source["path"])).stem))
@@ -97,7 +97,7 @@ def _write_mixture(recipe: Recipe, sources: list[JsonObject], text: str) -> None
 
 
 def _write_prompt_limit(recipe: Recipe) -> None:
-    """Write how long a prompt may be, and what happens to longer ones."""
+    """Write how long a prompt may be, and how longer ones are handled."""
     key, dialect = "data.max_prompt_length", recipe.dialect
     if recipe.flags.get("max_prompt_length") or dialect.prompt_limit:
         said = recipe.take_whole_number("max_prompt_length")
@@ -150,7 +150,7 @@ def write_rewards(recipe: Recipe) -> None:
 
 
 def _reward_entry(recipe: Recipe, spec: str, plugin: str) -> tuple[str, JsonObject]:
-    """The name and the entry here of a reward as it was named; `plugin` has its code."""
+    """The name and the entry here of a reward, from its old name; `plugin` has its code."""
     short = spec.rpartition(".")[2] if spec.startswith("trl.") else spec
     if short in recipe.dialect.rewards:
         name = recipe.dialect.rewards[short]
@@ -164,12 +164,12 @@ def _reward_entry(recipe: Recipe, spec: str, plugin: str) -> tuple[str, JsonObje
 
 
 def _own_name(path: str) -> str:
-    """The name of the reward that a model is."""
+    """The name of a reward that is a model."""
     return re.sub(r"\W+|^(?=\d)", "_", Path(path).name)
 
 
 def write_agent(recipe: Recipe) -> None:
-    """Write the agent that an old run's tools, environments or rollout function make.
+    """Write the agent for an old run's tools, environments or rollout function.
 
     They are code in the training script, which the recipe names as file.py:name.
     """
@@ -177,7 +177,7 @@ def write_agent(recipe: Recipe) -> None:
     name = next((n for n, value in given.items() if value), None)
     turns = "max_tool_calling_iterations"
     if name is None:
-        recipe.drop([turns], "there are no tools in this recipe")
+        recipe.drop([turns], "this recipe has no tools")
         return
     kind, key = AGENTS[name]
     recipe.groups["agent"] = (kind, name)
@@ -236,5 +236,5 @@ def _write_trackers(recipe: Recipe) -> None:
 
 
 def slug_name(name: str) -> str:
-    """A name for a folder or an entry: what is no letter, digit or one of ._+- becomes a dash."""
+    """A name for a folder or an entry: characters except letters, digits and ._+- become dashes."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-._+") or "run"

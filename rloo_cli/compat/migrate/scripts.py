@@ -1,4 +1,4 @@
-"""What TRL's own scripts set by themselves, and a command of theirs does not say."""
+"""Settings hard-coded in TRL's own scripts, which their commands do not show."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rloo_cli.utils.files import JsonObject
 class BuiltIn:
     """The settings of one script."""
 
-    flags: JsonObject  # by the old names; what the command says comes first
+    flags: JsonObject  # by the old names; the command's flags win
     keys: JsonObject  # ours
     notes: list[str]
 
@@ -45,7 +45,7 @@ def tools(script: str) -> BuiltIn:
         "generation.chat_template_kwargs": {"enable_thinking": False},
     }
     notes = [
-        f"{script} has to be there: this recipe names functions in it",
+        f"{script} must exist: this recipe names functions in it",
         f"{script} keeps the questions that begin with 'Does the gene ': name a function that does"
         " so in data.filter",
         f"{script} makes biogrid.db, which its tool reads, before it trains: make it once",

@@ -1,7 +1,7 @@
 """The table of old settings whose value changes with the name.
 
-A plain rename needs no line here: `config/old_names.txt` has the key of every old name, and what
-to mind. The lines are applied in this order, before the plain renames; of several settings that
+A plain rename needs no line here: `config/old_names.txt` has the key of every old name, and
+notes. The lines are applied in this order, before the plain renames; of several settings that
 become one key the first one counts. Settings that become one key only together with others are in
 `objective.py`, `model.py`, `rules.py` and `batch.py`, which come before the table.
 """
@@ -13,17 +13,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one old setting; what is left out is as its line in old_names.txt says."""
+    """How one old setting is converted; the defaults are those of its line in old_names.txt."""
 
     key: str = ""  # ours
-    # The value here. Values that a mapping lacks stay as they are, but for false: that is off.
+    # The value here. Values that a mapping lacks stay unchanged, except false: that is off.
     convert: Mapping[Any, Any] | Callable[[Any], Any] | None = None
     note: str = ""  # written beside the value
-    drop: str = ""  # why there is nothing to write
+    drop: str = ""  # why no key is needed
 
 
 def _layer_names(value: Any) -> Any:
-    """Names of layers, which a shell may have left a quote or a comma at."""
+    """Names of layers, from which a shell may not have removed a quote or a comma."""
     names = [str(v).strip("\"',") for v in (value if isinstance(value, list) else [value])]
     return "all-linear" if names == ["all-linear"] else names
 
@@ -45,7 +45,7 @@ RULES = {
     "multi_objective_aggregation": Rule(convert={"sum_then_normalize": "sum"}),
     "missing_eos_penalty": Rule(
         convert=lambda value: {"mode": "subtract", "value": float(value)},
-        note="taken off the score",
+        note="subtracted from the score",
     ),
     "dynamic_sample": Rule(convert={True: "resample"}),
     "overlong_filter": Rule(convert={True: True}),
@@ -76,11 +76,11 @@ RULES = {
     "num_completions_to_print": PRINTED,
     "log_completions": PRINTED,
     "save_total_limit": Rule(
-        convert=lambda count: max(2, int(count)), note="two at least, for one may be damaged"
+        convert=lambda count: max(2, int(count)), note="at least two, since one may be damaged"
     ),
     "resume_from_checkpoint": Rule(
         convert=lambda where: "auto" if where else "never",
-        note="a run of ours goes on, a checkpoint of the old one cannot",
+        note="an rloo run can resume, but not from the old run's checkpoint",
     ),
     "eval_strategy": INTERVALS,
     "evaluation_strategy": INTERVALS,

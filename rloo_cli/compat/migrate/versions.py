@@ -1,4 +1,4 @@
-"""TRL's and ms-swift's defaults by version, and which of them an old run was of.
+"""TRL's and ms-swift's defaults by version, and detection of an old run's version.
 
 TRL's defaults are those of `RLOOConfig` and `GRPOConfig` in 0.9.6, 0.14, 0.16, 0.21, 0.24, 0.26,
 1.0, 1.8 and 1.16, ms-swift's those of 4.6. A key that is not listed has the same default as here.
@@ -13,7 +13,7 @@ from rloo_cli.compat.trl_settings import TRL_FIELDS
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-# The correction for vLLM as the sampler if the old command does not set it.
+# The correction with vLLM as the sampler if the old command does not set it.
 NO_CORRECTION: JsonObject = {
     "mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0, "geometric_range": None,
 }  # fmt: skip
@@ -34,7 +34,7 @@ SWIFT_REWARDS = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """One tool at one time: the defaults its users rely on without writing them."""
+    """One tool at one time: the defaults that its users rely on without writing them."""
 
     title: str
     kind: str  # rloo or grpo
@@ -95,7 +95,7 @@ SWIFT: JsonObject = RLOO | {
     "train.weight_decay": 0.1,
     "train.optimizer_kwargs": {"betas": [0.9, 0.95]},
 }
-SWIFT_FULL: JsonObject = {"train.learning_rate": 1e-5}  # where every weight is trained
+SWIFT_FULL: JsonObject = {"train.learning_rate": 1e-5}  # if all weights are trained
 # An estimator of ms-swift -> its algorithm here, and the defaults that only it has.
 SWIFT_ESTIMATORS: dict[str, tuple[str, JsonObject]] = {
     "rloo": ("rloo", {"algorithm.ratio_level": "token", "algorithm.loss_agg": "sequence_mean"}),
@@ -123,7 +123,7 @@ def _name_set(text: str) -> set[str]:
     return set(text.split())
 
 
-# Names that only some versions had, and which tell the version -----------------------------------
+# Names that only some versions had, and which identify the version -----------------------------
 ONLY_0_9 = _name_set("non_eos_penalty penalty_reward_value")
 ONLY_OLD = ONLY_0_9 | _name_set(
     """rloo_k num_ppo_epochs kl_coef cliprange num_mini_batches response_length total_episodes
@@ -141,7 +141,7 @@ UP_TO_0_28 = _name_set(
 )
 ONLY_SWIFT = {"advantage_estimator", "rlhf_type", "kl_in_reward", "train_type", "tuner_type"}
 _RLOO_FIELDS, _GRPO_FIELDS = (TRL_FIELDS[name].keys() for name in ("RLOOConfig", "GRPOConfig"))
-# What one of TRL's two configs has in 1.16, and what only GRPO's had before.
+# Fields that only one of TRL's two configs has in 1.16, and that only GRPO's had before.
 ONLY_GRPO = (_GRPO_FIELDS - _RLOO_FIELDS) | ONLY_0_16 | {"use_liger_loss", "vllm_max_model_len"}
 ONLY_RLOO = (_RLOO_FIELDS - _GRPO_FIELDS) | ONLY_OLD
 NAME_PARTS = {"grpo": {"grpo", "gspo", "dapo"}, "rloo": {"rloo", "ppo"}}  # of a script or a run
@@ -151,7 +151,7 @@ OTHER_METHODS = _name_set(
     dpo_online nash_md prm distillation async_grpo pt pretrain sdft dpo_vlm sft_vlm
     online_dpo_vlm kto_vlm mpo_vlm"""
 )
-DISTILLATIONS = ("gkd", "gold", "distillation")  # of these, which our algorithms do otherwise
+DISTILLATIONS = ("gkd", "gold", "distillation")  # of these, covered by our algorithms
 TEACHER_SERVERS = ("teacher_model_server_url", "teacher_model_server")  # the address of one
 FROM_HINT = (
     "rloo migrate --from rloo ... or --from grpo ..., as it was (also: --from swift; a version of"
@@ -160,9 +160,9 @@ FROM_HINT = (
 
 
 def choose_dialect(old_run: OldRun, chosen: str) -> str:
-    """The key of DIALECTS for the old run's tool and version; `chosen`: what --from says, or "".
+    """The key of DIALECTS for the old run's tool and version; `chosen`: the value of --from, or "".
 
-    Raises ConfigError for another method than RLOO or GRPO, and if nothing says which of the two.
+    Raises ConfigError for a method other than RLOO or GRPO, and if nothing indicates which one.
     """
     names = set(old_run.flags)
     is_swift = not chosen and (old_run.tool == "swift" or names & ONLY_SWIFT)
@@ -192,7 +192,7 @@ def _refuse_other_swift(old_run: OldRun) -> None:
 
 
 def _algorithm_kind(old_run: OldRun) -> str:
-    """rloo or grpo, by the first of these that says so: command, class, script, settings, names."""
+    """rloo or grpo, by the first clue: command, class, script, settings, names."""
     method = old_run.method if old_run.tool == "trl" else ""
     stem = Path(old_run.script).name.removesuffix(".py")
     if method in OTHER_METHODS or (stem in OTHER_METHODS and not old_run.kind):
@@ -209,12 +209,12 @@ def _algorithm_kind(old_run: OldRun) -> str:
     for hint in hints:
         if len(hint) == 1:
             return hint.pop()
-    why = "nothing in it says: no command or class, no name, no setting that only one of them has"
+    why = "no clue in it: no command or class, no name, no setting that only one of them has"
     raise ConfigError(Problem("is the old run RLOO or GRPO?", "the old run", why, FROM_HINT))
 
 
 def _kinds_in_name(text: str) -> set[str]:
-    """The methods that parts of a name stand for."""
+    """The methods named by parts of a name."""
     parts = set(re.split(r"[^a-z]+", text.lower()))
     return {kind for kind, names in NAME_PARTS.items() if parts & names}
 
@@ -222,12 +222,12 @@ def _kinds_in_name(text: str) -> set[str]:
 def _other_method_error(method: str, old_run: OldRun) -> ConfigError:
     what = f"the old run was {method}: rloo migrate converts RLOO and GRPO"
     fix = "--from rloo or --from grpo, if it was one of them nevertheless"
-    why = "another method has another loss, whose settings mean nothing to these two"
+    why = "another method has another loss, whose settings do not apply to these two"
     if method in DISTILLATIONS:
         server = next((old_run.flags[n] for n in TEACHER_SERVERS if n in old_run.flags), None)
         teacher = "algorithm=gkd model.path=STUDENT model.ref_path=TEACHER"
-        why = "the student's own completions are learned from (lmbda 1); beta is algorithm.jsd_beta"
-        if server:  # of the sampled tokens' log-probabilities alone
+        why = "it trains on the student's own completions (lmbda 1); beta is algorithm.jsd_beta"
+        if server:  # only from the sampled tokens' log-probabilities
             teacher = f"algorithm=opd algorithm.teacher.base_url={server} model.path=STUDENT"
         fix = f"rloo train {teacher} data.path=DATA"
     return ConfigError(Problem(what, "the old run", why, fix))

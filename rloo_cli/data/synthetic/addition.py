@@ -131,7 +131,7 @@ def exact_sum(a: int, b: int) -> str:
 
 
 def sum_without_carry(a: int, b: int) -> str:
-    """The answer of somebody who forgets every carry: right for one problem in five."""
+    """The answer of a person who forgets every carry: right for one problem in five."""
     return str((a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10)
 
 

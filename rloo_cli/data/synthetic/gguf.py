@@ -61,7 +61,7 @@ def _convert(file: Path, folder: Path) -> None:
 
     source, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    # What was read is no longer quantised, and is saved as any other model.
+    # The model is dequantised now, and is saved as any other.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

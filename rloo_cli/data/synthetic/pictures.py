@@ -1,7 +1,7 @@
 """Pictures of coloured squares, for a task that needs them: which colour do the squares have?
 
 A picture is gray noise with one to three squares of one colour, at places and of sizes that are
-drawn. `noise` asks the same of pictures without squares: nobody can do better there than to guess.
+drawn. `noise` asks the same of pictures without squares, where guessing is the best strategy.
 A picture is drawn from its number alone, by numpy, so it is the same everywhere.
 """
 

@@ -1,6 +1,6 @@
 """Judges of held-out completions against reference texts or another model's, pair by pair.
 
-An answer without a verdict is asked for again; then the pair is counted as invalid and left out of
+An answer without a verdict is requested again; then the pair is counted as invalid and left out of
 the rate, never decided for either side.
 
     judge     builds the judge of a config, and reports its verdicts

@@ -40,18 +40,18 @@ OtherAnswers = Mapping[str, Mapping[int, Rollout]]  # set -> example -> another 
 
 @dataclass
 class Judge:
-    """The judge of a config, ready to be asked."""
+    """The judge of a config, ready for use."""
 
     judge_config: OpenaiJudge | RewardJudge  # the keys of `eval.judge`
-    batch_size: int  # pairs that a reward judges at once
+    batch_size: int  # pairs per call of a reward
     seed: int  # of the order in which a pair is shown
     tokenizer: "PreTrainedTokenizerBase"  # the policy's
-    reward: Reward | None  # None: a language model is asked
-    training: bool  # the run is training, which a judge that cannot be reached must not end
+    reward: Reward | None  # None: a language model judges
+    training: bool  # in training, an unreachable judge must not end the run
 
     @property
     def description(self) -> str:
-        """What kind of judge prefers one text to another, for people to read."""
+        """The kind of judge, for people to read."""
         keys = self.judge_config
         if isinstance(keys, OpenaiJudge):
             return f"{keys.model}, a language model at {keys.base_url}"
@@ -77,7 +77,7 @@ class JudgedSets:
 
     pairs: list[JudgePair]
     win_rates: dict[str, WinRate]  # by set
-    num_unpaired: dict[str, int]  # prompts of a set that the other model has no answer to
+    num_unpaired: dict[str, int]  # prompts of a set without an answer from the other model
     notes: list[str]
 
     @property
@@ -95,16 +95,16 @@ def build_judge(
 ) -> Judge | None:
     """Build the judge that the config names, or None; called before any weights load.
 
-    A language model is asked one question as a test. Raises RunError.
+    A language model gets one test question. Raises RunError.
     """
     keys = evaluation.judge
     if keys is None:
         return None
     assert isinstance(keys, OpenaiJudge | RewardJudge)
     if keys.against != AGAINST_REFERENCE and training:
-        why = f"eval.judge.against = {keys.against!r}: a second model, beside the one in training"
-        fix = "eval.judge.against=reference here, and rloo eval RUN eval.judge.against=... after it"
-        what = "a training compares with reference texts only"
+        why = f"eval.judge.against = {keys.against!r}: a second model besides the one in training"
+        fix = "eval.judge.against=reference here, then rloo eval RUN eval.judge.against=..."
+        what = "a training can only compare with reference texts"
         refuse("eval.judge.against", what, fix, why)
     reward, wanted = None, []
     if isinstance(keys, OpenaiJudge):
@@ -138,7 +138,7 @@ def judge_samples(
 ) -> JudgedSets:
     """Judge the greedy samples of every set.
 
-    A service that no longer answers raises RewardError; in a training, which does not depend on
+    A service that stops answering raises RewardError; in a training, which does not depend on
     it, it becomes a note, and its pairs are invalid. Raises Stopped too.
     """
     keys, judged = judge.judge_config, JudgedSets([], {}, {}, [])
@@ -177,16 +177,16 @@ def _ask_llm_judge(
     if error is not None and not judge.training:
         raise _judge_gone_error(error)
     if error is not None:
-        judged.notes.append(f"warning: the judge is gone: {error}")
+        judged.notes.append(f"warning: the judge does not answer: {error}")
 
 
 def _judge_gone_error(error: EndpointError) -> RewardError:
-    fix = "correct eval.judge, or start its server; judge=null leaves it out"
-    return RewardError(Problem("the judge cannot be asked", "eval.judge", str(error), fix))
+    fix = "correct eval.judge, or start its server; judge=null disables it"
+    return RewardError(Problem("the judge does not answer", "eval.judge", str(error), fix))
 
 
 METRICS = {"Evaluations": [  # read by utils.metrics
-    ("win_rate", "share", "", "pairs that a judge decides for ours; a tie is a half"),
+    ("win_rate", "share", "", "share of pairs that the judge decides for ours; a tie counts 1/2"),
     ("win_rate/low", "share", "", "lower end of its 95 % interval"),
     ("win_rate/high", "share", "", "upper end of its 95 % interval"),
     ("win_rate/length_controlled", "share", "",
@@ -196,7 +196,7 @@ METRICS = {"Evaluations": [  # read by utils.metrics
     ("win_rate/losses", "count", "", "pairs lost"),
     ("win_rate/invalid", "count", "", "pairs without a verdict, left out"),
     ("win_rate/mean_length", "tokens", "", "mean length of our judged completions"),
-    ("win_rate/mean_other_length", "tokens", "", "mean length of the others"),
+    ("win_rate/mean_other_length", "tokens", "", "mean length of the other side's"),
 ], "A judge": [
     ("judge/win_rate", "share", "", "win rate over the pairs of all sets"),
     ("judge/invalid", "count", "", "pairs of all sets without a verdict"),
@@ -220,7 +220,7 @@ def judge_metrics(judged: JudgedSets) -> JsonObject:
 
 
 def judge_table(judge: Judge, judged: JudgedSets) -> Table:
-    """Wins and losses, with a column for each set; the title says who preferred what."""
+    """Wins and losses, with a column per set; the title names the judge and both sides."""
     keys = judge.judge_config
     reference = keys.against == AGAINST_REFERENCE
     other = f"the texts of {keys.reference_column}" if reference else keys.against

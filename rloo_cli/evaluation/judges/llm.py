@@ -23,8 +23,8 @@ def judge_pairs_by_llm(
 ) -> EndpointError | None:
     """Set the value and the answers of every pair.
 
-    Returns the error after which the service can no longer be asked, or None; pairs that were not
-    judged by then have no value. Raises what `poll` raises.
+    Returns the error after which the service cannot be used, or None; pairs that were not judged
+    by then have no value. Raises what `poll` raises.
     """
 
     async def judge_all() -> None:
@@ -39,7 +39,7 @@ def judge_pairs_by_llm(
 
 
 def probe_llm_judge(keys: OpenaiJudge, columns: Sequence[str]) -> None:
-    """Ask one easy question, whatever the answer: a wrong address, key or model is then noticed
+    """Ask one easy question, ignoring the answer: a wrong URL, key or model is then noticed
     within seconds, before anything is generated. Raises EndpointError."""
     values = dict.fromkeys(columns, "") | {"prompt": "What is 1 + 1?", "a": "2", "b": "3"}
     question = template.fill_template(keys.template, values)
@@ -53,13 +53,13 @@ def probe_llm_judge(keys: OpenaiJudge, columns: Sequence[str]) -> None:
 
 
 async def _judge_pair(client: JsonClient, keys: OpenaiJudge, pair: JudgePair, seed: int) -> None:
-    """Judge a pair in both orders at once, or in the one that the seed chooses for it."""
+    """Judge a pair in both orders at once, or in the one order chosen by the seed."""
     if not pair.theirs.text:
-        pair.judge_answers = [{"why": "there is no text to compare with"}]
+        pair.judge_answers = [{"why": "no text to compare with"}]
         return
     swaps = [False, True]
     if not keys.both_orders:
-        # Not of the step: evaluations of one run differ by their texts, not by their luck.
+        # Not of the step: evaluations of one run differ by their texts, not by luck.
         swaps = [bool(sampling_seed(seed, "judge", 0, pair.example_number, 0) & 1)]
     answers = await asyncio.gather(*(_judge_in_order(client, keys, pair, swap) for swap in swaps))
     pair.judge_answers = list(answers)
@@ -71,7 +71,7 @@ async def _judge_pair(client: JsonClient, keys: OpenaiJudge, pair: JudgePair, se
 async def _judge_in_order(
     client: JsonClient, keys: OpenaiJudge, pair: JudgePair, swap: bool
 ) -> JsonObject:
-    """Ask one question, again where the answer has no verdict. Raises EndpointError if final."""
+    """Ask one question, and again if the answer has no verdict. Raises EndpointError if final."""
     ours, theirs = pair.ours.text, pair.theirs.text
     values = pair.group.example | {"prompt": template.prompt_text(pair.group.prompt)}
     values |= {"a": theirs if swap else ours, "b": ours if swap else theirs}
@@ -95,7 +95,7 @@ async def _judge_in_order(
 
 
 def parse_preference(answer: str, pattern: str) -> str | None:
-    """A, B or TIE where the first group of every match is that one; None for anything else."""
+    """A, B or TIE if the first group of every match is that one; None for anything else."""
     matches = {match.group(1) for match in re.finditer(pattern, answer)}
     verdict = matches.pop() if len(matches) == 1 else None
     return verdict if verdict in ("A", "B", "TIE") else None

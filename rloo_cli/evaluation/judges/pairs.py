@@ -24,7 +24,7 @@ class JudgedText:
     """One of the two texts of a pair."""
 
     text: str
-    terminated: bool  # it ended by itself, not at max_completion_length
+    terminated: bool  # it ended on its own, not at max_completion_length
     num_tokens: int
 
 
@@ -34,7 +34,7 @@ class JudgePair:
 
     set_name: str
     example_number: int  # number of the example in the split
-    group: Group  # the prompt; it has no rollouts
+    group: Group  # the prompt, without rollouts
     ours: JudgedText
     theirs: JudgedText
     value: float | None = None  # 1, 1/2, 0; None = no verdict
@@ -78,7 +78,7 @@ def pairs_of_set(
     tokenizer: "PreTrainedTokenizerBase",
 ) -> list[JudgePair]:
     """The pairs of one set's greedy samples, against `other_answers` (example number -> another
-    model's answer; an example without one makes no pair), else against the texts of `column`.
+    model's answer; an example without one gives no pair), else against the texts of `column`.
     """
 
     def judged_text(text: str, ended: bool) -> JudgedText:
@@ -103,7 +103,7 @@ def pairs_of_set(
 def reference_text(example: Mapping[str, object], column: str) -> str:
     """The text of a reference: a string, or the last assistant message of a conversation.
 
-    It is "" where there is none. Raises ValueError for anything else.
+    It is "" if there is none. Raises ValueError for anything else.
     """
     value = field_or_none(example, column)
     if value is None or isinstance(value, str):
@@ -114,14 +114,14 @@ def reference_text(example: Mapping[str, object], column: str) -> str:
 
 
 def check_reference_column(name: str, prompts: Prompts, column: str, where: str) -> None:
-    """Raises DataError when `column` of a set holds no reference texts."""
+    """Raises DataError if `column` of a set has no reference texts."""
     location = f"{where}, {name}" if name else where
     columns = list(prompts.examples[0])
     fix = f"{where}={guess_name(column, columns, 'COLUMN')}"
     if not is_field_of_rows(prompts.examples, column):
-        what, why = f"there is no column {column!r}", f"columns found: {', '.join(columns) or '-'}"
+        what, why = f"no column {column!r}", f"columns found: {', '.join(columns) or '-'}"
         if column in ("completion", "prompt"):
-            why = "columns of this name are not kept"
+            why = "columns with this name are not kept"
         if column == "completion":
             key = f"eval.sets.{name}.columns" if name else "data.columns"
             fix = f"{rename_column(column, 'reference', key)} {where}=reference"
@@ -130,6 +130,6 @@ def check_reference_column(name: str, prompts: Prompts, column: str, where: str)
         try:
             reference_text(example, column)
         except ValueError as error:
-            what = f"{column} holds no reference texts"
-            why = f"row {number}: {error}; a text or a conversation that ends with one is expected"
+            what = f"{column} has no reference texts"
+            why = f"row {number}: {error}; expected a text, or a conversation that ends with one"
             refuse(location, what, fix, why, error=DataError)

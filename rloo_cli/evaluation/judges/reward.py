@@ -29,7 +29,7 @@ def judge_pairs_by_reward(
     comparable = [pair for pair in pairs if pair.theirs.text]
     for pair in pairs:
         missing = not pair.theirs.text
-        pair.judge_answers = [{"why": "there is no text to compare with"}] if missing else []
+        pair.judge_answers = [{"why": "no text to compare with"}] if missing else []
     context = RewardContext(conversational, state, poll=signals.raise_if_stopped)
     one_text = reward.config.type in SINGLE_TEXT_REWARDS
     for indices in split_chunks(range(len(comparable)), max(1, batch_size // 2)):
@@ -39,7 +39,7 @@ def judge_pairs_by_reward(
         for pair, (ours, theirs) in zip(chosen, scores.raw[0].tolist(), strict=True):
             sides = {"ours": ours, "theirs": theirs}
             pair.judge_answers = [{n: s if s == s else None for n, s in sides.items()}]
-            both = ours == ours and theirs == theirs  # NaN: it does not apply, or failed
+            both = ours == ours and theirs == theirs  # NaN: not applicable, or failed
             pair.value = 0.5 + 0.5 * ((ours > theirs) - (ours < theirs)) if both else None
 
 
@@ -48,8 +48,8 @@ def _group_of_pair(
 ) -> Group:
     """The prompt with both texts as its completions.
 
-    The stripped texts would stick to a plain prompt that ends in a word: where prompt and text are
-    read as one text, a space stands between them, for both sides of the pair.
+    The stripped texts would stick to a plain prompt that ends in a word: if prompt and text are
+    read as one text, a space separates them, for both sides of the pair.
     """
     group, prompt = pair.group, pair.group.prompt
     joined = reads_one_text and isinstance(prompt, str) and prompt[-1:].strip() != ""
@@ -61,7 +61,7 @@ def _group_of_pair(
 def _rollout_of_text(
     side: JudgedText, separator: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> Rollout:
-    """A text as if it had been sampled: its ids end with EOS where it ended by itself."""
+    """A text as if it had been sampled: its ids end with EOS if it ended on its own."""
     text, eos = separator + side.text, tokenizer.eos_token_id
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"]]
     ids += [eos] if side.terminated and eos is not None else []

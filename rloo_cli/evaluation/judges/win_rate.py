@@ -59,7 +59,7 @@ def rate_at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -
     P(win) = 1 / (1 + exp(-(a + b d))), d = (our tokens - theirs) / their standard deviation over
     the pairs, fitted by Newton's method to the values (a half counts as half a win and half a
     loss); the rate is 1 / (1 + exp(-a)). Dubois et al. 2024 (arXiv 2404.04475) control for length
-    in this way, with more terms. Returns None where it is not defined: fewer than three pairs, all
+    this way, with more terms. Returns None if it is not defined: fewer than three pairs, all
     of one value, one side longer in every pair (equal lengths would be extrapolated), lengths that
     separate wins from losses, differences that do not vary (unless all are 0).
     """

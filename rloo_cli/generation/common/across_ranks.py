@@ -1,8 +1,8 @@
 """A step's sampling and scoring, divided among the ranks; every rank ends with all results.
 
-A sampler in each rank samples that rank's share; one that only rank 0 talks to (`rank0_proxy`)
-samples everything there. Rewards always score a rank's share of whole groups: where a reward's
-scope is the batch, one call has the groups of one rank.
+A sampler on each rank samples that rank's share; one that only rank 0 talks to (`rank0_proxy`)
+samples everything there. Rewards always score a rank's share of whole groups: for a reward of
+scope batch, one call has the groups of one rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +67,7 @@ def sample_and_score(
 def _merge_and_check(world: World, scores_by_rank: Sequence[Scores]) -> Scores:
     """The scores of all ranks as one. Raises RewardError, on all ranks, if too many rows failed."""
     scores = merge_scores(scores_by_rank)
-    if scores.tolerated:  # the same on all ranks: one says it, and all leave with it
+    if scores.tolerated:  # the same on all ranks: one logs it, all of them stop
         world.run_on_rank0(lambda: check_failures_of_ranks(scores.tolerated, scores.raw[0].numel()))
     return scores
 
@@ -78,7 +78,7 @@ def sample_only(
     groups: Sequence[Group],
     sample_groups: Callable[[Sequence[int]], None],
 ) -> None:
-    """Fill every group's rollouts, on every rank, where nothing is scored."""
+    """Fill every group's rollouts, on every rank, when nothing is scored."""
     if world.size == 1 or generator.samples_on_rank0:
         sample_groups(range(len(groups)))
         return
@@ -120,7 +120,7 @@ def _sample_for_all_ranks(
     sample_groups: SampleGroups,
     scoring_step: ScoringStep | None,
 ) -> None:
-    """Sample all groups; those at `group_indices` are scored here, each as soon as it is whole."""
+    """Sample all groups; those at `group_indices` are scored here, each once it is complete."""
 
     def arrived(index: int) -> None:
         if scoring_step is not None and index in group_indices:
@@ -135,7 +135,7 @@ def _sample_for_all_ranks(
 
 
 def merge_scores(scores_by_rank: Sequence[Scores]) -> Scores:
-    """The scores of several ranks' groups as one. Means are weighted by their counts."""
+    """Merge the scores of several ranks' groups. Means are weighted by their counts."""
     parts = scores_by_rank
     if len(parts) == 1:
         return parts[0]

@@ -1,8 +1,8 @@
 """Draws the next step's batch in a thread while the current one is trained on (overlap: ahead).
 
-Both sides are complete before the optimizer step: the thread never sees weights change, a failure
-or a stop finds the state whole, and which weights a token is of does not depend on any clock. What
-is drawn is what `Rollouts` would have drawn at the same point (docs/generation.md).
+Both sides finish before the optimizer step: the thread never sees weights change, a failure or a
+stop finds complete state, and which weights sampled a token does not depend on timing. The batch
+is the one that `Rollouts` would have drawn at the same point (docs/overlap.md).
 """
 
 import time
@@ -22,7 +22,7 @@ from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.utils.rng import RandomStates, capture_random_states
 from rloo_cli.utils.timers import StepTimer
 
-ABANDON_S = 30.0  # a thread that is not wanted any more is waited for this long
+ABANDON_S = 30.0  # how long to wait for an abandoned thread
 
 
 class AheadSampler(AsyncSampler):
@@ -35,7 +35,7 @@ class AheadSampler(AsyncSampler):
         self.rollouts = rollouts
         self.in_thread = replace(rollouts, clock=StepTimer())
         self.batch: Batch | None = None  # drawn, and not trained on yet
-        self.hidden_s = 0.0  # seconds beside the training since `step_metrics`
+        self.hidden_s = 0.0  # seconds overlapped with training since `step_metrics`
         self._arguments: tuple[int, int, TrainerState] | None = None  # of the batch that is drawn
         self._rng: RandomStates | None = None
         self._started = self._ended = 0.0
@@ -48,7 +48,7 @@ class AheadSampler(AsyncSampler):
     def begin_next(self, step: int, prompt_offset: int, state: TrainerState) -> None:
         """Begin to draw the batch of step `step`, as `Rollouts.next_batch` does."""
         assert self._thread is None, "a batch is being drawn"
-        if self.batch is not None:  # a run that was stopped after the update had it
+        if self.batch is not None:  # a run stopped after the update already had it
             return
         self._arguments, self._error = (step, prompt_offset, state), None
         self._rng = capture_random_states()  # rewards may draw from the global generators
@@ -68,10 +68,10 @@ class AheadSampler(AsyncSampler):
             self.in_thread.clock.lap()
 
     def wait(self) -> None:
-        """Wait until the batch that was begun is whole; nothing where none was.
+        """Wait until the batch that was begun is complete; does nothing if none was.
 
-        Raises what its drawing raised. A lost engine gets its weights from this thread, and the
-        batch is drawn anew: the same tokens, since weights and seeds are the same.
+        Raises what its drawing raised. A lost engine gets its weights from this thread; the batch
+        is drawn again: the same tokens, since weights and seeds are the same.
         """
         if self._thread is None:
             return
@@ -88,7 +88,7 @@ class AheadSampler(AsyncSampler):
 
     @torch.no_grad()
     def check_weights(self, policy: Policy) -> None:
-        """Check that what was drawn is of the policy as it is; one group is forwarded for it.
+        """Check that the batch was sampled with the current weights; one group is forwarded for it.
 
         It is the one with the fewest tokens. Raises GenerationError (exit 6).
         """
@@ -108,7 +108,7 @@ class AheadSampler(AsyncSampler):
         check_same_weights(self.batch.step, compared, generation, tolerance)
 
     def give_up(self) -> RandomStates | None:
-        """Give up what was drawn beside an update that is not made. -> the random states before it
+        """Discard the batch drawn for an update that will not happen. -> the earlier random states
 
         A resumed run draws it again, with the same weights.
         """

@@ -1,5 +1,5 @@
-"""Where a step's batch comes from: `Rollouts` samples it when it is asked for it, `AsyncSampler`
-beside the updates before it. The training loop knows a source by these methods alone.
+"""Where a step's batch comes from: `Rollouts` samples it on demand, `AsyncSampler` during earlier
+updates. The training loop knows a source by these methods only.
 """
 
 from abc import ABC, abstractmethod
@@ -19,60 +19,59 @@ from rloo_cli.utils.timers import StepTimer
 
 @dataclass
 class SourceState:
-    """What has been sampled, and no step has taken, as a checkpoint keeps it."""
+    """Sampled work that no step has taken yet, as a checkpoint stores it."""
 
-    batch: Batch | None = None  # whole, of the next step (overlap=ahead)
+    batch: Batch | None = None  # complete, of the next step (overlap=ahead)
     group_tensors: dict[str, Tensor] = field(default_factory=dict)  # groups under way
-    groups: JsonObject | None = None  # and what else is known of them; None = there are none
+    groups: JsonObject | None = None  # their other fields; None = no groups
 
 
 def refuse_lost_groups(state: SourceState) -> None:
-    """Raise ConfigError if groups are under way that this source cannot go on with."""
+    """Raise ConfigError if the checkpoint has unfinished groups that this source cannot use."""
     found = [] if state.groups is None else state.groups["groups"]
     if found:
         draws = ", ".join(str(group["draw"]) for group in found[:5])
-        what = f"{len(found)} groups are under way in the checkpoint, and would be lost"
+        what = f"{len(found)} unfinished groups in the checkpoint would be lost"
         why = f"generation.overlap=carry had begun them (draws {draws}, ...)"
-        fix = "generation.overlap=carry, as it was"
+        fix = "generation.overlap=carry, as before"
         refuse("generation.overlap", what, fix, why)
 
 
 class BatchSource(ABC):
-    """Makes the batch of each step. What is not overridden is right for one that samples nothing
+    """Makes the batch of each step. The defaults are right for a source that samples nothing
     between two calls of `next_batch`."""
 
-    has_one_lag = False  # whether the lag of a batch's tokens is one, and is logged with its gap
+    has_one_lag = False  # whether a batch's tokens all have lag 1, and the gap is logged
 
     @abstractmethod
     def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
         """The batch of step `step`, with prompts from `prompt_offset` on.
 
-        Raises RewardError, GenerationError, and NumbersError when resampling finds nothing to learn
-        from.
+        Raises RewardError, GenerationError, and NumbersError if resampling finds no usable group.
         """
 
     def begin_next(self, step: int, prompt_offset: int, state: TrainerState) -> None:  # noqa: B027
-        """Sample for step `step` from now on, beside the update before it, if it can."""
+        """Start sampling for step `step`, during the update before it, if possible."""
 
     def pause(self, policy: Policy | None = None) -> None:  # noqa: B027
-        """Sample nothing from now on: the weights change. Raises what the sampling raised.
+        """Stop sampling: the weights are about to change. Raises what the sampling raised.
 
-        `policy`: what was sampled is compared with it. Raises GenerationError (exit 6) where it is
-        of other weights.
+        `policy`: the samples are compared with it. Raises GenerationError (exit 6) if they are of
+        other weights.
         """
 
     def give_up(self) -> RandomStates | None:
-        """Sample nothing from now on: the run ends before an update. -> the random states to save,
-        where they are not those of now"""
+        """Stop sampling: the run ends before an update. -> the random states to save, if other
+        than the current ones"""
         return None
 
     def state(self) -> SourceState:
-        """What a checkpoint must keep of it."""
+        """Its part of a checkpoint."""
         return SourceState()
 
     def restore(self, state: SourceState, step: int) -> None:
-        """Go on with a checkpoint's state; `step` takes what it has. Raises ConfigError where
-        groups under way would be lost."""
+        """Continue from a checkpoint's state, which `step` uses up. Raises ConfigError if its
+        unfinished groups would be lost."""
         refuse_lost_groups(state)
 
     def step_metrics(self, step_time: float, exposed_s: float) -> dict[str, float]:
@@ -80,17 +79,17 @@ class BatchSource(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Sample nothing any more."""
+        """Stop sampling for good."""
 
 
 METRICS = {"Prompts and completions": [  # read by utils.metrics
     ("overlap/exposed_s", "s", "mean",
-     "seconds that the training waited for the sampler (generation.overlap)"),
+     "seconds that training waited for the sampler (generation.overlap)"),
     ("overlap/paced_s", "s", "mean",
-     "seconds of these in which enough groups had finished, and older ones were waited for "
+     "seconds of these spent waiting for older groups although enough others had finished "
      "(generation.max_lag)"),
-    ("overlap/hidden_s", "s", "mean", "seconds of sampling and scoring beside the training"),
-    ("overlap/idle_s", "s", "mean", "seconds of the step in which nothing was sampled"),
+    ("overlap/hidden_s", "s", "mean", "seconds of sampling and scoring overlapped with training"),
+    ("overlap/idle_s", "s", "mean", "seconds of the step without sampling"),
 ]}  # fmt: skip
 
 
@@ -99,8 +98,8 @@ def overlap_metrics(
 ) -> dict[str, float]:
     """`overlap/*` of a step that took `step_time` and waited `exposed_s` for its batch, in seconds.
 
-    `hidden_s`: of sampling beside the training. `paced_s`: of the wait, for older groups; None
-    without any.
+    `hidden_s`: of sampling during training. `paced_s`: part of the wait that was for older groups;
+    None if there is none.
     """
     idle_s = max(0.0, step_time - exposed_s - hidden_s)
     seconds = {"exposed_s": exposed_s, "paced_s": paced_s, "hidden_s": hidden_s, "idle_s": idle_s}
@@ -108,10 +107,10 @@ def overlap_metrics(
 
 
 class AsyncSampler(BatchSource):
-    """A source that samples on a thread of its own beside the updates, up to `max_lag` of them.
+    """A source that samples on its own thread during the updates, up to `max_lag` of them.
 
     Nothing runs between `pause` and the next batch: evaluation, checkpoints and a stop find all
-    that was sampled at rest. `clock`: the training's, which counts what it waits.
+    samples at rest. `clock`: the training's, which counts its waits.
     """
 
     def __init__(self, clock: StepTimer, max_lag: int):
@@ -134,7 +133,7 @@ class AsyncSampler(BatchSource):
 
     @abstractmethod
     def check_weights(self, policy: Policy) -> None:
-        """Check that what was sampled is of the policy as it is; one group is forwarded for it.
+        """Check that the samples are of the current weights; one group is forwarded for it.
 
         Raises GenerationError (exit 6).
         """

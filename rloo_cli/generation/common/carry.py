@@ -1,15 +1,15 @@
-"""Samples on while training goes on, and carries what is unfinished over to the next weights
-(overlap: carry).
+"""Keeps sampling while training continues, and carries unfinished completions over to the next
+weights (overlap: carry).
 
-A thread keeps as many groups under way as `pacing` allows. It is interrupted before an optimizer
-step and begun again when the next batch is asked for, with what each completion has: prompt and
-tokens are read again with the new weights, so that the log-probability of every token is that of
-one version, given everything before it, and can be checked and computed again. Between steps
-nothing runs: evaluation, checkpoints and a stop find all groups at rest.
+A thread keeps as many groups unfinished as `pacing` allows. It is interrupted before an optimizer
+step and restarted when the next batch is requested, with the tokens that each completion has:
+prompt and tokens are read again with the new weights, so that the log-probability of every token
+is of one version, given everything before it, and can be checked and recomputed. Nothing runs
+between steps: evaluation, checkpoints and a stop find all groups at rest.
 
-Groups are scored when a step takes them, all of a step together: rewards of scope `batch`, the
-limits on their failures and what they know of the training are then those of the step that trains
-on them, and the same in `rloo replay`.
+Groups are scored when a step takes them, all groups of a step together: rewards of scope `batch`,
+their failure limits and what they see of the training belong to the step that trains on them, as
+in `rloo replay`.
 """
 
 import time
@@ -33,25 +33,25 @@ from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.rng import RandomStates
 
 POLL_S = 0.05  # between two looks at the signals
-WAITED_S = 0.1  # seconds: a shorter wait for a step's groups is none
-CHECKED_TOKENS = 16  # of the current weights; a group with more is no better to compare
+WAITED_S = 0.1  # seconds: a shorter wait for a step's groups does not count
+CHECKED_TOKENS = 16  # of the current weights; enough for a comparison
 CARRY_NOTE = (
-    "generation.overlap=carry: which weights sample a token depends on the clock; another run of"
-    " this config draws other completions, and each step equals its record (rloo replay)"
+    "generation.overlap=carry: which weights sample a token depends on timing; another run of"
+    " this config draws other completions; rloo replay reproduces each recorded step"
 )
 
 
 class CarrySampler(AsyncSampler):
-    """Groups under way over several steps. `rollouts`: the run's own."""
+    """Unfinished groups that span several steps. `rollouts`: the run's own."""
 
     def __init__(self, rollouts: Rollouts, generator: CarryingGenerator, num_steps: int):
         super().__init__(rollouts.clock, rollouts.config.generation.max_lag)
         self.rollouts, self.generator, self.num_steps = rollouts, generator, num_steps
-        self.groups: list[OpenGroup] = []  # begun and not taken, by their prompts' offsets
-        self.next_offset: int | None = None  # of the next prompt to begin; None = not known yet
+        self.groups: list[OpenGroup] = []  # started and not taken, by prompt offset
+        self.next_offset: int | None = None  # of the next prompt to start; None = unknown yet
         self.step = 0  # the number of optimizer steps that the sampler's weights have
-        self.claimed = 0  # groups that steps have taken, but for those that were replaced
-        self.depth = 2  # steps whose groups are under way at once; one more each time a step waits
+        self.claimed = 0  # groups taken by steps, without replaced ones
+        self.depth = 2  # steps' worth of groups in flight; one more each time a step waits
         self.paced_s = self.busy_s = 0.0  # seconds since `step_metrics`
         self.lost_engines = 0
         self._changed = Condition()  # guards all of this
@@ -60,14 +60,14 @@ class CarrySampler(AsyncSampler):
 
     @property
     def per_step(self) -> int:
-        """Groups that a step takes."""
+        """Groups per step."""
         return self.rollouts.config.train.prompts_per_step
 
     def next_batch(self, step: int, prompt_offset: int, state: TrainerState) -> Batch:
         """The batch of step `step`: the oldest groups, as soon as they have finished.
 
-        `prompt_offset`: prompts that steps have taken so far. Raises as `Rollouts.next_batch`; the
-        groups are then kept.
+        `prompt_offset`: prompts that steps have taken so far. Raises as `Rollouts.next_batch`, and
+        then keeps the groups.
         """
         self._begin(step, step * self.per_step, prompt_offset)
         taken: list[OpenGroup] = []
@@ -94,7 +94,7 @@ class CarrySampler(AsyncSampler):
         return batch
 
     def begin_next(self, step: int, prompt_offset: int, state: TrainerState) -> None:
-        """Sample beside the update before step `step`; it does so already but in a resumed step."""
+        """Sampling already continues during the update; only a resumed step has to start it."""
         if self._thread is None:
             self._begin(step - 1, step * self.per_step, prompt_offset)
 
@@ -114,18 +114,18 @@ class CarrySampler(AsyncSampler):
         return None
 
     def close(self) -> None:
-        """Interrupt the sampler: it would sample on until the process ends."""
+        """Interrupt the sampler, which would otherwise run until the process ends."""
         self.give_up()
 
     def state(self) -> SourceState:
-        """The groups under way; nothing may be running."""
-        if self.next_offset is None:  # none was begun
+        """The unfinished groups; nothing may be running."""
+        if self.next_offset is None:  # none was started
             return SourceState()
         tensors, plain = open_groups.dump_groups(self.groups)
         return SourceState(None, tensors, plain | {"next_offset": self.next_offset})
 
     def restore(self, state: SourceState, step: int) -> None:
-        """Go on with the groups of `state`; `step` takes the next of them.
+        """Continue with the groups of `state`; `step` takes the next of them.
 
         Raises ConfigError if another number of prompts per step cannot keep their deadlines.
         """
@@ -135,10 +135,10 @@ class CarrySampler(AsyncSampler):
         self.groups = open_groups.load_groups(state.group_tensors, state.groups, prompts)
         self.next_offset = state.groups["next_offset"]
         if not pacing.keeps_deadlines([g.deadline for g in self.groups], step, self.per_step):
-            what = "the groups under way cannot all be trained on in time"
-            why = f"{len(self.groups)} were begun with another train.prompts_per_step, and"
-            why += f" {self.per_step} a step would pass generation.max_lag"
-            fix = "train.prompts_per_step as it was"
+            what = "the unfinished groups cannot all be trained on in time"
+            why = f"{len(self.groups)} were started with another train.prompts_per_step;"
+            why += f" {self.per_step} a step would exceed generation.max_lag"
+            fix = "the earlier train.prompts_per_step"
             refuse("train.prompts_per_step", what, fix, why)
 
     def _begin(self, step: int, claimed: int, prompt_offset: int) -> None:
@@ -151,7 +151,7 @@ class CarrySampler(AsyncSampler):
         self._start_thread()
 
     def _start_thread(self) -> None:
-        """Begin to sample, with an engine that has the weights."""
+        """Start sampling, with an engine that has the weights."""
         unfinished = [group.group for group in self.groups if group.unfinished]
         while unfinished:
             try:
@@ -169,12 +169,12 @@ class CarrySampler(AsyncSampler):
         self.generator.handle_engine_loss(error)
 
     def fill_up(self) -> None:
-        """Begin as many groups as may be under way.
+        """Start as many groups as may be in flight.
 
-        That is two steps' groups, and a step's more each time that a step had to wait, up to what
-        `max_lag` allows: others would only grow old.
+        That is two steps' worth, plus one step's each time a step had to wait, up to what `max_lag`
+        allows: more would only grow old.
         """
-        assert self.next_offset is not None, "where its prompts begin is not known"
+        assert self.next_offset is not None, "the offset of the next prompt is unknown"
         most = pacing.group_capacity(self.step, self.max_lag, self.per_step, self.num_steps)
         room = min(most - self.claimed, self.depth * self.per_step)
         count = max(0, room - len(self.groups))
@@ -185,7 +185,7 @@ class CarrySampler(AsyncSampler):
         self.next_offset += count
 
     def _sample(self) -> None:
-        """What the thread does: it extends what is unfinished until it is told to stop."""
+        """The thread's work: continue unfinished completions until it is stopped."""
         try:
             while (groups := self._wait_for_work()) is not None:
                 began = time.perf_counter()
@@ -249,7 +249,7 @@ class CarrySampler(AsyncSampler):
         return oldest if ready else None
 
     def _replace_dropped(self) -> None:
-        """Begin groups for those that resampling left out; the thread then takes them on."""
+        """Start groups in place of those that resampling left out; the thread samples them."""
         before = self.next_offset
         self.fill_up()
         if self.next_offset != before:
@@ -257,12 +257,12 @@ class CarrySampler(AsyncSampler):
             self._changed.notify_all()
 
     def _recover(self) -> None:
-        """Go on after a lost engine, with the weights of the trainer, whose thread this is."""
+        """Continue after a lost engine, with the weights of the trainer; runs on its thread."""
         error, self._error = self._error, None
         assert error is not None and self._thread is not None, "the thread has failed"
         if not isinstance(error, EngineLost):
             raise error
-        self._changed.release()  # the thread's last act takes it
+        self._changed.release()  # the thread needs it to end
         try:
             self._thread.join()
         finally:
@@ -277,7 +277,7 @@ class CarrySampler(AsyncSampler):
 
     @torch.no_grad()
     def check_weights(self, policy: Policy) -> None:
-        """Check that what was sampled last is of the policy as it is; one group is forwarded.
+        """Check that the newest samples come from the current weights; one group is forwarded.
 
         Only tokens of the current weights are compared. Raises GenerationError (exit 6).
         """

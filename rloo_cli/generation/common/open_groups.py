@@ -1,5 +1,5 @@
-"""Groups whose completions are being sampled, perhaps with one version of the weights after the
-other (generation.overlap=carry), and the same as a checkpoint keeps them.
+"""Groups that are still being sampled, perhaps under successive versions of the weights
+(generation.overlap=carry), and their form in a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from rloo_cli.utils.rng import derived_seed
 
 @dataclass
 class OpenCompletion:
-    """A completion as far as it is sampled."""
+    """A completion, as far as it has been sampled."""
 
     seed: int
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)  # of each id, of the weights that sampled it
     version_spans: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
-    finish_reason: str | None = None  # stop, length; None = it goes on
-    sampling_mask: SamplingMask | None = None  # of each id; None = it is not kept
+    finish_reason: str | None = None  # stop, length; None = unfinished
+    sampling_mask: SamplingMask | None = None  # of each id; None = not kept
 
     @property
     def segment_seed(self) -> int:
-        """The seed of what is sampled next: its own at the beginning, else one of this position."""
+        """The seed of the next tokens: its own at the start, else derived from the position."""
         return derived_seed(self.seed, "carry", len(self.ids)) if self.ids else self.seed
 
     def add_tokens(
@@ -40,27 +40,27 @@ class OpenCompletion:
         finish_reason: str | None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """Append what the weights of `version` sampled, and why it ended, if it has."""
+        """Append tokens sampled by the weights of `version`, and the reason if it ended."""
         if sampling_mask is not None and (self.sampling_mask is not None or not self.ids):
             self.sampling_mask = self.sampling_mask or SamplingMask()
             self.sampling_mask.append_mask(sampling_mask)
         elif ids:
-            self.sampling_mask = None  # a part without one leaves the whole without one
+            self.sampling_mask = None  # without it for one part there is none for the whole
         self.ids += ids
         self.logp += logp
         if ids and self.version_spans and self.version_spans[-1][0] == version:
             self.version_spans[-1] = version, self.version_spans[-1][1] + len(ids)
         elif ids:
             self.version_spans.append((version, len(ids)))
-        self.finish_reason = finish_reason  # last: another thread takes it for whole from here on
+        self.finish_reason = finish_reason  # last: from here on other threads see it as complete
 
     def count_tokens(self, version: int) -> int:
-        """How many of its tokens, the last ones, the weights of `version` sampled."""
+        """How many of its last tokens the weights of `version` sampled."""
         last = self.version_spans[-1] if self.version_spans else (version, 0)
         return last[1] if last[0] == version else 0
 
     def to_rollout(self, stop_rule: StopRule) -> Rollout:
-        """What it is by now; one that goes on has the reason `length`."""
+        """The completion so far; an unfinished one has the reason `length`."""
         reason = self.finish_reason or "length"
         return Rollout(
             completion_ids=self.ids,
@@ -85,7 +85,7 @@ class OpenGroup:
 
     @property
     def unfinished(self) -> list[OpenCompletion]:
-        """Those that go on."""
+        """The unfinished ones."""
         return [c for c in self.completions if c.finish_reason is None]
 
 

@@ -1,31 +1,31 @@
-"""How many groups may be begun, so that no token is too old when it is trained on.
+"""How many groups may be started, so that no token is too old when it is trained on.
 
-With `generation.overlap=carry` groups of P prompts a step are begun while older ones go on. Steps
-are counted from 0; before step v the weights are of version v at most. A group that is begun with
-the weights of step u has the deadline u + max_lag: it must be in the batch of that step or of an
-earlier one, and then none of its tokens is older than max_lag.
+With `generation.overlap=carry` groups of P prompts a step are started while older ones continue.
+Steps count from 0; before step v the weights are of version v at most. A group started with the
+weights of step u has the deadline u + max_lag: it must be in the batch of that step or of an
+earlier one; then none of its tokens is older than max_lag.
 
-Two rules keep every deadline, whatever the completions' lengths are and however long they take:
+Two rules meet every deadline, whatever the completions' lengths and durations:
 
 1. Capacity (AReaL, arXiv 2505.24298, section 5.1): with the weights of step u, at most
-   (u + max_lag + 1) * P groups are trained, waiting or under way, all together.
+   (u + max_lag + 1) * P groups are trained, waiting or in flight, all together.
 2. Order: a step takes the P oldest groups that are left, and waits until all of them have finished.
 
-Proof. A group that is begun with the weights of step u is, by rule 1, among the first
+Proof. A group started with the weights of step u is, by rule 1, among the first
 (u + max_lag + 1) * P; by rule 2 these have been taken once step u + max_lag has. So no deadline is
-passed, and no group waits for ever. Where groups are dropped (resampling), later ones move up.
+missed, and no group waits for ever. If groups are dropped (resampling), later ones move up.
 
-Rule 2 is what `none` trains on, too: a step's prompts do not depend on how long their completions
-are. Taking what has finished would train on short completions first, and on long ones in waves.
+With overlap `none` the order is the same: a step's prompts do not depend on how long their
+completions are. Taking whatever has finished would favour short completions at first.
 """
 
 from collections.abc import Sequence
 
 
 def group_capacity(step: int, max_lag: int, prompts_per_step: int, num_steps: int) -> int:
-    """The most groups that may be trained, waiting or under way with the weights of `step`.
+    """The most groups that may be trained, waiting or in flight with the weights of `step`.
 
-    A run of `num_steps` steps begins none that it would not train on.
+    A run of `num_steps` steps starts no group that it would not train on.
     """
     return min(step + max_lag + 1, num_steps) * prompts_per_step
 

@@ -1,8 +1,8 @@
 """A sampler that only rank 0 talks to: one server, many trainers.
 
-Rank 0 decides everything: when weights are sent, how often a lost server is tried again, which
-completions are sampled again. The others follow: they gather weights when it asks for them, compute
-log-probabilities when it compares them, and receive the completions, or the error.
+Rank 0 decides everything: when weights are sent, how often a lost server is retried, which
+completions are sampled again. The others follow: they gather weights when rank 0 asks, compute
+log-probabilities when rank 0 compares them, and receive the completions, or the error.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ WeightIterator = Iterator[dict[str, Tensor]]  # all weights, whole, unit by unit
 
 
 class Rank0Proxy(GeneratorBase):
-    """The sampler of every rank: `build_generator` makes the real one, on rank 0 alone."""
+    """The sampler of every rank: `build_generator` makes the real one, on rank 0 only."""
 
     samples_on_rank0 = True
 
@@ -61,7 +61,7 @@ class Rank0Proxy(GeneratorBase):
         """Fill every group's rollouts, on every rank. All ranks pass the same groups."""
 
         def send_group(place: int) -> None:
-            """Rank 0: send a group that is whole, so that all can score it while it samples on."""
+            """Rank 0: send a complete group, so that all ranks can score it during sampling."""
             self.world.broadcast_from_rank0(("group", (place, groups[place].rollouts)))
             arrived(place)
 
@@ -86,7 +86,7 @@ class Rank0Proxy(GeneratorBase):
     def _run_on_rank0(
         self, work: Callable[[Generator], None], on_group: Callable[..., None] | None = None
     ) -> None:
-        """Rank 0 works; the others do what it asks until it is done, with `on_group` for the index
+        """Rank 0 works; the others serve it until it is done, and call `on_group` with the index
         and the completions of a group."""
 
         def lead() -> tuple[dict[str, float], float]:
@@ -103,7 +103,7 @@ class Rank0Proxy(GeneratorBase):
         self.metrics, self.tolerance = self.world.run_on_rank0(lead)
 
     def _follow_rank0(self, on_group: Callable[..., None] | None) -> None:
-        """Do what rank 0 asks, until it is done: gather weights, compute log-probabilities of
+        """Serve rank 0 until it is done: gather weights, compute log-probabilities of
         groups, receive the completions of a group."""
         name, arguments = self.world.broadcast_from_rank0(None)
         while name != "done":
@@ -125,14 +125,14 @@ class Rank0Proxy(GeneratorBase):
         return self.sending_iterator
 
     def _exhaust_sending(self) -> None:
-        """Gather what is left of a send that failed: the other ranks gather it all the same."""
+        """Gather the rest of a send that failed: the other ranks gather it in any case."""
         if self.sending_iterator is not None:
             self.sending_iterator.exhaust()
             self.sending_iterator = None
 
     def frozen_logp(self, groups: list[Group], group_slices: list[GroupSlice]) -> "LogProbs":
         """Rank 0: log-probabilities that all ranks compute together."""
-        # The others would gather alone a layer that is still gathered here, the last that was sent.
+        # The last layer that was sent may still be gathered here; the others would wait for it.
         self._exhaust_sending()
         self.world.broadcast_from_rank0(("logp", (groups, group_slices)))
         return self.policy.frozen_logp(self.policy.pack(groups, group_slices))
@@ -165,7 +165,7 @@ class _Rank0Policy:
         self.proxy, self.model, self.dtype = proxy, proxy.policy.model, proxy.policy.dtype
 
     def pack(self, groups: list[Group], group_slices: list[GroupSlice]) -> MicroBatch:
-        """`Policy.pack`; it remembers its arguments for `frozen_logp`."""
+        """`Policy.pack`; it keeps its arguments for `frozen_logp`."""
         self.last_packed = groups, group_slices
         return self.proxy.policy.pack(groups, group_slices)
 

@@ -34,12 +34,12 @@ from rloo_cli.utils.timers import StepTimer
 
 METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
     ("sampled_reward", "score", "mean:drawn_scored",
-     "the same over every completion that was sampled, also of groups that "
+     "the same over every sampled completion, including groups that "
      "zero_std_groups=resample threw away"),
     ("reward/<reward>/error_rate", "share", "mean:drawn", "completions whose call failed"),
     ("reward/<reward>/time", "s", "mean", "seconds its calls took"),
     ("sampled_frac_reward_zero_std", "share", "mean:drawn_groups",
-     "the same over every group that was sampled, also of those that zero_std_groups=resample "
+     "the same over every sampled group, including those that zero_std_groups=resample "
      "threw away"),
     ("sampled_kept_frac", "share", "mean:drawn",
      "sampled completions that are in the step's batch; zero_std_groups=resample threw the "
@@ -65,7 +65,7 @@ class Rollouts(BatchSource):
         """Take prompts from `prompt_offset` on, sample and score their completions.
 
         With zero_std_groups=resample, groups of equal scores are replaced by new prompts. Raises
-        RewardError, GenerationError, and NumbersError when resampling finds nothing to learn from.
+        RewardError, GenerationError, and NumbersError if resampling finds no usable group.
         """
 
         def sample_round(num_sampled: int, missing: int) -> Batch:
@@ -75,14 +75,14 @@ class Rollouts(BatchSource):
         return self._collect_rounds(sample_round)
 
     def restore(self, state: SourceState, step: int) -> None:
-        """Groups under way are left to a run that samples: `rloo replay` does not."""
+        """Ignore unfinished groups: `rloo replay` does not sample."""
         if self.config.generation.overlap != "carry":
             super().restore(state, step)
 
     def carried_batch(
         self, step: int, take_groups: Callable[[int], list[Group]], state: TrainerState
     ) -> Batch:
-        """A step's batch of groups that were sampled before; `take_groups(n)` returns n of them.
+        """A step's batch of groups that are sampled already; `take_groups(n)` returns n of them.
 
         They are sorted by their prompts' offsets. Raises as `next_batch`.
         """
@@ -94,9 +94,9 @@ class Rollouts(BatchSource):
         return self._collect_rounds(score_round, sort=True)
 
     def recorded_batch(self, recorded: Batch, groups: list[Group], state: TrainerState) -> Batch:
-        """The batch of a recorded step, scored once more; `groups` have its completions.
+        """The batch of a recorded step, scored again; `groups` have its completions.
 
-        No other prompts and no greedy completions are sampled: the record has their results.
+        No further prompts and no greedy completions are sampled: the record has their results.
         """
         batch = self._score_sampled(recorded.step, groups, self._reward_context(state))
         batch.draws, batch.pending = recorded.draws, recorded.pending
@@ -126,7 +126,7 @@ class Rollouts(BatchSource):
         settings = self.algorithm.config
         missing = self.config.train.prompts_per_step
         rounds: list[Batch] = []
-        drawn: list[Batch] = []  # with the groups that are thrown away
+        drawn: list[Batch] = []  # including groups that are thrown away
         num_sampled = 0
         while missing:
             batch = make_round(num_sampled, missing)
@@ -151,7 +151,7 @@ class Rollouts(BatchSource):
         return RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
 
     def _sampling_seeds(self, step: int, indices: Iterable[int]) -> list[list[int]]:
-        """The seeds of a step's prompts, given by their numbers in the step. -> K for each"""
+        """The seeds of a step's prompts, given by their index in the step. -> K for each"""
         k, run_seed = self.config.algorithm.num_generations, self.config.seed
         return [
             [sampling_seed(run_seed, "train", step, prompt, j) for j in range(k)]
@@ -159,7 +159,7 @@ class Rollouts(BatchSource):
         ]
 
     def offset_seeds(self, prompt_offset: int) -> list[int]:
-        """The seeds of a prompt that belongs to no step when it is begun (overlap=carry). -> K"""
+        """The seeds of a prompt that is started before its step is known (overlap=carry). -> K"""
         k, run_seed = self.config.algorithm.num_generations, self.config.seed
         return [sampling_seed(run_seed, "carry", 0, prompt_offset, j) for j in range(k)]
 
@@ -200,7 +200,7 @@ class Rollouts(BatchSource):
         )
 
     def _add_greedy(self, batch: Batch, seeds: list[list[int]], context: RewardContext) -> None:
-        """Answer each prompt once more, greedily; without a score for it the group has none."""
+        """Answer each prompt once more, greedily; without a greedy score the group has none."""
         groups = [replace(group, rollouts=[]) for group in batch.groups]
         generate = partial(self.generator.generate, greedy=True)
         scores = self._sample_and_score(groups, [s[:1] for s in seeds], context, generate)
@@ -243,9 +243,9 @@ class Rollouts(BatchSource):
         return self.algorithm.shape_scores(batch.score, batch.scorable, length, ended)
 
     def _finalize_batch(self, batch: Batch, num_sampled: int) -> None:
-        """Combine and shape once more over the whole step, and decide which groups are trained on.
+        """Combine and shape the scores over the whole step, and decide which groups are trained on.
 
-        Until now, scores that are normalised over the step were normalised over one round.
+        Until here, scores normalised over the step were normalised over one round.
         """
         settings = self.algorithm.config
         if batch.plain is not None and batch.reward_weights is not None:
@@ -255,7 +255,7 @@ class Rollouts(BatchSource):
         flat = [i for i in range(len(batch.groups)) if not _has_different_scores(batch, i)]
         dropped = flat if settings.zero_std_groups != "keep" else []
         if len(dropped) == len(batch.groups) and settings.zero_std_groups == "resample":
-            what = f"no group of {num_sampled} drawn has two different scores"
+            what = f"none of {num_sampled} sampled groups has two different scores"
             where = f"step {batch.step + 1}, algorithm.zero_std_groups=resample"
             fix = "easier or harder prompts, or algorithm.zero_std_groups=keep"
             refuse(where, what, fix, _flat_groups_text(batch), error=NumbersError)
@@ -268,13 +268,13 @@ class Rollouts(BatchSource):
 
 
 def _leave_out_failed(batch: Batch) -> None:
-    """Take episodes whose environment failed out of baseline and loss: they are never a zero."""
+    """Exclude episodes whose environment failed from baseline and loss: they never score 0."""
     failed = batch.rollout_values("failed_in_environment")
     batch.scorable, batch.masked = batch.scorable & ~failed, batch.masked | failed
 
 
 def unnormalized_scores(raw: Tensor, weights: Tensor, settings: Switches) -> Tensor | None:
-    """The rewards' weighted sum, where training uses a normalised one; None where it uses the sum.
+    """The rewards' weighted sum if training uses a normalised one; None if it uses the sum.
 
     (F, P, K), (F,) -> (P, K); a missing score counts as 0
     """
@@ -301,7 +301,7 @@ def _has_different_scores(batch: Batch, group_index: int) -> bool:
 
 
 def _add_sampled_facts(batch: Batch, drawn: list[Batch]) -> None:
-    """Add the metrics of every group that was sampled for a batch, thrown away ones included.
+    """Add the metrics of every group that was sampled for a batch, including discarded ones.
 
     `drawn`: the rounds before any selection. Completions without a score do not count, nor do
     groups with fewer than two scores.

@@ -1,6 +1,6 @@
 """When a completion ends, and what its text is.
 
-It ends at the first of: a stop id, a stop string, the length limit. The pad id decides nothing:
+It ends at the first of: a stop id, a stop string, the length limit. The pad id is never consulted:
 padding is known from lengths. The stop id, or the tokens that complete a stop string, belong to
 the completion's ids and not to its text.
 """
@@ -13,7 +13,7 @@ from rloo_cli.utils.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-STOP_WINDOW_SLACK = 8  # tokens before a stop string: decoding must not begin in half a character
+STOP_WINDOW_SLACK = 8  # tokens before a stop string: decoding must not begin within a character
 
 
 def stop_ids(
@@ -22,8 +22,8 @@ def stop_ids(
     """Every id that ends a completion: EOS of tokenizer, generation config and model config, and
     `stop_token_ids`. With `ignore_eos` only the latter.
 
-    Many models declare several EOS ids, and in different files; comparing with only one of them
-    would count completions that ended as truncated.
+    Many models declare several EOS ids, in different files; comparing with only one would count
+    finished completions as truncated.
     """
     ids = set(config.stop_token_ids)
     if config.ignore_eos:
@@ -36,7 +36,7 @@ def stop_ids(
 
 
 class StopRule:
-    """The rule of one config. Raises ConfigError for a stop string that could never be found."""
+    """The rule of one config. Raises ConfigError for a stop string that can never be found."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StopRule:
         self.stop_window = longest + STOP_WINDOW_SLACK
 
     def finish_reason(self, ids: list[int]) -> str | None:
-        """Why the completion `ids` has ended (`stop`, `length`), or None where it has not.
+        """Why the completion `ids` has ended (`stop`, `length`), or None if it has not.
 
         It is called after each token, so a stop string, if there is one, ends in the last token.
         """
@@ -65,12 +65,12 @@ class StopRule:
         return "length" if len(ids) >= self.max_completion_length else None
 
     def terminated(self, ids: list[int], finish_reason: str) -> bool:
-        """Whether the completion ended by itself: an engine may report `length` where the last
+        """Whether the completion ended on its own: an engine may report `length` if the last
         allowed token is a stop id."""
         return finish_reason == "stop" or ids[-1] in self.stop_ids
 
     def text(self, ids: list[int]) -> str:
-        """The completion's text, without the stop id, or without the stop string and its rest."""
+        """The completion's text, without the stop id, or cut at the stop string."""
         if ids[-1] in self.stop_ids:
             return self._decode(ids[:-1])
         text = self._decode(ids)
@@ -80,7 +80,7 @@ class StopRule:
         if not self.stop_strings:
             return False
         shown = [i for i in ids if i not in self.special_tokens][-self.stop_window :]
-        tail = self._decode(shown)  # cheap: the whole is decoded only where its tail has one
+        tail = self._decode(shown)  # cheap: all is decoded only if the tail has a stop string
         hit = any(s in tail for s in self.stop_strings)
         return hit and self._stop_string_index(self._decode(ids), ids) is not None
 

@@ -1,4 +1,4 @@
-"""Whether the sampler had the trainer's weights: their log-probabilities of the same tokens."""
+"""Checks that the sampler had the trainer's weights, by log-probabilities of the same tokens."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from rloo_cli.utils.errors import GenerationError, refuse
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The trainer's log-probabilities of a completion, which has the sampler's."""
+    """The trainer's log-probabilities of a completion that has the sampler's."""
 
     prompt_offset: int
-    completion_index: int  # among its siblings
+    completion_index: int  # within its group
     trainer_logp: Tensor  # (S,), or of the last of its tokens alone
     rollout: Rollout
 
@@ -34,7 +34,7 @@ class TokenLogprobs:
 def sum_squared_gaps(passes: Sequence[ForwardPass], device: torch.device) -> Tensor:
     """How far the passes' log-probabilities are from the sampler's: sums that stay on the device.
 
-    -> (3,) float64: squared differences, tokens that both know, completions without a finite KL
+    -> (3,) float64: squared differences, tokens known to both, completions without a finite KL
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     known = [m for p in passes if (m := p.micro_batch).behaviour_logp is not None]
@@ -53,14 +53,14 @@ def check_same_weights(
     """Raise GenerationError (exit 6) if the two differ by more than rounding explains.
 
     `step` counts from 0. `tolerance`: rms nats per token. With top_p and other filters they cannot
-    be compared, unless the ids that were let through are known (generation.return_sampling_mask).
+    be compared unless the sampler reported the kept ids (generation.return_sampling_mask).
     """
     if inexact_settings(generation):
         return
     compared = [(c, logp) for c in completions if (logp := c.sampler_logp) is not None]
     if not compared:
         return
-    # All at once: one completion after the other takes longer than the update on a GPU.
+    # All at once: one by one takes longer than the update on a GPU.
     ours = torch.cat([c.trainer_logp for c, _ in compared]).double()
     flat = [x for _, logp in compared for x in logp]
     theirs = torch.tensor(flat, dtype=torch.float64).to(ours.device)
@@ -75,12 +75,12 @@ def check_same_weights(
     versions = sorted({c.rollout.last_version for c, _ in compared})
     why = (
         f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at most"
-        f" {tolerance:g}; most in {where}: {float(gap.max()):.4g}; the completions say they are of"
+        f" {tolerance:g}; most in {where}: {float(gap.max()):.4g}; their label is"
         f" version {', '.join(map(str, versions))}"
     )
-    fix = "somebody else may have changed the server's weights"
+    fix = "check whether another client changed the server's weights"
     if generation.samples_here:
         cause = "this model's decoding with a cache differs from its forward pass"
-        fix = f"there is no server: {cause}; generation=vllm_server, or another model"
+        fix = f"{cause}: use generation=vllm_server, or another model"
     what = f"step {step + 1}: the sampler had other weights than the trainer"
     refuse("nothing was updated", what, fix, why, error=GenerationError)

@@ -33,15 +33,15 @@ class DecodeSequence:
     """One completion that is being sampled."""
 
     group_index: int  # index in the groups of the call
-    prompt_ids: list[int]  # what is read before the first token that is sampled here
+    prompt_ids: list[int]  # read before the first token sampled here
     seed: int
     completion_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    finish_reason: str | None = None  # why it ended; None = it has not ended
+    finish_reason: str | None = None  # None = unfinished
     kept_ids: list[int] = field(default_factory=list)  # the completion's own ids in `prompt_ids`
-    sampling_mask: SamplingMask | None = None  # of completion_ids; None = it is not kept
+    sampling_mask: SamplingMask | None = None  # of completion_ids; None = not kept
     media: Media | None = None  # the prompt's images
-    matcher: Any = None  # of `grammar`, where completions follow a form
+    matcher: Any = None  # of `grammar`, with structured outputs
     num_matched: int = 0  # ids that it has read
 
     @property
@@ -51,13 +51,13 @@ class DecodeSequence:
 
     @property
     def padding_id(self) -> int:
-        """An id of its own prompt, but none that stands for a part of an image."""
+        """An id of its own prompt, but no image placeholder."""
         image = None if self.media is None else self.media.vision.image_token_id
         return next((i for i in self.prompt_ids if i != image), 0)
 
     @property
     def position_shift(self) -> int:
-        """How far its positions are beyond its number of tokens: an image takes few positions."""
+        """How far its positions exceed its number of tokens: an image takes fewer positions."""
         return 0 if self.media is None else self.media.position_shift
 
 
@@ -101,7 +101,7 @@ class DecodeBatch:
     def position_ids(self, start: int, end: int) -> Tensor:
         """Positions counted from each prompt's first token; 0 on padding. (R, end - start)
 
-        Those of a completion go on from its prompt's images, whose own are `prompt_images`'.
+        Those of a completion continue after its prompt's images, whose own are `prompt_images`'.
         """
         positions = torch.arange(start, end, device=self.num_padding.device)
         positions = (positions - self.num_padding).clamp(min=0)
@@ -137,11 +137,11 @@ def group_starts(sequences: list[DecodeSequence]) -> list[int]:
 
 
 def max_decode_tokens(config: Config, model: PreTrainedModel, device: torch.device) -> int | None:
-    """Tokens, padding included, that are decoded in one batch: `batch_tokens`, on a GPU else as
-    many as a quarter of its memory holds keys and values of; None = no limit. A prompt that is kept
-    once for its completions counts once (`split_decode_batches`).
+    """The most tokens, padding included, in one batch: `batch_tokens`, else on a GPU as many as a
+    quarter of its memory holds keys and values of; None = no limit. A prompt stored once for all
+    of its completions counts once (`split_decode_batches`).
 
-    The GPU's whole memory counts, not what is free: a resumed run must have the same batches.
+    All of the GPU's memory counts, not only the free part: a resumed run must get the same batches.
     """
     batch_tokens = config.transformers.batch_tokens
     model_config = model.config.get_text_config()
@@ -164,13 +164,13 @@ def split_decode_batches(
 ) -> Iterator[list[DecodeSequence]]:
     """Batches of at most `max_tokens` tokens, padding included, siblings together where they fit.
 
-    `prompts_kept_once`: a group's prompt counts once, and each group as many completions as the
-    largest of the batch has, which is what a `SharedPrefixCache` holds. Longest prompts come first,
+    `prompts_kept_once`: a group's prompt counts once, and each group counts as many completions as
+    the batch's largest, which is what a `SharedPrefixCache` holds. Longest prompts come first,
     so that equal lengths share a batch and memory peaks at the start. A sequence that is too long
-    for any batch has one of its own.
+    for any batch gets its own.
     """
     batch: list[DecodeSequence] = []
-    sizes: Counter[int] = Counter()  # completions of each group; where prompts are K, each is one
+    sizes: Counter[int] = Counter()  # completions per group; with K prompts each counts alone
     # The sort is stable: siblings stay together.
     ordered = sorted(sequences, key=lambda sequence: -len(sequence.prompt_ids))
     for number, sequence in enumerate(ordered):

@@ -3,7 +3,7 @@
 `model.generate` is not used: it samples with the global random generator, so that a sample would
 depend on its batch, and it prefills every sibling. Here a prompt is prefilled once per group; the
 group's completions share its keys and values where the model allows it (`shared_prefix`), and have
-copies elsewhere (`repeated_prefix`). Finished completions leave the batch when a quarter of it has
+copies otherwise (`repeated_prefix`). Finished completions leave the batch when a quarter of it has
 finished. Padding is known from lengths and filled with an id of the completion's own prompt, so
 that no pad id can be taken for EOS.
 """
@@ -84,7 +84,7 @@ class TransformersGenerator(GeneratorBase):
             self.grammar = load_grammar(form, tokenizer, size, stop_ids)
 
     def load(self, policy: Policy, version: int) -> None:
-        """Note the version: the weights are the policy's own."""
+        """Store the version: the weights are the policy's own."""
         self.version = version
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class TransformersGenerator(GeneratorBase):
     ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
-        `greedy` takes the likeliest token, with repetition penalty and min_tokens but without
+        `greedy` takes the most likely token, with repetition penalty and min_tokens but without
         temperature and filters, and behaviour_logp is then of that distribution. Raises
         GenerationError when a prompt leaves no room for its completion, NumbersError when logits
         are not finite.
@@ -135,9 +135,9 @@ class TransformersGenerator(GeneratorBase):
         ended: Callable[[OpenGroup], None],
         interrupted: Event,
     ) -> None:
-        """Sample unfinished completions on (`CarryingGenerator.extend`).
+        """Continue unfinished completions (`CarryingGenerator.extend`).
 
-        Prompt and kept tokens are read again with the weights as they are now.
+        Prompt and kept tokens are read again with the current weights.
         """
         version, owners = self.version, dict[int, tuple[OpenGroup, OpenCompletion]]()
         sequences: list[DecodeSequence] = []
@@ -166,7 +166,7 @@ class TransformersGenerator(GeneratorBase):
                     _add_tokens(owner[1], sequence, version)
 
     def handle_engine_loss(self, error: Exception) -> None:
-        """Raise the error: this sampler is no engine that could come back."""
+        """Raise the error: this sampler runs in-process and cannot reconnect."""
         raise error
 
     def _decode_all(
@@ -183,7 +183,7 @@ class TransformersGenerator(GeneratorBase):
         with in_eval_mode(self.model), native_attention(self.model), torch.no_grad():
             device = next(self.model.parameters()).device
             limit = decode_batch.max_decode_tokens(self.config, self.model, device)
-            # If all of them can share their prompts, any part of them can.
+            # If all of them can share prompts, so can any subset.
             once = bool(limit and sequences) and isinstance(
                 self._choose_prefix(sequences), SharedPrefix
             )
@@ -209,7 +209,7 @@ class TransformersGenerator(GeneratorBase):
         width, config = state.prompt_width, self.config
         if temperature is not None:
             config = config.model_copy(update={"temperature": temperature})
-        elif not greedy and keeps_masks(config):  # of completions that are trained on
+        elif not greedy and keeps_masks(config):  # masks of trained completions only
             for sequence in sequences:
                 sequence.sampling_mask = SamplingMask()
         stop_ids = self.stop_rule.stop_ids
@@ -219,7 +219,7 @@ class TransformersGenerator(GeneratorBase):
             trigger_fault("gen.chunk")
             if interrupted is not None and interrupted.is_set():
                 return
-            if self.image_token_ids:  # a sampled one would want an image
+            if self.image_token_ids:  # a sampled one would need an image
                 logits[:, self.image_token_ids] = -math.inf
             if self.grammar is not None:
                 self.grammar.mask_logits(state.sequences, logits)
@@ -247,7 +247,7 @@ class TransformersGenerator(GeneratorBase):
         for sequence, token, value in zip(sequences, tokens, logp, strict=True):
             ids = sequence.completion_ids
             if sequence.finish_reason is not None:
-                continue  # it is finished, and still in the batch
+                continue  # finished, but still in the batch
             if not math.isfinite(value):
                 where = f"token {len(ids)} of prompt {sequence.group_index} of the batch"
                 raise NumbersError(
@@ -263,7 +263,7 @@ class TransformersGenerator(GeneratorBase):
     def _record_masks(
         self, sequences: list[DecodeSequence], ids: list[int], counts: list[int]
     ) -> None:
-        """Keep the ids that each sequence's next token is chosen from. Raises GenerationError."""
+        """Store the ids that each sequence's next token is chosen from. Raises GenerationError."""
         most, end = self.config.max_sampling_mask_ids, 0
         for sequence, count in zip(sequences, counts, strict=True):
             begin, end = end, end + count
@@ -287,7 +287,7 @@ class TransformersGenerator(GeneratorBase):
         return self.repeated_prefix
 
     def _longest_rest(self, sequences: list[DecodeSequence]) -> int:
-        """The most tokens that one of these may still have."""
+        """The most tokens that one of these can still get."""
         return self.config.max_completion_length - min(len(s.kept_ids) for s in sequences)
 
     def _to_rollout(self, sequence: DecodeSequence) -> Rollout:
@@ -305,7 +305,7 @@ class TransformersGenerator(GeneratorBase):
 
 
 class ReplicaGenerator(GeneratorWrapper):
-    """`inner` samples with `copy`, a whole copy of weights that are sharded or change meanwhile.
+    """`inner` samples with `copy`, a whole copy of weights that are sharded or changing.
 
     It receives them before each step: decoding waits for no other rank. All ranks call
     `gather_weights` together. Of a model with an adapter the adapter alone is gathered, by the
@@ -330,7 +330,7 @@ class ReplicaGenerator(GeneratorWrapper):
 
 
 def _add_tokens(completion: OpenCompletion, sequence: DecodeSequence, version: int) -> None:
-    """Add to a completion what was sampled of it by the weights of `version`."""
+    """Add the tokens that the weights of `version` sampled to a completion."""
     completion.add_tokens(
         sequence.completion_ids, sequence.logp, version, sequence.finish_reason,
         sequence.sampling_mask,

@@ -1,14 +1,14 @@
-"""Keys and values of a batch that is decoded: each prompt's once, and each completion's.
+"""Keys and values of a decoding batch: each prompt's once, and each completion's.
 
 transformers' caches hold one row per completion, so a prompt's keys are stored K times and read K
-times per token. Here an attention function of ours, registered under DECODE_ATTENTION_NAME, has the
+times per token. Our attention function, registered under DECODE_ATTENTION_NAME, has the
 queries of all siblings and reads their prompt's keys in one matrix product. No mask function has
 that name, so transformers builds none; it passes the keyword arguments of the model's call on to
 the attention function, which is how `SharedPrefixCache` reaches it.
 
-Letters: R completions that are still in the batch, G groups, K the most completions of a group,
+Letters: R completions still in the batch, G groups, K the most completions of a group,
 S = G * K slots, H heads, J heads of keys and values, D their size, W the longest prompt, t tokens
-that each completion has. Completions of a group are neighbours; a group with fewer than K of them
+per completion so far. Completions of a group are neighbours; a group with fewer than K of them
 repeats one in its empty slots, whose output is ignored.
 """
 
@@ -24,7 +24,7 @@ INITIAL_KV_POSITIONS = 64  # token positions for completions at the start; they 
 
 
 class SharedPrefixError(Exception):
-    """The model does not call its attention as a shared prompt needs it."""
+    """The model calls its attention in a way that does not support a shared prompt."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class SharedPrefixCache:
         call it in their order.
         """
         if layer != self.attention_calls:
-            message = f"layer {layer} asked for attention as number {self.attention_calls}"
+            message = f"layer {layer} called attention as number {self.attention_calls}"
             raise SharedPrefixError(message)
         self.attention_calls += 1
         if self.is_prefill:
@@ -96,7 +96,7 @@ class SharedPrefixCache:
         for g, (one, keys, values) in enumerate(zip(*parts, strict=True)):
             key[g, :, : keys.shape[2]] = keys[0]
             value[g, :, : keys.shape[2]] = values[0]
-            # Heads repeated here: with `enable_gqa` the CPU's kernel takes half as long again.
+            # Heads are repeated here: with `enable_gqa` the CPU's kernel takes 1.5 times as long.
             keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
             out.append(scaled_dot_product_attention(one, keys, values, is_causal=True, scale=scale))
         positions = min(INITIAL_KV_POSITIONS, self.max_completion_length)
@@ -146,7 +146,7 @@ class SharedPrefixCache:
     def batch_select_indices(self, index: Tensor) -> None:
         """Keep these completions, in order, and drop groups without any.
 
-        The method has the name that it has in transformers' caches.
+        The name is that of the method in transformers' caches.
         """
         live: dict[int, list[int]] = {}  # group -> slots in it
         for i in index.tolist():
@@ -182,7 +182,7 @@ class SharedPrefixCache:
             self.used_slots = torch.tensor(self.slot_of_sequence, device=self.device)
 
     def _make_padding_mask(self) -> Tensor:
-        """The summand of the scores of prompts: 0, or -inf on padding. (G * J, 1, W)"""
+        """The additive mask of prompt scores: 0, or -inf on padding. (G * J, 1, W)"""
         key = self.layers[0].prompt_key
         lengths = torch.tensor(self.prompt_lengths, device=self.device)[:, None]
         beyond = torch.arange(key.shape[2], device=self.device) >= lengths
@@ -200,14 +200,14 @@ def shared_prefix_attention(
     prefix_cache: SharedPrefixCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """`SharedPrefixCache.attend`, which a model's layers call in place of their own attention.
+    """`SharedPrefixCache.attend`, which a model's layers call instead of their own attention.
 
-    Raises SharedPrefixError without `prefix_cache`, and for features that it does not have.
+    Raises SharedPrefixError without `prefix_cache`, and for unsupported attention features.
     """
     if prefix_cache is None:
         raise SharedPrefixError("its layers do not pass arguments on to their attention")
     if attention_mask is not None:
-        raise SharedPrefixError("it makes a mask of its own")
+        raise SharedPrefixError("it makes its own mask")
     odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if odd or kwargs.get("dropout"):
         raise SharedPrefixError(f"its attention has {', '.join(odd) or 'dropout'}")

@@ -27,7 +27,7 @@ class RepeatedPrefix:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.has_warned = False
-        # Only the last position of a prompt is sampled from; the logits of the others would be the
+        # Only the last position of a prompt is sampled from; logits of all positions would be the
         # largest tensor of the whole step.
         parameters = inspect.signature(model.forward).parameters
         self.last_logits_kwargs = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -91,7 +91,7 @@ class RepeatedPrefix:
 
 def can_select_sequences(cache: object) -> bool:
     """Whether sequences of this cache can be selected and repeated. A layer of linear attention
-    inherits the method from DynamicLayer, but it would leave the recurrent state as it was."""
+    inherits the method from DynamicLayer, but it would leave the recurrent state unchanged."""
     if not isinstance(cache, DynamicCache):
         return isinstance(cache, SharedPrefixCache)
     recurrent = LinearAttentionCacheLayerMixin

@@ -1,8 +1,8 @@
 """From logits to a token: transformers' own processors in its own order, then the inverse CDF.
 
-Randomness is one uniform number per token, taken in advance from the completion's own generator on
-the CPU. So a completion depends on its seed alone: not on the batch, its neighbours, the rank, the
-device's generator or a restart; and torch's global generator is left as it was.
+Randomness is one uniform number per token, drawn in advance from the completion's own generator on
+the CPU. So a completion depends only on its seed: not on the batch, its neighbours, the rank, the
+device's generator or a restart; and torch's global generator is left untouched.
 """
 
 import torch
@@ -31,10 +31,10 @@ from rloo_cli.utils.files import JsonObject
 def seeded_uniforms(seeds: list[int], length: int) -> Tensor:
     """Numbers in [0, 1), row i from seed i, in float64 on the CPU. -> (R, length)
 
-    torch's CPU generator reads only the low 32 bits of a seed: two completions of a run of 300,000
-    share their numbers about ten times, two of one step of 1,024 once in 8,000 steps. It stays so,
-    since other numbers would be other completions for every seed that was ever published and for
-    every run that is resumed.
+    torch's CPU generator reads only the low 32 bits of a seed: about ten pairs of completions in a
+    run of 300,000 share their numbers, and one pair in 8,000 steps of 1,024. This stays, since a
+    change would give other completions for every published seed and for
+    every resumed run.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     return torch.stack([torch.rand(length, dtype=torch.float64, generator=g) for g in generators])
@@ -49,7 +49,7 @@ def logits_processors(
 ) -> LogitsProcessorList:
     """The processors of the logits, called as `processors(ids, logits)`.
 
-    `ids` (R, prompt_width + t) holds all ids so far. The repetition penalty counts every one of
+    `ids` (R, prompt_width + t) holds all ids so far. The repetition penalty counts all of
     them, so padding must repeat an id of the completion's own prompt. `greedy` leaves out
     temperature and filters.
     """
@@ -75,7 +75,7 @@ def logits_processors(
 
 
 def _bans_and_biases(kwargs: JsonObject, device: torch.device | str) -> list[LogitsProcessor]:
-    """The processors of generation.kwargs that hold for greedy answers, too."""
+    """The processors of generation.kwargs that also apply to greedy answers."""
     made: list[LogitsProcessor] = []
     if "sequence_bias" in kwargs:
         made.append(SequenceBiasLogitsProcessor(kwargs["sequence_bias"]))
@@ -99,16 +99,16 @@ def _cutoffs(kwargs: JsonObject, device: torch.device | str) -> list[LogitsProce
 
 
 def allowed_ids(scores: Tensor) -> tuple[list[int], list[int]]:
-    """The ids that the processors let through, row after row, and how many each row has. (R, V)"""
+    """The ids that the processors keep, row after row, and how many each row has. (R, V)"""
     allowed = scores > -torch.inf
     return allowed.nonzero()[:, 1].tolist(), allowed.sum(-1).tolist()
 
 
-CDF_BLOCK = 64  # ids whose probabilities are summed: first a block is found, then an id in it
+CDF_BLOCK = 64  # ids per block: first a block is found, then an id in it
 
 
 def sample_tokens(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The token whose interval of the CDF contains `uniform` (R,), or the likeliest if it is None.
+    """The token whose CDF interval contains `uniform` (R,), or the most likely one if it is None.
 
     Returns the tokens and their log-probabilities under softmax(scores). Ties go to the lowest
     id. A log-probability is not finite where the scores were not.
@@ -130,7 +130,7 @@ def sample_tokens(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tenso
         within = p.gather(-1, ids.clamp(max=p.shape[-1] - 1)).double().masked_fill(beyond, 0.0)
         before = cdf.gather(-1, block) - sums.gather(-1, block)
         inner = _cdf(within)
-        # Summed in another order, a block may be a rounding less: its last id still belongs to it.
+        # Summed in another order, a block may be a rounding smaller: its last id is still in it.
         most = inner.amax(-1, keepdim=True)
         below = torch.nextafter(most, torch.zeros_like(most))
         hit = inner > (threshold[:, None] - before).minimum(below)

@@ -2,7 +2,7 @@
 
 All prompts of a batch are one row without padding, in which positions restart; then each completion
 adds a token at a time (`kv_cache`). It works only for models whose attention can be replaced:
-`why_not` decides from the config, and the first time also from numbers.
+`why_not` decides from the config, and the first time also by comparing numbers.
 """
 
 from contextlib import AbstractContextManager
@@ -32,7 +32,7 @@ class SharedPrefix:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.num_layers = model.config.get_text_config().num_hidden_layers
-        self.mismatch: str | None = None  # how the numbers differ; "" = they do not
+        self.mismatch: str | None = None  # how the numbers differ; "" = they agree
 
     def why_not(self, sequences: list[DecodeSequence], max_completion_length: int) -> str | None:
         """Why these sequences, with up to `max_completion_length` more tokens each, cannot be
@@ -98,7 +98,7 @@ class SharedPrefix:
 
         There are three sequences, then two, so that siblings, padding and empty slots all occur.
         """
-        special = image_token_ids(self.model.config)  # they want images, which probes lack
+        special = image_token_ids(self.model.config)  # they need images, which probes lack
         first, last = (
             [i for i in sequence.prompt_ids if i not in special]
             for sequence in (sequences[0], sequences[-1])
@@ -111,10 +111,10 @@ class SharedPrefix:
         try:
             with self.decoding_attention():
                 logprobs = self._forced_logprobs(probes)
-        except RunError:  # of a signal that came meanwhile
+        except RunError:  # from a signal
             raise
-        except Exception as error:  # a model's code may raise anything for unknown arguments
-            return f"it cannot be run so: {str(error).strip()[:200] or type(error).__name__}"
+        except Exception as error:  # a model may raise anything for unknown arguments
+            return f"it fails with ours: {str(error).strip()[:200] or type(error).__name__}"
         off = torch.cat([(a - self._plain_logprobs(s)[: len(a)]).abs() for a, s in logprobs])
         value, limit = off.max().item(), MAX_FLOAT32_ERROR
         if next(self.model.parameters()).dtype not in (torch.float32, torch.float64):

@@ -1,4 +1,4 @@
-"""All that knows vLLM: its arguments, its server, its weight transfer, and how it is asked.
+"""Everything about vLLM: its arguments, its server, its weight transfer, and its requests.
 
 Only `server`, `child_process`, `group_route`, `plugin`, `receive` and what they ask of `versions`
 import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending halves are vLLM's.
@@ -6,13 +6,13 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     config           the keys of a vLLM engine, shared by server and colocated engine
     arguments        a run's config to the arguments of a vLLM engine; no torch, no vLLM
     model_runner     which of vLLM's model runners an engine uses; no torch, no vLLM
-    versions         what vLLM before 0.32 has otherwise, or lacks; no torch, no vLLM
+    versions         differences of vLLM before 0.32; no torch, no vLLM
     generator        the `Generator`: requests out, rollouts in
-    sampling_params  what a completion is asked with
-    weight_sync      which weights an engine has, and which it must have
+    sampling_params  the sampling parameters of a request
+    weight_sync      which weights an engine has, and which it should have
     parity           trainer and engine compared on prompts of the data
-    engine_images    images beside a prompt, and the ids they must become
-    engine           what a generator asks of an engine, wherever it runs
+    engine_images    images sent with a prompt, and the ids they must become
+    engine           the interface of an engine, wherever it runs
     http_engine      rollout servers as an engine
     teacher          a served teacher's log-probabilities of given tokens
     http             HTTP to these servers
@@ -24,12 +24,12 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     child_main       the child's side
     transfer_send    the sending end of a weight transfer
     transfer_gloo    weights over gloo, for machines without GPUs
-    weights          the trainer's weights, or its adapter, as an engine wants them
-    lora_slot        the engine's place for the one adapter that is trained
+    weights          the trainer's weights, or its adapter, in the form an engine needs
+    lora_slot        the engine's slot for the one trained adapter
     receive/         the receiving ends, inside vLLM's workers
     plugin           loaded by vLLM in each of its processes
     server           the process of `rloo vllm-serve`
     group_route      POST /rloo/generate: one request for a whole group
-    auth             who may ask a rollout server what
+    auth             access control of a rollout server's routes
     server_file      server.json
 """

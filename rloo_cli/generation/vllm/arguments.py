@@ -1,6 +1,6 @@
-"""Turns a run's config into a vLLM engine's arguments and environment, and says what forbids one.
+"""Turns a run's config into a vLLM engine's arguments and environment, or says what rules it out.
 
-It imports neither torch nor vLLM: a server's launcher, its checks and a trainer use it alike.
+It imports neither torch nor vLLM: a server's launcher, its checks and a trainer all use it.
 """
 
 import os
@@ -38,7 +38,7 @@ SAME_NAME_KEYS = {
 
 # vLLM's own defaults on its smallest GPUs, and the most rows that it decodes at once on a large one
 DEFAULT_DECODED_ROWS, MAX_DECODED_ROWS = 256, 1024
-DEFAULT_CAPTURED_ROWS = 512  # the largest batch that vLLM captures a CUDA graph of by itself
+DEFAULT_CAPTURED_ROWS = 512  # the largest batch that vLLM captures a CUDA graph of by default
 CAPTURE_STEP = 16  # from 256 rows on vLLM captures multiples of this
 CAPTURE_ARGUMENTS = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
 
@@ -58,13 +58,13 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
         "max_model_len": engine_max_model_len(run, keys),
         "gpu_memory_utilization": keys.gpu_memory_utilization if on_gpu else None,
         "enforce_eager": True if keys.enforce_eager is None and not on_gpu else keys.enforce_eager,
-        # Without a GPU a seeded request whose prompt is cut in two ends vLLM 0.32's engine: it sets
-        # its generator back, which a CPU's cannot.
+        # Without a GPU a seeded request whose prompt is cut in two crashes vLLM 0.32's engine: it
+        # rewinds its generator, which is not possible on a CPU.
         "enable_chunked_prefill": None if on_gpu else False,
         "seed": seed,
-        # Of what was sampled from: after temperature, and after what narrows the choice.
+        # Of the distribution sampled from: after temperature and filters.
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # a model's own sampling settings would be silent
+        "generation_config": "vllm",  # a model's own sampling settings would apply silently
         "weight_transfer_config": {
             "backend": f"rloo_{weight_transfer_backend(run.generation, model.lora)}"
         },
@@ -83,10 +83,10 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
 
 
 def decode_row_arguments(num_rows: int, keys: EngineKeys) -> JsonObject:
-    """`max_num_seqs`, and CUDA graphs, to decode so many rows at once; {} where vLLM's fit.
+    """`max_num_seqs`, and CUDA graphs, to decode this many rows at once; {} if vLLM's defaults do.
 
-    By itself vLLM decodes 256 at once on smaller GPUs, and has no graphs above 512 on most: a step
-    of 1,024 would run in turns, or launch each kernel from Python. What the user says wins.
+    By default vLLM decodes 256 at once on smaller GPUs, and has no graphs above 512 on most: a step
+    of 1,024 would run in turns, or launch each kernel from Python. The user's settings win.
     """
     rows = min(num_rows, MAX_DECODED_ROWS)
     rows = min(rows, keys.max_num_batched_tokens or rows)  # vLLM refuses more rows than tokens
@@ -98,14 +98,14 @@ def decode_row_arguments(num_rows: int, keys: EngineKeys) -> JsonObject:
     extra = _extra_arguments(keys)
     compilation = extra.get("compilation_config", {})
     chosen = {*extra, *(compilation if isinstance(compilation, dict) else CAPTURE_ARGUMENTS)}
-    free = chosen.isdisjoint(CAPTURE_ARGUMENTS)  # vLLM takes one of them, and in one place
+    free = chosen.isdisjoint(CAPTURE_ARGUMENTS)  # vLLM accepts only one of them
     if free and rows > DEFAULT_CAPTURED_ROWS and not keys.enforce_eager:
         given[CAPTURE_ARGUMENTS[0]] = -(-rows // CAPTURE_STEP) * CAPTURE_STEP
     return given
 
 
 def _extra_arguments(keys: EngineKeys) -> JsonObject:
-    """The further arguments of the engine, by the names that vLLM has for them in Python."""
+    """The further arguments of the engine, by their names in vLLM's Python API."""
     return {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
 
 
@@ -165,10 +165,10 @@ def engine_environment(model: ModelConfig, generation: GenerationConfig) -> dict
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "PYTHONFAULTHANDLER": "1",  # what crashes in native code leaves its stack in the log
-        # Compiled in 20 s at the first request, found in 2 s at the next one's.
+        "PYTHONFAULTHANDLER": "1",  # native crashes leave a stack in the log
+        # Compiling takes 20 s at the first request; loading from this cache takes 2 s at the next.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        # Into the folder for temporary files, whatever the cache: compiled anew for each server.
+        # In the folder for temporary files, whatever the cache: compiled again for each server.
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
@@ -181,15 +181,15 @@ def engine_environment(model: ModelConfig, generation: GenerationConfig) -> dict
         model, generation, installed_vllm_version(), bool(visible_gpus())
     )
     if keys.is_local and Path("/sys/class/net/lo").exists():
-        # Its processes meet on this machine; else vLLM takes the address that others reach.
+        # Its processes meet on this machine; otherwise vLLM takes an address that others can reach.
         values |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
         values |= {"GLOO_SOCKET_IFNAME": "lo"}
     return values
 
 
 def visible_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
-    """The variables that show these GPUs to vLLM. Before 0.32 it reads numbers alone, and fails on
-    the UUIDs by which nvidia-smi tells GPUs apart."""
+    """The variables that show these GPUs to vLLM. Before 0.32 it reads only numbers, and fails on
+    the UUIDs by which nvidia-smi identifies GPUs."""
     if versions.is_old_vllm(installed_vllm_version()):
         return numbered_gpu_environment(gpus)
     return {VISIBLE_DEVICES_VARIABLE: ",".join(gpus)}
@@ -198,7 +198,7 @@ def visible_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
 def engine_problems(
     run: RunConfig, engine_is_local: bool = False, local_ranks: int = 1
 ) -> Iterator[Problem]:
-    """Why this machine cannot run the vLLM engine of a run's backend.
+    """Reasons why this machine cannot run the vLLM engine of a run's backend.
 
     `engine_is_local`: an engine is started here, whatever base_url says. `local_ranks`: processes
     that train here.
@@ -208,10 +208,10 @@ def engine_problems(
         return
     keys = generation.own_keys
     if generation.is_server and os.environ.get(PICKLE_VARIABLE, "0") not in ("", "0"):
-        why = "a server would run what whoever connects has pickled"
+        why = "a server would unpickle data from any client"
         yield Problem(f"{PICKLE_VARIABLE} is set", "environment", why, f"unset {PICKLE_VARIABLE}")
     if keys.is_external and not engine_is_local:
-        return  # the engine is another machine's business
+        return  # the engine runs on another machine
     if sys.platform != "linux":
         why, fix = f"this is {sys.platform}; vLLM runs on Linux", "generation=transformers"
         what = f"generation.backend = {generation.backend!r}"
@@ -231,29 +231,29 @@ def engine_problems(
 def _untested_problems(
     model: ModelConfig, generation: GenerationConfig, local_ranks: int
 ) -> Iterator[Problem]:
-    """What was written for GPUs and has not run on one. `make gpu` has a row for each."""
+    """What was written for GPUs and never ran on one. `make gpu` has a row for each."""
     section, keys = f"generation.{generation.section}", generation.own_keys
-    why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
+    why = "not tested on GPUs yet; reading vLLM's code found faults that only GPUs can show"
     untested = ", or generation.allow_untested=true to be the first"
     beside = generation.shares_device
     if beside and local_ranks > 1:
-        what = f"an engine beside each of {local_ranks} processes was never tried"
+        what = f"an engine for each of {local_ranks} processes is untested"
         fix = (
             f"generation=vllm_server distributed.num_processes={max(1, local_ranks - 1)}{untested}"
         )
         yield Problem(what, "generation.backend", why, fix)
     size, key = keys.tensor_parallel_size, f"{section}.tensor_parallel_size"
     if beside and size > 1 and weight_transfer_backend(generation, model.lora) == "ipc":
-        why_not = "handles of one GPU's memory mean nothing to an engine's process on another GPU"
+        why_not = "handles of one GPU's memory are not valid in a process on another GPU"
         fix = f"{section}.transfer=gloo, or {key}=1, or generation=vllm_server"
-        yield Problem(f"{key} = {size} cannot be sent weights by ipc", key, why_not, fix)
+        yield Problem(f"{key} = {size} does not work with weight sync by ipc", key, why_not, fix)
     if keeps_masks(generation):
-        what, why_masks = "was never tried with vLLM on a GPU", "masks need its model runner V2"
+        what, why_masks = "is untested with vLLM on a GPU", "masks need its model runner V2"
         yield value_problem(MASK_KEY, "true", what, f"false{untested}", f"{why}; {why_masks}")
     if size > 1 and (name := rules_model.expert_count_key(model)):
         instead = f"1 (generation.server.data_parallel_size=N for more GPUs){untested}"
         why = f"{why} ({name} in the model's config.json)"
-        yield value_problem(key, size, "was never tried with a mixture of experts", instead, why)
+        yield value_problem(key, size, "is untested with a mixture of experts", instead, why)
 
 
 def _version_problems(generation: GenerationConfig) -> Iterator[Problem]:
@@ -267,7 +267,7 @@ def _version_problems(generation: GenerationConfig) -> Iterator[Problem]:
     numbers = versions.version_numbers(found)
     if numbers >= MIN_VLLM_VERSION:
         return
-    why = f"vLLM {found} is here; rloo was tried with 0.32"
+    why = f"vLLM {found} is installed; rloo was tested with 0.32"
     if numbers < MIN_UNTESTED_VERSION:
         yield Problem(f"vLLM {found} is too old", where, f"{why}, and needs 0.22", install)
     elif not cast(EngineConfig, generation).allow_untested:
@@ -276,7 +276,7 @@ def _version_problems(generation: GenerationConfig) -> Iterator[Problem]:
 
 
 def mask_problems(generation: GenerationConfig, engine_is_local: bool = False) -> Iterator[Problem]:
-    """Why a vLLM engine on this machine cannot send the sampling masks that a run wants.
+    """Why a vLLM engine on this machine cannot send the sampling masks that a run needs.
 
     `engine_is_local`: an engine is started here, whatever base_url says.
     """
@@ -284,14 +284,14 @@ def mask_problems(generation: GenerationConfig, engine_is_local: bool = False) -
         return
     keys = generation.own_keys
     if keys.is_external and not engine_is_local:
-        return  # the engine is another machine's business
+        return  # the engine runs on another machine
     version = installed_vllm_version()
     what, instead = "needs vLLM's model runner V2", "false"
     why = f"vLLM {version} sends no sampling masks: 0.32 does"
     if versions.is_old_vllm(version):
         yield value_problem(MASK_KEY, "true", what, instead, why)
     elif not visible_gpus() and not model_runner.has_triton(on_gpu=False):
-        why = "it is made of Triton kernels; without a GPU it needs triton-cpu, which is not here"
+        why = "it uses Triton kernels; without a GPU it needs triton-cpu, which is not installed"
         instead += ", or generation=transformers"
         yield value_problem(MASK_KEY, "true", what, instead, why)
 
@@ -306,5 +306,5 @@ def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:
     }
     for name, (value, needs_gpu, other) in asked.items():
         if needs_gpu:
-            why = "this machine shows no GPU"
+            why = "no GPU found on this machine"
             yield value_problem(f"{section}.{name}", value, "needs a GPU", other, why)

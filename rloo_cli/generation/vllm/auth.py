@@ -1,9 +1,9 @@
-"""Decides who may call which route of a rollout server: the outermost layer before vLLM's.
+"""Access control of a rollout server's routes: the outermost layer before vLLM's.
 
 The routes that reinforcement learning needs exist only in vLLM's developer mode, which also opens
 arbitrary calls; vLLM's own key guards some paths only, and lets OPTIONS pass. So without the token
-only `GET /health` is answered, whatever the path looks like; with it, everything except what runs
-arbitrary calls or shows the whole configuration. Imports neither torch nor vLLM.
+only `GET /health` is answered, whatever the path looks like; with it, everything except routes
+that run arbitrary calls or show the whole configuration. Imports neither torch nor vLLM.
 """
 
 import hmac
@@ -15,9 +15,9 @@ from urllib.parse import unquote
 
 from rloo_cli.generation.vllm.handshake import SERVER_INFO_VARIABLE as FACTS
 
-TOKEN_VARIABLE = "RLOO_SERVER_TOKEN_"  # the environment variable by which the guard gets the token
-# Any call of a worker's method; the whole configuration and environment; a label on weights
-# that are others; code and files of the machine.
+TOKEN_VARIABLE = "RLOO_SERVER_TOKEN_"  # environment variable with the token, for the guard
+# Any call of a worker's method; the whole configuration and environment; a wrong label on
+# weights; code and files of the machine.
 FORBIDDEN_ROUTES = {"collective_rpc", "server_info", "update_weight_version", "load_lora_adapter",
              "unload_lora_adapter"}  # fmt: skip
 CHECKER_ROUTE, ALLOWED_CHECKS = (
@@ -46,11 +46,11 @@ class Guard:
         if scope["type"] == "lifespan" or _is_health_check(scope):
             await self.app(scope, receive, send)
         elif not self._has_token(scope):
-            await _refuse(scope, receive, send, 401, "this server wants its token")
+            await _refuse(scope, receive, send, 401, "this server requires its token")
         elif scope["type"] != "http" and scope["type"] != "websocket":
             await _refuse(scope, receive, send, 403, "unknown protocol")
         elif (parts := path_segments(scope)) & FORBIDDEN_ROUTES:
-            await _refuse(scope, receive, send, 403, "not even with the token")
+            await _refuse(scope, receive, send, 403, "this route is closed, even with the token")
         elif CHECKER_ROUTE in parts:
             await self._check_weights(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/rloo" and scope["method"] == "GET":
@@ -64,11 +64,11 @@ class Guard:
         return len(given) == 1 and hmac.compare_digest(given[0], self.expected_header)
 
     async def _check_weights(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body; pass it on only if it asks for an action that reads."""
+        """Read the body; pass it on only if it requests a read-only action."""
         body = await _read_body(receive) if scope["type"] == "http" else None
         if body is None or _requested_check(body) not in ALLOWED_CHECKS:
             await _refuse(
-                scope, receive, send, 403, f"action is one of {', '.join(ALLOWED_CHECKS)}"
+                scope, receive, send, 403, f"action must be one of {', '.join(ALLOWED_CHECKS)}"
             )
             return
         replayed = False
@@ -104,7 +104,7 @@ def _is_health_check(scope: Scope) -> bool:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """Read a request's whole body; None if it is too long, or its sender is gone."""
+    """Read a request's whole body; None if it is too long, or its sender has disconnected."""
     body: bytes = b""
     while len(body) <= MAX_BODY_BYTES:
         message = await receive()
@@ -117,7 +117,7 @@ async def _read_body(receive: Receive) -> bytes | None:
 
 
 def _requested_check(body: bytes) -> str | None:
-    """The `action` of a JSON body that has it once: with two, the other one could count."""
+    """The `action` of a JSON body that has it exactly once: of two, vLLM might use the other."""
     try:
         pairs = json.loads(body, object_pairs_hook=tuple)  # of JSON, only objects are tuples
     except (ValueError, RecursionError):

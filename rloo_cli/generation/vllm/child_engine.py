@@ -64,7 +64,7 @@ class ColocatedEngine:
         self.num_workers = 1
         self.label = ""
         self.loss = ""  # why the last engine was discarded
-        self.was_ready = False  # whether an engine ever was
+        self.was_ready = False  # whether any engine ever was ready
 
     def connect(self) -> None:
         reason = self.loss
@@ -76,7 +76,7 @@ class ColocatedEngine:
         self.restarts += 1
         release_cached_memory()
         if self.restarts:
-            time.sleep(2.0 ** (self.restarts - 1))  # what killed it may take a moment to pass
+            time.sleep(2.0 ** (self.restarts - 1))  # whatever killed it may need a moment to pass
         self.pipe = ChildPipe(self.environment, self.log)
         self.pipe.send(("start", self.arguments))
         try:
@@ -84,7 +84,7 @@ class ColocatedEngine:
                 self.keys.ready_timeout_s, "loading the engine", True
             )
         except EngineRefused as error:
-            if self.was_ready:  # whatever has the GPU's memory now may soon be gone
+            if self.was_ready:  # whatever holds the GPU's memory may soon release it
                 raise
             what, fix = "the engine cannot start", "change what it names; the log has the rest"
             raise GenerationError(self._problem(what, str(error), fix)) from error
@@ -100,7 +100,7 @@ class ColocatedEngine:
             return label
         self.label = "" if trigger_fault("sync.version") == "skip" else label
         if self.asleep == "weights":
-            release_cached_memory()  # vLLM maps its memory anew, and cannot map what torch keeps
+            release_cached_memory()  # vLLM maps memory again, and cannot map what torch caches
             self.call("wake", "weights")
         limit = self.keys.sync_timeout_s
         if self.weight_sender is None:
@@ -122,9 +122,7 @@ class ColocatedEngine:
                 limit, "sending weights to the engine", self.weight_sender.send_weights
             )
         except EngineRefused:
-            with contextlib.suppress(
-                EngineLost
-            ):  # an update that stays open keeps out the next one
+            with contextlib.suppress(EngineLost):  # an open update blocks the next one
                 self.call("finish_weight_update", None)
             raise
         self._wake_cache()
@@ -185,13 +183,13 @@ class ColocatedEngine:
 
     def close(self) -> None:
         if self.weight_sender is not None:
-            self.weight_sender.shutdown()  # nothing is lost, and nothing needs the GPU after this
+            self.weight_sender.shutdown()  # the run ends: nothing needs the GPU after this
             self.weight_sender = None
         self.discard_engine("the run ends")
         if lora_slot.ADAPTER_FOLDER_VARIABLE in self.environment:
             shutil.rmtree(self.environment[lora_slot.ADAPTER_FOLDER_VARIABLE], ignore_errors=True)
 
-    # What an engine does about weights (link.Control).
+    # The engine's side of a weight update (weights.TransferClient).
 
     def init_weight_transfer_engine(self, init_info: JsonObject) -> None:
         self.call("init_weight_transfer_engine", init_info)

@@ -1,4 +1,4 @@
-"""The process of a colocated engine: vLLM with no port open, behind one pipe.
+"""The process of a colocated engine: vLLM behind one pipe, without an open port.
 
 `child_engine` starts it with the number of the pipe's descriptor. Messages are tuples: ("call",
 name, arguments) is answered by ("ok", value) or ("error", text); ("complete", requests) by a
@@ -39,10 +39,10 @@ def main() -> None:
         engine = ChildEngineCalls(LLM(**arguments), pipe)
         exit_with_any_child()
         gc.collect()
-        gc.freeze()  # what was loaded stays: no need to look through it again and again
+        gc.freeze()  # what was loaded stays: never scan it again
         pipe.send_pickled(("ok", engine.num_workers()))
     except Exception:
-        traceback.print_exc()  # the whole of it; the trainer quotes its last line
+        traceback.print_exc()  # all of it; the trainer quotes the last line
         pipe.send_pickled(("error", traceback.format_exc()))
         return
     while True:
@@ -62,9 +62,9 @@ def main() -> None:
 
 
 def exit_with_any_child() -> None:
-    """From here on this process ends as soon as a process that it started ends.
+    """From here on this process exits as soon as one of its child processes does.
 
-    vLLM's client of a core in a process of its own waits for ever for the answer of one that was
+    vLLM's client waits for ever for the answer of a core process that was
     killed; the trainer notices at once that this process is gone, and starts another engine.
     """
     children = multiprocessing.active_children()
@@ -120,7 +120,7 @@ class ChildEngineCalls:
     def sleep(self, what: str) -> None:
         """Free the KV cache (`kv`), or everything (`weights`: they will be sent again).
 
-        Level 1 keeps a copy of the weights: only with an adapter, since then they are sent once.
+        Level 1 keeps a copy of the weights: only for an adapter, whose base is sent once.
         """
         drain_scheduler(self.llm.llm_engine)
         if what == "weights":
@@ -159,15 +159,15 @@ class ChildEngineCalls:
                     )
             self.pipe.send_pickled(("alive",))
         if self.version() != label:
-            raise RuntimeError(f"the weights changed from {label} to {self.version()} on the way")
+            raise RuntimeError(f"the weights changed from {label} to {self.version()} meanwhile")
 
 
 def drain_scheduler(engine: Any) -> None:
     """Let the scheduler drop the finished requests, and take in the last batch.
 
-    It does so in its next step, and with asynchronous scheduling a batch is in flight when the last
-    completion is ready; until then vLLM refuses to free the KV cache. A core in a process of its
-    own does this when it pauses.
+    The scheduler does so in its next step, and with asynchronous scheduling a batch is in flight
+    when the last completion is ready; until then vLLM refuses to free the KV cache. A core in its
+    own process does this when it pauses.
     """
     core = getattr(engine.engine_core, "engine_core", None)
     while core is not None and (core.scheduler.has_requests() or core.batch_queue):
@@ -177,12 +177,12 @@ def drain_scheduler(engine: Any) -> None:
 def _to_engine_completion(output: Any, label: str) -> EngineCompletion:
     """A finished completion.
 
-    Of each position the sampled token comes first, and alone if `logprobs` is 0.
+    At each position the sampled token comes first; it is the only one if `logprobs` is 0.
     """
     told, ids = output.logprobs, list(output.token_ids)
     firsts = told.start_indices
     if [told.token_ids[i] for i in firsts] != ids:
-        raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
+        raise RuntimeError("log-probabilities belong to tokens other than the sampled ones")
     logp = [told.logprobs[i] for i in firsts]
     kept = getattr(output, "sampling_mask", None)  # versions below 0.28 have no such field
     mask = None if kept is None else SamplingMask.from_lists(kept.token_ids)

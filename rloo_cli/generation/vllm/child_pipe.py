@@ -19,7 +19,7 @@ from rloo_cli.utils.message_socket import MessageSocket, PeerGone
 CHILD_BOOT = "from rloo_cli.generation.vllm.child_main import main; main()"
 PIPE_CALL_TIMEOUT_S = 60.0
 POLL_S = 0.1  # seconds between two checks for a signal
-TRACKER_TIMEOUT_S = 2.0  # Python's tracker of shared memory clears up after the others
+TRACKER_TIMEOUT_S = 2.0  # Python's shared-memory tracker cleans up last
 
 
 class ChildPipe:
@@ -53,7 +53,7 @@ class ChildPipe:
         try:
             self.messages.send_pickled(message)
         except PeerGone:
-            raise EngineLost("the engine's process is gone") from None
+            raise EngineLost("the engine's process has exited") from None
 
     def receive(self, limit_s: float, what: str, interruptible: bool = False) -> Any:
         """Receive a message. `interruptible`: a signal ends it (Stopped). Raises EngineLost."""
@@ -66,14 +66,14 @@ class ChildPipe:
                     raise TimeoutError
             return self.messages.receive_pickled(end)
         except TimeoutError:
-            message = f"{what}: no message from the engine in {limit_s:g} s"
+            message = f"{what}: no message from the engine within {limit_s:g} s"
             raise EngineLost(message) from None
         except PeerGone:
             code = self.process.wait()
-            raise EngineLost(f"{what}: the engine's process ended with {code}") from None
+            raise EngineLost(f"{what}: the engine's process exited with {code}") from None
 
     def kill(self) -> None:
-        """End the child with everything it started."""
+        """End the child with everything that it started."""
         self.messages.close()
         kill_group_except(self.process.pid)
         self.process.wait()
@@ -84,7 +84,7 @@ class ChildPipe:
 def exception_line(traceback: str) -> str:
     """The last line of a traceback: the exception itself."""
     lines = [line for line in traceback.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "an error without a text"
+    return lines[-1] if lines else "an error without a message"
 
 
 def last_log_lines(log: Path, count: int = 12) -> str:

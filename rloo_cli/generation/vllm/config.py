@@ -17,7 +17,7 @@ from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, Text, key
 from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
-# What `extra` may not say, and the key that does: rloo has to know it, or it would break a promise.
+# What `extra` may not set, and the key to use instead: rloo relies on these values.
 RESERVED_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
@@ -28,28 +28,28 @@ RESERVED_ARGUMENTS = {
     "host": "generation.server.host",
     "port": "generation.server.port",
     "api_server_count": "generation.server.api_server_count",
-    "api_key": "nothing: a token is made for each server",
-    "middleware": "nothing: the guard stands there",
-    "logprobs_mode": "nothing: log-probabilities are the processed ones",
+    "api_key": "rloo: each server gets its own token",
+    "middleware": "rloo: rloo adds its own guard",
+    "logprobs_mode": "rloo: rloo needs processed log-probabilities",
     "return_sampling_mask": "generation.return_sampling_mask",
-    "generation_config": "nothing: every sampling key is sent with each request",
+    "generation_config": "rloo: every sampling key is sent with each request",
     "weight_transfer_config": "generation.*.transfer",
-    "worker_extension_cls": "nothing",
-    "enable_scale_out": "nothing: tokens in, tokens out needs it",
+    "worker_extension_cls": "rloo",
+    "enable_scale_out": "rloo: tokens in, tokens out needs it",
     "enable_lora": "model.lora",
     "max_lora_rank": "model.lora.r",
-    "max_loras": "nothing: there is one adapter",
-    "lora_modules": "nothing: the run's adapter is the one",
+    "max_loras": "rloo: there is only one adapter",
+    "lora_modules": "rloo: the run's adapter is the only one",
 }
 
 
 class EngineKeys(Frozen):
     """Arguments of a vLLM engine."""
 
-    tensor_parallel_size: Positive = key("GPUs (processes without GPUs) one copy is spread over")
+    tensor_parallel_size: Positive = key("GPUs per copy of the model (processes without GPUs)")
     gpu_memory_utilization: float = key("Share of each GPU's memory vLLM may take", gt=0, le=1)
     kv_cache_gb: float | None = key("Memory of the KV cache without a GPU; null = 1", gt=0)
-    max_model_len: Positive | None = key("Most tokens, prompt and completion; null = this run's")
+    max_model_len: Positive | None = key("Most tokens, prompt and completion; null = as needed")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "Weights' dtype in the engine; auto = the trainer's (model.dtype)"
     )
@@ -61,14 +61,14 @@ class EngineKeys(Frozen):
         "No CUDA graphs; null = true without a GPU, else vLLM's choice"
     )
     kv_cache_dtype: Text | None = key("dtype of the KV cache, e.g. fp8")
-    enable_prefix_caching: bool = key("Share the prompt's keys and values between its completions")
-    quantization: Text | None = key("vLLM's quantization of the weights it is sent, e.g. fp8")
+    enable_prefix_caching: bool = key("Share a prompt's keys and values among its completions")
+    quantization: Text | None = key("vLLM's quantization of the synced weights, e.g. fp8")
     model_impl: Text | None = key("vllm or transformers: whose modelling code the engine runs")
     batch_invariant: bool = key("vLLM's batch-invariant kernels: a sample ignores its neighbours")
     transfer: Literal["auto", "gloo", "nccl", "ipc"] = key(
-        "How weights travel; auto = nccl (server) or ipc (colocated) on GPUs, gloo without"
+        "Weight sync by; auto = nccl (server) or ipc (colocated) on GPUs, gloo without"
     )
-    extra: JsonObject = key("Any further argument of vLLM's engine, by its own name")
+    extra: JsonObject = key("Further arguments of vLLM's engine, by vLLM's names")
 
     @property
     def is_external(self) -> bool:
@@ -77,7 +77,7 @@ class EngineKeys(Frozen):
 
     @property
     def is_local(self) -> bool:
-        """Whether all who talk to the engine are on its machine."""
+        """Whether all clients of the engine are on its machine."""
         return True
 
     @property
@@ -87,7 +87,7 @@ class EngineKeys(Frozen):
 
     @property
     def num_api_processes(self) -> int:
-        """Processes that take requests, where the config says how many."""
+        """Processes that take requests, if the config sets their number."""
         return 1
 
 
@@ -97,7 +97,7 @@ class EngineConfig(GenerationConfig):
     is_engine = True
 
     allow_untested: bool = key(
-        "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"
+        "Allow untested combinations: a vLLM below 0.32, or features not yet tested on GPUs"
     )
 
 
@@ -105,7 +105,7 @@ class EngineConfig(GenerationConfig):
 def engine_argument_names() -> frozenset[str]:
     """The arguments of the installed vLLM's engine, read from its source without importing it.
 
-    Empty where no vLLM is installed, or where its source is not as expected.
+    Empty if vLLM is not installed, or if its source looks different.
     """
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
@@ -123,13 +123,13 @@ def engine_argument_names() -> frozenset[str]:
 def _unknown_argument_problems(section: str, keys: EngineKeys) -> Iterator[Problem]:
     """Arguments in `extra` that the installed vLLM's engine does not have.
 
-    A server takes others, too: its own process asks vLLM's parser.
+    A server takes more: its own process asks vLLM's parser.
     """
     known = engine_argument_names() if keys.extra and section.endswith(".colocate") else None
     for name in keys.extra if known else ():
         plain = name.lstrip("-").replace("-", "_")
         if known and plain not in known:
-            why = "the engine of the installed vLLM takes other arguments (its EngineArgs)"
+            why = "the installed vLLM's EngineArgs has no such field"
             yield unknown_argument_problem(section, name, known, why)
 
 
@@ -142,7 +142,7 @@ def unknown_argument_problem(section: str, name: str, known: Iterable[str], why:
 
 
 def engine_key_problems(section: str, keys: EngineKeys, need: int) -> Iterator[Problem]:
-    """What is wrong with these keys, found without vLLM. `section`: where they are.
+    """Faults of these keys that can be found without vLLM. `section`: where they are.
 
     `need`: tokens of the longest prompt with a completion, as far as the config says it.
     """
@@ -150,7 +150,7 @@ def engine_key_problems(section: str, keys: EngineKeys, need: int) -> Iterator[P
         plain = name.replace("-", "_").lstrip("_")
         if plain in RESERVED_ARGUMENTS or plain in EngineKeys.model_fields:
             ours = RESERVED_ARGUMENTS.get(plain, f"{section}.{plain}")
-            what = f"{section}.extra.{name} is rloo's own business"
+            what = f"{section}.extra.{name} cannot be set here"
             yield Problem(what, f"{section}.extra", f"set by {ours}", f"leave out extra.{name}")
     yield from _unknown_argument_problems(section, keys)
     if keys.max_model_len is not None and keys.max_model_len < need:

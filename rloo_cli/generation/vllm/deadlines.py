@@ -14,9 +14,9 @@ DEADLINE_POLL_S = 0.1
 
 
 def run_with_deadline(limit_s: float, what: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread for `limit_s` seconds at most. Raises EngineLost then, and Stopped.
+    """Run `work` on a thread for at most `limit_s` seconds, then raise EngineLost. Raises Stopped.
 
-    A thread that is stuck then is left behind: it does not keep the process alive.
+    A thread that is stuck is then abandoned: it does not keep the process alive.
     """
     found: list[T] = []
     failed: list[BaseException] = []
@@ -24,7 +24,7 @@ def run_with_deadline(limit_s: float, what: str, work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            use_gpu(gpu)  # a new thread's is number 0, whichever rank this is
+            use_gpu(gpu)  # a new thread starts with GPU 0, whichever rank this is
             found.append(work())
         except BaseException as error:
             failed.append(error)
@@ -38,7 +38,7 @@ def run_with_deadline(limit_s: float, what: str, work: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     if not found:
-        raise EngineLost(f"{what}: no end after {limit_s:g} s")
+        raise EngineLost(f"{what}: not finished after {limit_s:g} s")
     return found[0]
 
 
@@ -56,7 +56,7 @@ def poll_until_ready(
 
 
 class BackgroundCall:
-    """A call on a thread of its own, which never keeps the process alive."""
+    """A call on its own thread, which never keeps the process alive."""
 
     def __init__(self, work: Any):
         self.error: BaseException | None = None

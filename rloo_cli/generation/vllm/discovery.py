@@ -19,8 +19,8 @@ from rloo_cli.generation.vllm.http import HttpClient
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, WILDCARD_HOSTS, ServerSection
 from rloo_cli.utils.errors import GenerationError, refuse
 
-SERVER_CALL_TIMEOUT_S = 30.0  # a question that needs no work
-SERVER_RESET_TIMEOUT_S = 60.0  # emptying a cache, aborting what is under way
+SERVER_CALL_TIMEOUT_S = 30.0  # a cheap request
+SERVER_RESET_TIMEOUT_S = 60.0  # emptying a cache, aborting requests
 
 
 @dataclass
@@ -30,7 +30,7 @@ class RolloutServer:
     url: str
     token: str = field(repr=False)
     transfer: str = "gloo"
-    record: server_file.ServerRecord | None = None  # what its server.json said, if it has one
+    record: server_file.ServerRecord | None = None  # its server.json, if it has one
     num_workers: int = 0
     has_group_route: bool = False  # it has the route for the completions of a whole group
 
@@ -46,7 +46,7 @@ class ServerFinder:
         note: Callable[[str], None],
     ):
         self.keys, self.folder, self.http_client, self.note = keys, folder, http_client, note
-        self.abandoned_processes: set[tuple[int, str]] = set()  # servers of ours that were given up
+        self.abandoned_processes: set[tuple[int, str]] = set()  # our servers that were given up
 
     def find_servers(self, reconnecting: bool) -> list[RolloutServer]:
         """All servers, once they answer. `reconnecting`: they were lost. Raises GenerationError."""
@@ -72,10 +72,10 @@ class ServerFinder:
         def found() -> RolloutServer | None:
             there = server_file.read_server_file(self.folder, number)
             if self.keys.num_nodes and there is not None and there.is_stale():
-                return None  # what a job before this one left
+                return None  # left by an earlier job
             if there is not None and there.failed:
-                what = "the rollout server cannot be had"
-                fix = "put that right, then start the server, or the run that starts it, again"
+                what = "the rollout server cannot start"
+                fix = "fix that, then restart the server, or the run that starts it"
                 refuse(there.log, what, fix, there.failed, error=GenerationError)
             if (
                 there is None
@@ -98,35 +98,35 @@ class ServerFinder:
             return poll_until_ready(
                 limit, f"a server in {server_file.server_file_path(self.folder, number)}", found
             )
-        except EngineLost as lost:  # the whole patience is used up: no second wait
+        except EngineLost as lost:  # the limit is used up: no second wait
             what, where = "no rollout server answers", f"generation.server.{key}"
             longer = f"{where}={2 * asked:g}"
-            fix = f"see that it runs (its log is in logs/server), or {longer}"
+            fix = f"check that it runs (its log is in logs/server), or {longer}"
             refuse(where, what, fix, str(lost), error=GenerationError)
 
     def _run_server_timeout_s(self) -> float:
-        """The launcher has a deadline for each start, and notes in server.json if it gives up."""
-        if self.keys.num_nodes:  # nobody starts it again
+        """The launcher limits each start, and records in server.json when it gives up."""
+        if self.keys.num_nodes:  # it is not restarted
             return self.keys.ready_timeout_s + 60
         return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
 
 
 def address_to_call(url: str, note: Callable[[str], None]) -> str:
-    """An address to listen on (0.0.0.0) cannot be called: it stands for this machine."""
+    """An address to listen on (0.0.0.0) cannot be called: it means this machine."""
     parts = urlsplit(url)
     if (parts.hostname or "") not in WILDCARD_HOSTS:
         return url.rstrip("/")
     port = f":{parts.port}" if parts.port else ""
     called = parts._replace(netloc=f"127.0.0.1{port}").geturl().rstrip("/")
-    note(f"{url} is an address to listen on, none to call: {called} is asked")
+    note(f"{url} is an address to listen on, not to connect to: using {called}")
     return called
 
 
 def reset_server_state(http_client: HttpClient, server: RolloutServer) -> None:
-    """Reset what a trainer that vanished may have left: a pause, an open update, a connection."""
+    """Reset what an earlier trainer may have left: a pause, an open update, a connection."""
     post = http_client.post
-    for _ in range(2):  # the first may only tell that weights are missing
-        with contextlib.suppress(EngineRefused):  # no update is open: no route tells
+    for _ in range(2):  # the first may only report missing weights
+        with contextlib.suppress(EngineRefused):  # no update is open: no route reports it
             post(server.url, "/finish_weight_update", server.token, {}, SERVER_RESET_TIMEOUT_S)
     if http_client.get(server.url, "/is_paused", server.token, SERVER_CALL_TIMEOUT_S)["is_paused"]:
         post(server.url, "/resume", server.token, None, SERVER_RESET_TIMEOUT_S)
@@ -156,9 +156,9 @@ def transfer_hosts(url: str, keys: ServerSection) -> tuple[str, str]:
     if not keys.allow_remote:
         refuse(
             "generation.server.allow_remote",
-            f"weights for {url} would leave this machine",
+            f"syncing weights to {url} would leave this machine",
             "generation.server.allow_remote=true",
-            "it would listen for that server on an address that others reach",
+            "the trainer would listen on an address that other machines can reach",
             error=GenerationError,
         )
     if keys.host not in LOOPBACK_HOSTS:

@@ -1,4 +1,4 @@
-"""What a generator asks of an inference engine, wherever it runs. Imports no torch.
+"""The interface of an inference engine, wherever it runs. Imports no torch.
 
 EngineLost means that the engine is gone: the generator then connects again, sends it the weights,
 and asks for what is missing. Every other error is a GenerationError, and final.
@@ -30,20 +30,20 @@ class EngineRequest:
 
     prompt_ids: list[int]
     params: JsonObject  # vLLM's SamplingParams, the completion's own seed among them
-    images: JsonObject | None = None  # of the prompt (`engine_images`); None = it has none
+    images: JsonObject | None = None  # of the prompt (`engine_images`); None = no images
 
 
 @dataclass(frozen=True)
 class EngineCompletion:
-    """One completion as an engine sampled it."""
+    """One completion, as the engine sampled it."""
 
     ids: list[int]
     logp: list[float]  # of each id, after temperature and filters
-    finish_reason: str  # stop, length; abort is an error, but where it was interrupted
+    finish_reason: str  # stop, length; abort is an error unless interrupted
     weight_versions: list[
         str
     ]  # of the weights that sampled it: one label, unless something is wrong
-    sampling_mask: SamplingMask | None = None  # of its ids; None = the engine sends none
+    sampling_mask: SamplingMask | None = None  # of its ids; None = not sent
 
 
 OnCompletion = Callable[[int, EngineCompletion], None]  # gets the request's index, too
@@ -52,16 +52,16 @@ OnCompletion = Callable[[int, EngineCompletion], None]  # gets the request's ind
 class InferenceEngine(Protocol):
     """A sampler in another process."""
 
-    restarts: int  # times it was lost and came back
+    restarts: int  # times it was lost and restarted
 
     def connect(self) -> None:
-        """Wait until the engine is there, in the state of a new one.
+        """Wait until the engine is ready and in its initial state.
 
         Raises EngineLost, GenerationError.
         """
 
     def sync_weights(self, source: "WeightSource", label: str) -> str:
-        """Send the weights as `label` and reset the prefix cache. -> the label that is read back
+        """Send the weights as `label` and reset the prefix cache. -> the label read back
 
         Raises EngineLost, GenerationError.
         """
@@ -76,23 +76,23 @@ class InferenceEngine(Protocol):
         """Whether it answers and reports no error."""
 
     def sleep(self) -> bool:
-        """It is not used for a while and may free memory. -> whether it freed the weights"""
+        """Let an unused engine free memory. -> whether it freed the weights"""
 
     def discard_engine(self, reason: str) -> None:
-        """It was lost: end what is left of it, if we started it."""
+        """Clean up after a lost engine, if we started it."""
 
     def close(self) -> None:
-        """End it if we started it; else leave it in the state of a new one."""
+        """End it if we started it; else return it to its initial state."""
 
 
 class InterruptibleEngine(InferenceEngine, Protocol):
-    """An engine that can be interrupted, and then answers with what it has (overlap=carry)."""
+    """An engine that can be interrupted, and then returns partial completions (overlap=carry)."""
 
     def generate_until(
         self, requests: Sequence[EngineRequest], on_completion: OnCompletion, interrupted: Event
     ) -> None:
         """`generate`, until `interrupted` is set.
 
-        Requests that have not ended are then answered with the finish reason `abort` and the tokens
-        so far, perhaps none; those that the engine had not begun may get no answer.
+        Unfinished requests are then answered with the finish reason `abort` and the tokens so far,
+        perhaps none; those that the engine had not started may get no answer.
         """

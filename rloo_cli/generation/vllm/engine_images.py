@@ -1,7 +1,7 @@
-"""Images for an engine: sent as files beside the prompt, and expanded by the engine itself.
+"""Images for an engine: sent as files with the prompt, and expanded by the engine itself.
 
-The engine is given the prompt's ids with one placeholder for each image, processes the images by
-its own processor, and must arrive at the trainer's ids: `check_expanded_ids` compares them with
+The engine gets the prompt's ids with one placeholder per image, processes the images with its
+own processor, and must arrive at the trainer's ids: `check_expanded_ids` compares them with
 those that it reports, in every request. Imports neither torch nor, before it is called, vLLM.
 """
 
@@ -19,9 +19,9 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from rloo_cli.data.media import Media
 
-# Processors of transformers with a part for videos, which wants torchvision.
+# Processors of transformers with a video part, which needs torchvision.
 VIDEO_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
-# Modules of transformers whose processors of images want torchvision, and have a twin of PIL.
+# Modules of transformers whose image processors need torchvision, and have a PIL twin.
 PIL_FAMILIES = ("qwen2_vl", "pixtral")
 # A weight of a tower whose name leaves out the tower's one module.
 FLAT_TOWER = re.compile(r"\bvision_tower\.(?!vision_model\.)")
@@ -30,7 +30,7 @@ NEVER_SAMPLED = -100.0  # vLLM's least bias: exp(-100) is 0 beside any other tok
 
 
 def images_to_send(media: "Media | None", prompt_ids: list[int]) -> JsonObject | None:
-    """The images of what is sampled from as JSON has them; None for none."""
+    """The images of a prompt as JSON; None without images."""
     if media is None:
         return None
     return {"plain_ids": media.plain_ids_of(prompt_ids), "files": media.png_files}
@@ -47,7 +47,7 @@ def engine_prompt(token_ids: list[int], images: JsonObject | None) -> Any:
 
 
 def check_expanded_ids(found: Sequence[int] | None, token_ids: Sequence[int]) -> None:
-    """Raise RuntimeError where an engine's prompt is not the trainer's, token for token."""
+    """Raise RuntimeError if an engine's prompt differs from the trainer's in any token."""
     found = list(found or [])
     if found == list(token_ids):
         return
@@ -60,7 +60,7 @@ def check_expanded_ids(found: Sequence[int] | None, token_ids: Sequence[int]) ->
 
 
 def ban_image_tokens(params: JsonObject, image_ids: Sequence[int]) -> JsonObject:
-    """Sampling parameters that never sample these ids: such a token would want an image."""
+    """Sampling parameters that never sample these ids: such a token would need an image."""
     if not image_ids:
         return params
     bias = {str(i): NEVER_SAMPLED for i in image_ids}
@@ -68,8 +68,8 @@ def ban_image_tokens(params: JsonObject, image_ids: Sequence[int]) -> JsonObject
 
 
 def use_pil_processors() -> None:
-    """Let vLLM have transformers' processors of PIL, without parts for videos, if torchvision is
-    missing: vLLM imports the others' modules for a function or a class that PIL's have, too."""
+    """Give vLLM the PIL processors of transformers, without video parts, if torchvision is
+    missing: vLLM imports the other modules only for names that the PIL ones have too."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     transformers = importlib.import_module("transformers")
@@ -88,13 +88,13 @@ def use_pil_processors() -> None:
 
 
 def take_flat_towers() -> None:
-    """Let vLLM's models load a tower of SigLIP or CLIP as transformers 5 names it: Gemma 3's and
+    """Let vLLM's models load a SigLIP or CLIP tower under transformers 5's names: Gemma 3's and
     LLaVA-NeXT's weights are `vision_tower.embeddings...`, in files that it saves and in updates,
     where vLLM's module is `vision_tower.vision_model`."""
     loader = importlib.import_module("vllm.model_executor.models.utils").AutoWeightsLoader
     load = loader.load_weights
     if load.__module__ == __name__:
-        return  # it is ours already
+        return  # already replaced
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Any]], **more: Any) -> Any:
         if hasattr(getattr(self.module, "vision_tower", None), "vision_model"):

@@ -1,8 +1,8 @@
-"""The `Generator` of both vLLM backends, which never samples with other weights than the trainer's.
+"""The `Generator` of both vLLM backends, which only ever samples with the trainer's weights.
 
 Nothing is sampled before the engine has confirmed that it has the trainer's weights, has reset
-what it cached with others, and agrees with the trainer's log-probabilities on real prompts. When
-it is lost on the way, the generator connects again, sends the weights first, and samples only what
+its caches, and agrees with the trainer's log-probabilities on real prompts. If the engine is
+lost, the generator reconnects, sends the weights first, and samples only what
 is missing, with the same seeds: a completion depends on its prompt, its seed and the weights.
 """
 
@@ -48,14 +48,14 @@ from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import JsonObject
 
-PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
-LOST_FIX = "read in the sampler's log why it ended, then go on with resume=auto"
+PARITY_SEED = 1_000_003  # first seed of the parity check; arbitrary
+LOST_FIX = "find the reason in the sampler's log, then resume=auto"
 
 
 class VllmGenerator(GeneratorBase):
     """Samples with an engine that `weight_sync` keeps at the trainer's weights.
 
-    `max_engine_losses`: how often one call may lose its engine. `image_token_ids`: those that are
+    `max_engine_losses`: how often one call may lose its engine. `image_token_ids`: ids that are
     never sampled.
     """
 
@@ -88,8 +88,8 @@ class VllmGenerator(GeneratorBase):
     def load(self, policy: Any, version: int) -> None:
         """Send the weights of optimizer update `version` now, and read their label back.
 
-        An engine that is lost meanwhile gets them before its next completion. Raises
-        GenerationError if it reports another label.
+        An engine that is lost gets them before its next completion. Raises GenerationError if it
+        reports another label.
         """
         self.weight_sync.set_policy(policy, version)
         try:
@@ -143,13 +143,13 @@ class VllmGenerator(GeneratorBase):
             self.weight_sync.sleep()
 
     def make_ready(self, groups: list[Group]) -> None:
-        """Connect, send the weights and compare both sides, as far as it is not done yet."""
+        """Connect, send the weights and compare both sides, as far as still needed."""
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         self._ensure_engine_ready(groups)
         self.losses_in_a_row = 0
 
     def handle_engine_loss(self, error: Exception) -> None:
-        """Give a lost engine up. Raises GenerationError where it was lost too often in a row."""
+        """Give a lost engine up. Raises GenerationError if it was lost too often in a row."""
         assert isinstance(error, EngineLost), "it is another error"
         self.losses_in_a_row += 1
         self.weight_sync.handle_engine_loss(error)
@@ -160,9 +160,9 @@ class VllmGenerator(GeneratorBase):
     def extend(
         self, groups: list[OpenGroup], ended: Callable[[OpenGroup], None], interrupted: Event
     ) -> None:
-        """Sample unfinished completions on (`CarryingGenerator.extend`).
+        """Continue unfinished completions (`CarryingGenerator.extend`).
 
-        Each goes on as a request whose prompt are its own tokens so far, too.
+        Each continues as a request whose prompt includes its own tokens so far.
         """
         version, engine = self.version, cast(InterruptibleEngine, self.engine)
         places = [(group, c) for group in groups for c in group.unfinished]
@@ -179,7 +179,7 @@ class VllmGenerator(GeneratorBase):
         engine.generate_until(asks, heard, interrupted)
 
     def _rest_params(self, completion: OpenCompletion) -> JsonObject:
-        """The sampling parameters of what a completion still may have."""
+        """The sampling parameters for the rest of a completion."""
         stop_ids, seed = self.stop_rule.stop_ids, completion.segment_seed
         params = sampling_params.completion_params(self.config, stop_ids, seed, False, None)
         return params | {"max_tokens": self.config.max_completion_length - len(completion.ids)}
@@ -187,8 +187,8 @@ class VllmGenerator(GeneratorBase):
     def _add_answer(
         self, completion: OpenCompletion, answer: EngineCompletion, version: int
     ) -> None:
-        """Add an answer's tokens. A stop string that began before a cut is not known to the engine:
-        what it sampled behind that is no part of the completion."""
+        """Add an answer's tokens. The engine does not know a stop string that began before an
+        interruption: tokens after that string are cut off."""
         ids, logp, mask = answer.ids, answer.logp, answer.sampling_mask
         reason = None if answer.finish_reason == "abort" else answer.finish_reason
         known = len(completion.ids)
@@ -204,7 +204,7 @@ class VllmGenerator(GeneratorBase):
     def _check_mask(self, completion: EngineCompletion) -> None:
         """Check a completion's sampling mask, if the run keeps them.
 
-        Raises GenerationError, and ConfigError (exit 2) for an engine that sends none.
+        Raises GenerationError, and ConfigError (exit 2) if the engine sends none.
         """
         if not keeps_masks(self.config):
             return
@@ -225,9 +225,9 @@ class VllmGenerator(GeneratorBase):
 
     @contextmanager
     def without_recovery(self) -> Iterator[None]:
-        """Let a lost engine end `generate` inside: another thread than the trainer's samples.
+        """Let a lost engine end `generate` here: another thread than the trainer's samples.
 
-        GenerationError's cause is then EngineLost. Recovering takes the policy, which is training.
+        GenerationError's cause is then EngineLost. Recovery needs the policy, which is training.
         """
         most, self.max_engine_losses = self.max_engine_losses, 0
         try:
@@ -236,7 +236,7 @@ class VllmGenerator(GeneratorBase):
             self.max_engine_losses = most
 
     def forbid_recovery(self) -> None:
-        """Never start a lost engine again."""
+        """Never restart a lost engine from now on."""
         self.max_engine_losses = 0
 
     def carrying(self) -> "VllmGenerator":
@@ -314,7 +314,7 @@ class VllmGenerator(GeneratorBase):
         )
 
     def _without_images(self, params: JsonObject) -> JsonObject:
-        """The parameters, with which no token is sampled that stands for an image."""
+        """Parameters that never sample a token that stands for an image."""
         return ban_image_tokens(params, self.image_token_ids)
 
     def _to_rollout(self, completion: EngineCompletion, seed: int, trained: bool) -> Rollout:
@@ -331,7 +331,7 @@ class VllmGenerator(GeneratorBase):
 
 
 def _prefix(group: OpenGroup, completion: OpenCompletion) -> list[int]:
-    """What a completion's next request reads; the same list for siblings without a token."""
+    """The ids before a completion's next token; one shared list for siblings without a token."""
     prompt = group.group.prompt_ids
     return prompt + completion.ids if completion.ids else prompt
 
@@ -391,7 +391,7 @@ def build_colocate_generator(
 def child_gpu_environment(device: torch.device, num_gpus: int) -> dict[str, str]:
     """The environment of an engine that is to use the trainer's own GPU.
 
-    Otherwise it takes the first, whichever rank this is. `num_gpus`: that the engine uses.
+    Otherwise it takes GPU 0, whichever rank this is. `num_gpus`: how many the engine uses.
     """
     if device.type != "cuda":
         return {}
@@ -412,7 +412,7 @@ def _build_vllm_generator(
 
 
 def run_tolerance(model: ModelConfig, generation: GenerationConfig) -> Callable[..., float]:
-    """By how much trainer and engine of a run may differ, as a function of their dtypes."""
+    """How far trainer and engine of a run may differ, as a function of their dtypes."""
     if (fixed := generation.logp_tolerance) is not None:
         return lambda *dtypes: float(fixed)
     keys = generation.own_keys

@@ -27,7 +27,7 @@ from rloo_cli.utils.files import JsonObject
 class ServerGuard(auth.Guard):
     """The guard of a rollout server. It adds our routes when vLLM's application starts.
 
-    vLLM makes one in each of its API processes, since `--middleware` names this class. Where
+    vLLM makes one in each of its API processes, since `--middleware` names this class. If
     another middleware stands before it, the application does not start.
     """
 
@@ -53,7 +53,7 @@ async def _group_endpoint(raw_request: Request) -> Response:
 
 @versions.import_vllm_module("api_utils").with_cancellation
 async def _generate_group(body: JsonObject, raw_request: Request) -> Response:
-    """Sample all completions at once; they are aborted when the client is gone."""
+    """Sample all completions at once; they are aborted if the client disconnects."""
     state = raw_request.app.state
     adapter = None
     if lora_slot.ADAPTER_FOLDER_VARIABLE in os.environ:
@@ -73,7 +73,7 @@ async def _generate_completion(
     state: Any, prompt: Any, sampling_params: JsonObject, adapter: Any, expanded: list[int] | None,
     request_id: str,
 ) -> JsonObject:  # fmt: skip
-    """`expanded`: the ids that the prompt's images must become; None = it has none."""
+    """`expanded`: the ids that the prompt's images must become; None = no images."""
     params = engine_params(sampling_params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = True  # three lists, not an object for each token
@@ -85,7 +85,7 @@ async def _generate_completion(
     told, ids = output.logprobs, list(output.token_ids)
     firsts = told.start_indices if told is not None else []
     if [told.token_ids[i] for i in firsts] != ids:
-        raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
+        raise RuntimeError("log-probabilities belong to tokens other than the sampled ones")
     mask: JsonObject = {}
     if getattr(output, "sampling_mask", None) is not None:  # versions below 0.28 have no such field
         kept = output.sampling_mask.token_ids

@@ -1,6 +1,6 @@
-"""Checks that a server has the model's tokens, dtype and context before it is sent weights.
+"""Checks that a server has the model's tokens, dtype and context before weights are sent.
 
-Our own servers report them on `/rloo`; any other vLLM is asked for what its API reports, and the
+Our own servers report them on `/rloo`; of any other vLLM only its public API is known, and the
 parity check on real prompts finds the rest.
 """
 
@@ -17,9 +17,9 @@ from rloo_cli.generation.vllm.versions import MIN_VLLM_VERSION
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
-PROTOCOL_VERSION = 1  # of rloo's own routes and facts
-GROUP_ROUTE = "/rloo/generate"  # the route of `group_route`, where a server says that it has it
-SERVER_INFO_VARIABLE = "RLOO_SERVER_FACTS"  # the environment variable by which the guard gets them
+PROTOCOL_VERSION = 1  # of rloo's own routes and reports
+GROUP_ROUTE = "/rloo/generate"  # the route of `group_route`, if a server has it
+SERVER_INFO_VARIABLE = "RLOO_SERVER_FACTS"  # environment variable with the facts, for the guard
 FINGERPRINT_TEXTS = (
     "What is 17 + 25?", " leading and  double  spaces\n\nnew lines\t", "naïve café 東京 🙂",
     "def f(x):\n    return x ** 2", "0123456789 0.5e-3", "<|im_start|>user",
@@ -36,16 +36,16 @@ SAME_CONFIG = "rloo vllm-serve with the recipe and overrides of this run"
 
 
 def no_masks_problem(who: str) -> Problem:
-    """The error of an engine that does not say which ids its tokens were chosen from."""
-    why = "vLLM does so with its model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1) and"
-    why += " --return-sampling-mask alone, from 0.28 on; rloo vllm-serve sets both"
+    """The error of an engine that does not report which ids its tokens were chosen from."""
+    why = "vLLM sends them only with its model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1) and"
+    why += " --return-sampling-mask, from 0.28 on; rloo vllm-serve sets both"
     fix = f"{SAME_CONFIG}, or {MASK_KEY}=false"
     return Problem(f"{who} does not send sampling masks", MASK_KEY, why, fix)
 
 
 def _check_facts(facts: object, url: str) -> None:
-    """Raise GenerationError where what a server says of itself has another form."""
-    wrong = "its facts are no object"
+    """Raise GenerationError if a server's report has an unexpected format."""
+    wrong = "its facts are not a JSON object"
     if isinstance(facts, dict):
         kinds = FACT_TYPES.items()
         bad = [n for n, kind in kinds if n in facts and not isinstance(facts[n], kind)]
@@ -57,7 +57,7 @@ def _check_facts(facts: object, url: str) -> None:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A fingerprint of a tokenizer: its vocabulary, its special ids, and how it splits some texts.
 
-    Neither the pad token (a trainer picks one if there is none) nor the chat template counts.
+    The pad token (a trainer picks one if there is none) and the chat template do not count.
     """
     special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
     encoded = [list(tokenizer.encode(text, add_special_tokens=False)) for text in FINGERPRINT_TEXTS]
@@ -76,17 +76,17 @@ class ExpectedServer:
     dtype: str
     tokenizer: str  # facts.tokenizer of ours
     max_model_len: int  # prompt and completion, at most
-    transfer: str  # gloo, nccl: where a server does not say
+    transfer: str  # gloo, nccl: used if a server does not report it
     allow_untested: bool
     sampling_mask: bool = False  # whether it must send the ids that each token was chosen from
-    trainer_gpus: tuple[str, ...] = ()  # of the processes that train on this machine, by UUID
+    trainer_gpus: tuple[str, ...] = ()  # of the training processes on this machine, by UUID
 
     def check(self, http_client: HttpClient, url: str, token: str) -> tuple[str, bool, list[str]]:
         """How this server takes weights; whether it has a route for whole groups; the GPUs that it
-        says it takes.
+        reports.
 
         Raises GenerationError with everything that differs, and ConfigError (exit 2) for a GPU that
-        is the trainer's too, and where it is the sampling masks alone.
+        is the trainer's too, and for missing sampling masks.
         """
         try:
             facts: JsonObject = http_client.get(url, "/rloo", token, HANDSHAKE_TIMEOUT_S)
@@ -99,12 +99,12 @@ class ExpectedServer:
         problems = [*self._differences(facts, url)]
         if problems:
             raise GenerationError(*problems)
-        has_masks = facts.get("sampling_mask", self.sampling_mask)  # a plain vLLM does not say
+        has_masks = facts.get("sampling_mask", self.sampling_mask)  # a plain vLLM reports none
         if self.sampling_mask and not has_masks:
             raise ConfigError(no_masks_problem(f"the server at {url}"))
         if has_masks and not self.sampling_mask:
-            what = f"the server at {url} sends sampling masks, and this run keeps none"
-            why = "it refuses every request without a top_k, and greedy ones"
+            what = f"the server at {url} sends sampling masks, but this run does not use them"
+            why = "such a server refuses greedy requests and requests without top_k"
             refuse(MASK_KEY, what, SAME_CONFIG, why)
         routes = facts.get("routes", ())
         transfer = str(facts.get("transfer", self.transfer))
@@ -112,9 +112,9 @@ class ExpectedServer:
         return transfer, GROUP_ROUTE in routes, devices
 
     def _refuse_shared_gpus(self, facts: JsonObject, url: str) -> None:
-        """Raise ConfigError where the server has a GPU of this trainer. A GPU is known by its UUID:
+        """Raise ConfigError if the server uses a GPU of this trainer. GPUs are compared by UUID:
         number 0 of another machine is another GPU."""
-        theirs = facts.get("devices", [])  # a plain vLLM does not say
+        theirs = facts.get("devices", [])  # a plain vLLM does not report it
         shared = [gpu for gpu in self.trainer_gpus if gpu in theirs and gpu.startswith(UUID_STARTS)]
         if shared:
             what = f"server and trainer would share GPU {', '.join(shared)}"
@@ -130,7 +130,7 @@ class ExpectedServer:
         try:
             http_client.get(
                 url, "/weight_info", token, HANDSHAKE_TIMEOUT_S
-            )  # 404 where it has no such routes
+            )  # 404 if it has no such routes
         except GenerationError:
             number = str(version.get("version")) if isinstance(version, dict) else ""
             if not versions.is_old_vllm(number):
@@ -140,7 +140,7 @@ class ExpectedServer:
             first = models["data"][0]
             return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
         except (AttributeError, LookupError, TypeError):
-            why = f"its model is told as {str(models)[:80]}"
+            why = f"it reports its model as {str(models)[:80]}"
             raise GenerationError(not_a_server_problem(url, why)) from None
 
     def _differences(self, server_info: JsonObject, url: str) -> Iterator[Problem]:
@@ -163,13 +163,13 @@ class ExpectedServer:
             yield Problem(f"the server at {url} has too little room", "generation", why, same)
         if server_info.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
             why = f"expected processed_logprobs, found {server_info['logprobs_mode']}"
-            what = f"the server at {url} tells raw log-probabilities"
+            what = f"the server at {url} reports raw log-probabilities"
             yield Problem(what, "generation", why, f"{same}: it sets that mode")
         version = str(server_info.get("vllm", "0"))
         if versions.version_numbers(version) < MIN_VLLM_VERSION and not self.allow_untested:
             yield Problem(
                 f"the server at {url} is vLLM {version}",
                 "generation.allow_untested",
-                f"nobody tried this with a vLLM below {MIN_VLLM_VERSION[0]}.{MIN_VLLM_VERSION[1]}",
+                f"this is untested with vLLM below {MIN_VLLM_VERSION[0]}.{MIN_VLLM_VERSION[1]}",
                 "generation.allow_untested=true",
             )

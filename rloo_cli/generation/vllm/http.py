@@ -1,7 +1,7 @@
 """HTTP to vLLM's servers: many requests in flight on a thread of their own, each with a deadline.
 
-What a server answers decides which error is raised: a closed connection is EngineLost, a 5xx
-EngineRefused; a 401, a 404 or a page of HTML comes from a server that is not what the config says,
+The answer decides which error is raised: a closed connection is EngineLost, a 5xx
+EngineRefused; a 401, a 404 or a page of HTML comes from a server other than the configured one,
 and is final.
 """
 
@@ -24,7 +24,7 @@ MAX_ERROR_CHARS = 300  # characters of an answer in an error
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What errors call a kind of server, and what they say to do."""
+    """How errors name a kind of server, and what they suggest."""
 
     noun: str  # in one word
     name: str
@@ -56,8 +56,8 @@ class HttpClient:
     ):
         self.token_variable, self.kind = token_variable, kind
         self.loop_thread = http.EventLoopThread("http")
-        # Servers hang up after an error of 500, and on connections that were idle for 5 s: the next
-        # request on one would look like a server that died. Only completions keep theirs.
+        # Servers close connections after a 500, and those idle for 5 s: the next
+        # request on one would look like a dead server. Only completions keep theirs.
         self.keepalive_session, self.fresh_session = self.run(self._open_sessions(), 30)
 
     async def _open_sessions(self) -> "tuple[aiohttp.ClientSession, aiohttp.ClientSession]":
@@ -93,7 +93,7 @@ class HttpClient:
 
         try:
             return poll_until_ready(limit_s, url + path, ask)[0]
-        except EngineLost:  # the whole patience is used up: no second wait
+        except EngineLost:  # the limit is used up: no second wait
             why = f"expected an answer within {limit_s:g} s; {lost}"
             raise GenerationError(no_answer_problem(url, why, self.kind)) from None
 
@@ -107,8 +107,8 @@ class HttpClient:
     ) -> Any:  # fmt: skip
         """Send one request, on the loop. Raises EngineLost, GenerationError.
 
-        `keep_alive`: on a connection that is used again. It is sent once more if the server had
-        hung up on that meanwhile, so it must be one that may be repeated.
+        `keep_alive`: on a connection that is reused. It is sent again if the server had closed that
+        connection meanwhile, so the request must be repeatable.
         """
         where = url.rstrip("/") + path
         sessions = [self.fresh_session] + [self.keepalive_session] * keep_alive
@@ -119,7 +119,7 @@ class HttpClient:
             )  # fmt: skip
         except http.RequestFailed as failed:
             if failed.reason == "address":
-                problem = not_a_server_problem(where, "this is not an address", self.kind)
+                problem = not_a_server_problem(where, "it is not a valid address", self.kind)
                 raise GenerationError(problem) from None
             raise EngineLost(str(failed)) from None
         return parse_answer(where, answer, self.token_variable, self.kind)
@@ -148,7 +148,7 @@ def parse_answer(
     if status in (401, 403):
         refuse(
             kind.section,
-            f"{status} from {url}: the server wants another token",
+            f"{status} from {url}: wrong token for this server",
             f"set {token_variable} ({kind.section}.api_key_env) to {kind.token}",
             said,
             error=GenerationError,
@@ -165,13 +165,13 @@ def parse_answer(
 
 
 def no_answer_problem(url: str, why: str, kind: ServerKind) -> Problem:
-    """The problem that nothing answers at `url`, as `why` says."""
+    """The problem that nothing answers at `url`, for the reason `why`."""
     where = f"{kind.section}.base_url"
-    return Problem(f"no {kind.noun} answers at {url}", where, why, kind.start)
+    return Problem(f"the {kind.noun} at {url} does not answer", where, why, kind.start)
 
 
 def not_a_server_problem(url: str, why: str, kind: ServerKind = ROLLOUT_SERVER) -> Problem:
-    """The problem of something at `url` that is no server of this kind, as `why` says."""
+    """The problem that `url` is not a server of this kind, for the reason `why`."""
     return Problem(
         f"{url} is not {kind.name}",
         f"{kind.section}.base_url",

@@ -2,7 +2,7 @@
 
 A server that the run's launcher started (`by: train`) is killed when it is lost, and the launcher
 starts the next one; any other is only waited for. Calls that change a server are never repeated:
-after a loss the engine connects again, which first asks the server for its state.
+after a loss the engine reconnects, which first reads the server's state.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 
 log = logging.getLogger(__name__)
-INTERRUPT_POLL_S = 0.02  # between two looks whether completions are to be interrupted
-INTERRUPT_ANSWER_S = 0.5  # seconds in which a paused server answers what it had begun
+INTERRUPT_POLL_S = 0.02  # between checks for an interruption
+INTERRUPT_ANSWER_S = 0.5  # seconds for a paused server to return partial completions
 DEFAULT_MAX_IN_FLIGHT = 1024  # completions in flight on one engine: more than it decodes at once
 ServerRequest = tuple[str, RolloutServer, str, object]  # method, server, path, body
 
@@ -91,7 +91,7 @@ class HttpEngine:
             )
             if devices and not reconnecting:
                 ours = ", ".join(self.expected.trainer_gpus) or "none"
-                self.finder.note(f"{url} takes GPU {', '.join(devices)}; the trainer takes {ours}")
+                self.finder.note(f"{url} uses GPU {', '.join(devices)}; the trainer uses {ours}")
             reset_server_state(client, server)
             answer = client.get(url, "/get_world_size", token, SERVER_CALL_TIMEOUT_S)
             server.num_workers = int(answer["world_size"])
@@ -109,7 +109,7 @@ class HttpEngine:
             what = f"sending weights to {self._urls()}"
             run_with_deadline(limit, what, self.weight_sender.send_weights)
         except EngineRefused:
-            with contextlib.suppress(EngineLost):  # an update that stays open blocks the next one
+            with contextlib.suppress(EngineLost):  # an open update blocks the next one
                 self._post_all("/finish_weight_update", SERVER_RESET_TIMEOUT_S, {})
             raise
         resets = self._post_all("/reset_prefix_cache", SERVER_RESET_TIMEOUT_S)
@@ -132,8 +132,8 @@ class HttpEngine:
         transfers = {server.transfer for server in self.servers}
         if len(transfers) > 1:
             why = ", ".join(f"{s.url} by {s.transfer}" for s in self.servers)
-            what = f"the servers take weights in different ways: {why}"
-            raise GenerationError(f"{what}; start all with one generation.server.transfer")
+            what = f"the servers use different weight transfers: {why}"
+            raise GenerationError(f"{what}; start all with the same generation.server.transfer")
         host, peers = transfer_addresses(self.servers, self.keys)
         connect = partial(
             connect_weight_sender, transfers.pop(), HttpTransferClient(self, peers), source, host,
@@ -200,11 +200,11 @@ class HttpEngine:
         count = Counter(call.server_index for call in calls for _ in call.request_indices)
         rounds = -(-max(count.values(), default=0) // capacity)
         limit = rounds * self.keys.request_timeout_s + SERVER_CALL_TIMEOUT_S
-        # One that can be interrupted is not called by the trainer's thread, which hears signals.
+        # An interruptible call does not run on the trainer's thread, which handles signals.
         self.http_client.run(everything(), limit, interruptible=interrupted is None)
 
     async def _gather_until(self, tasks: list["asyncio.Task[None]"], interrupted: Event) -> None:
-        """Wait for the tasks; once interrupted, let the servers answer with what they have."""
+        """Wait for the tasks; if interrupted, let the servers return partial completions."""
         open_tasks = set(tasks)
         while open_tasks and not interrupted.is_set():
             done, open_tasks = await asyncio.wait(
@@ -214,8 +214,8 @@ class HttpEngine:
                 task.result()
         while open_tasks:
             await self._post_all_async("/pause?mode=abort")
-            # A request that reaches a server behind the pause is not answered: it is begun by the
-            # end of the pause, and ended by the next one.
+            # A request that arrives after the pause is not answered: it starts when the pause ends,
+            # and the next pause ends it.
             done, open_tasks = await asyncio.wait(open_tasks, timeout=INTERRUPT_ANSWER_S)
             await self._post_all_async("/resume")
             for task in done:
@@ -241,7 +241,7 @@ class HttpEngine:
     async def _send_call(
         self, call: GenerateCall, requests: Sequence[EngineRequest], may_be_cut: bool = False
     ) -> list[EngineCompletion]:
-        """`may_be_cut`: completions that were aborted are answers, too."""
+        """`may_be_cut`: aborted completions are answers, too."""
         server, limit = self.servers[call.server_index], self.keys.request_timeout_s
         chosen = [requests[i] for i in call.request_indices]
         body: JsonObject = {"token_ids": chosen[0].prompt_ids}
@@ -251,7 +251,7 @@ class HttpEngine:
             if chosen[0].images is not None:
                 body["images"] = chosen[0].images
         elif chosen[0].images is not None:
-            what = f"{server.url} cannot be sent images, only rloo vllm-serve's route can"
+            what = f"{server.url} does not accept images; only rloo vllm-serve does"
             raise GenerationError(f"{what}: {handshake.SAME_CONFIG}")
         else:
             path = "/inference/v1/generate"
@@ -274,7 +274,7 @@ class HttpEngine:
         return True
 
     def sleep(self) -> bool:
-        return False  # a server has its own memory
+        return False  # it does not share the trainer's memory
 
     def discard_engine(self, reason: str) -> None:
         connected, self.weight_sender = self.weight_sender, None
@@ -344,7 +344,7 @@ class InFlightLimit:
         """Hold `count` of them inside; a group above the limit takes the whole limit."""
         taken = 0
         try:
-            async with self.lock:  # two that have half of what they need would wait for ever
+            async with self.lock:  # two callers with half each would deadlock
                 while taken < min(count, self.limit):
                     await self.semaphore.acquire()
                     taken += 1
@@ -368,9 +368,9 @@ def group_by_prompt(requests: Sequence[EngineRequest]) -> list[list[int]]:
 def transfer_addresses(
     servers: Sequence[RolloutServer], keys: ServerSection
 ) -> tuple[str, list[str]]:
-    """The address that this trainer listens on for weights, and each server's address for it.
+    """The address on which this trainer listens for weights, and each server's address for it.
 
-    Servers beside it and on other machines all use the address that other machines reach.
+    Local and remote servers all use the address that other machines can reach.
     """
     pairs = [transfer_hosts(server.url, keys) for server in servers]
     outside = [host for host, _ in pairs if host not in LOOPBACK_HOSTS]
@@ -409,7 +409,7 @@ def _format_error(url: str, why: str) -> GenerationError:
 
 
 def _packed_mask(item: JsonObject) -> SamplingMask | None:
-    """The sampling mask of a group's completion; None where the server sends none."""
+    """The sampling mask of a group's completion; None if the server sends none."""
     if "mask_ids" not in item:
         return None
     parts = (decode_numbers(item[name], "i") for name in ("mask_ids", "mask_counts"))
@@ -423,7 +423,7 @@ def decode_numbers(text: str, struct_code: str) -> list[Any]:
     """
     data = base64.b64decode(text)
     if len(data) % 4:
-        raise ValueError(f"{len(data)} bytes are no numbers of 4 bytes")
+        raise ValueError(f"{len(data)} bytes is not a multiple of 4")
     return [value for (value,) in struct.iter_unpack(f"<{struct_code}", data)]
 
 
@@ -448,10 +448,10 @@ def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -
 
 
 def _checked_ids(given: list[object]) -> list[int]:
-    """The ids themselves. Raises ValueError for anything among them that is no id of a token."""
+    """The ids themselves. Raises ValueError if any of them is not a valid token id."""
     for token in given:
         if type(token) is not int or not 0 <= token < 2**31:
-            raise ValueError(f"{token!r} is no id of a token")
+            raise ValueError(f"{token!r} is not a valid token id")
     return cast(list[int], list(given))
 
 

@@ -1,8 +1,8 @@
-"""The engine's slot for the one adapter that is trained: its name, its folder, vLLM's arguments.
+"""The engine's slot for the one trained adapter: its name, its folder, vLLM's arguments.
 
-vLLM loads the base by itself, and it never changes. An update sends an adapter's tensors alone:
+vLLM loads the base itself, and it never changes. An update sends only an adapter's tensors:
 each worker writes them where vLLM looks for the adapter (`receive.adapter`), and drops the old
-one. Until the first update the folder has an adapter that changes nothing. Imports neither torch
+one. Until the first update the folder has an adapter with no effect. Imports neither torch
 nor vLLM.
 """
 
@@ -17,11 +17,11 @@ from rloo_cli.utils.files import JsonObject, write_text
 ADAPTER_NAME, ADAPTER_ID = (
     "rloo",
     1,
-)  # of the adapter; a request that does not name it is answered by the base
-ADAPTER_TRANSFER = "adapter"  # how its weights travel
+)  # of the adapter; requests without it go to the base
+ADAPTER_TRANSFER = "adapter"  # the name of its weight transfer
 ADAPTER_FOLDER_VARIABLE = "RLOO_ADAPTER"  # its folder, for the engine's processes
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-# vLLM 0.32 takes no adapter without a layer; one of this name it does not look for in the model.
+# vLLM 0.32 rejects an adapter without layers, but ignores a layer of this name.
 UNUSED_LAYER_NAME = "base_model.model.base_layer.lora_{}.weight"
 
 
@@ -38,9 +38,9 @@ def slot_rank(lora: LoraConfig) -> int:
 
 
 def write_zero_adapter(folder: Path, lora: LoraConfig) -> None:
-    """Write an adapter that changes nothing, for vLLM to start with.
+    """Write an adapter with no effect, for vLLM to start with.
 
-    Its scale is 1: the tensors that are sent include each layer's own scale.
+    Its scale is 1, since the sent tensors include each layer's scale.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank = slot_rank(lora)

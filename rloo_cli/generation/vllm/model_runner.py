@@ -1,7 +1,7 @@
-"""Which of vLLM's two model runners an engine uses, and the variable that asks for the second.
+"""Which of vLLM's two model runners an engine uses, and the variable that selects the second.
 
-Runner V1 launches one kernel for each seeded row and token, since each row has a generator of its
-own; V2 draws all rows in one kernel. vLLM 0.32 uses V2 for every model it can. 0.22.1 does so for
+Runner V1 launches one kernel for each seeded row and token, since each row has its own generator;
+V2 draws all rows in one kernel. vLLM 0.32 uses V2 for every model it can. 0.22.1 does so for
 one architecture, though it can run more: there `VLLM_USE_V2_MODEL_RUNNER` asks for V2. With it an
 engine does not start if V2 cannot do something, so it is set only for architectures and arguments
 that V2 takes by 0.22.1's sources.
@@ -24,13 +24,13 @@ from rloo_cli.generation.vllm.versions import installed_vllm_version, is_old_vll
 from rloo_cli.utils.files import JsonObject
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-# Dense decoders that 0.22.1 has code of its own for, without a state beside keys and values.
+# Dense decoders with their own code in 0.22.1, and no state besides keys and values.
 V2_ARCHITECTURES = {
     "GPTNeoXForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM",
     "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 }  # fmt: skip
-# Further arguments of an engine that may not hinder V2. Any other leaves the choice to vLLM.
+# Further engine arguments that are compatible with V2. Any other leaves the choice to vLLM.
 HARMLESS_ARGUMENTS = frozenset(
     {"cudagraph_capture_sizes", "load_format", "max_cudagraph_capture_size", "max_logprobs"}
 )
@@ -44,13 +44,13 @@ def runner_environment(
     on_gpu: bool | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The variable that asks for V2 where it is needed, or where an older vLLM would use V1.
+    """The variable that selects V2 where it is needed, or where an older vLLM would use V1.
 
     `version`: vLLM's; `on_gpu`: whether its engine has GPUs; None: as on this machine. A variable
     that the user has set in `environment` stays, unless only V2 can send sampling masks.
     """
     if keeps_masks(generation):
-        return {RUNNER_VARIABLE: "1"}  # the other one does not send masks
+        return {RUNNER_VARIABLE: "1"}  # V1 does not send masks
     version = installed_vllm_version() if version is None else version
     on_gpu = bool(visible_gpus()) if on_gpu is None else on_gpu
     if not is_old_vllm(version) or not on_gpu or RUNNER_VARIABLE in environment:
@@ -90,7 +90,7 @@ def _is_quantized(keys: EngineKeys, values: JsonObject) -> bool:
 
 
 def _model_config(model: ModelConfig) -> JsonObject:
-    """The model's config.json; {} for one that cannot be read, which other checks report."""
+    """The model's config.json; {} if it cannot be read, which other checks report."""
     try:
         path = synthetic.resolve_model_path(model.path)
         return hf_cache.read_model_config(path, model.revision)

@@ -1,6 +1,6 @@
 """The parity check: trainer and engine compute the same log-probabilities on prompts of the data.
 
-It is made before an engine's first completion is used, and again after an engine was lost. Beyond
+It runs before an engine's first completion is used, and again after an engine was lost. Beyond
 the tolerance something is wrong that no version label shows; the error lists the usual causes.
 """
 
@@ -28,7 +28,7 @@ def check_parity(
 ) -> float:  # fmt: skip
     """The rms difference of the log-probabilities of trainer and engine, in nats per token.
 
-    `completions[i]` is the engine's for the prompt of `groups[i]`. Raises GenerationError where the
+    `completions[i]` is the engine's for the prompt of `groups[i]`. Raises GenerationError if the
     difference is above `tolerance`, or is NaN.
     """
     probes = [
@@ -44,7 +44,7 @@ def check_parity(
     found = rms_difference(ours, theirs)
     if not found <= tolerance:
         worst = int((ours - theirs).abs().nan_to_num(torch.inf).argmax())
-        what = "trainer and engine disagree about the same tokens"
+        what = "trainer and engine compute different log-probabilities for the same tokens"
         where = f"{len(probes)} prompts, {micro_batch.target.numel()} tokens"
         why = (
             f"rms {found:.4g} nats, expected at most {tolerance:g}; the worst token:"

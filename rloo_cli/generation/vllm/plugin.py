@@ -1,7 +1,7 @@
 """What vLLM runs in each of its processes, because pyproject.toml names it as a plug-in.
 
-It registers our receivers of weights, ends each process of our rollout server with the process that
-started it, keeps a server that ends on request from logging a traceback, and lets the processes of
+It registers our weight receivers, ends each process of our rollout server with its parent,
+keeps a requested server shutdown from logging a traceback, and lets the processes of
 an engine without a GPU sleep while they wait.
 """
 
@@ -17,16 +17,16 @@ from rloo_cli.utils import child_process
 RECEIVERS = {
     "rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc", "rloo_adapter": "Adapter",
 }  # fmt: skip
-# zmq may drop a wake-up that is sent within about 1 ms of the one before: a reader spins longer.
+# zmq may lose a wake-up sent within about 1 ms of the one before: a reader spins longer.
 QUEUE_SPIN_S = 0.01
 RECHECK_MS = 250  # a sleeping reader looks for messages this often, in case a wake-up was lost
 
-# The module that logs the end of a server, and the one that logs that its engine is gone.
+# The module that logs a server's shutdown, and the one that logs the loss of its engine.
 LOGGERS = ("vllm.entrypoints.launchers.launcher", "vllm.v1.engine.async_llm")
 
 
 class OrderlyEnd(logging.Filter):
-    """Drops vLLM's error that its engine is lost: when a server ends, its engine ends before it."""
+    """Drops vLLM's error about a lost engine: at a server's shutdown the engine ends first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ def register() -> None:
 
 
 def sleep_between_messages() -> None:
-    """Let an engine's process that waits for a message sleep after QUEUE_SPIN_S seconds.
+    """Let an engine process that waits for a message sleep after QUEUE_SPIN_S seconds.
 
-    Without a GPU vLLM's worker is a process of its own, and both sides of its queue spin for a
-    second after each message: where there are fewer cores than spinning processes, a process that
-    has work to do waits for them (`bench/rollout.py --servers 2`).
+    Without a GPU vLLM's worker is a separate process, and both sides of its queue spin for a
+    second after each message: with fewer cores than spinning processes, a process with work
+    to do waits for them (`bench/rollout.py --servers 2`).
     """
     queue: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     spins = getattr(queue, "SpinCondition", None)

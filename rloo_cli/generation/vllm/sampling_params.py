@@ -18,9 +18,9 @@ RESERVED_PARAMS = {  # of vLLM's SamplingParams -> what sets them
     "top_p": "generation.top_p", "top_k": "generation.top_k", "min_p": "generation.min_p",
     "repetition_penalty": "generation.repetition_penalty", "stop": "generation.stop",
     "stop_token_ids": "generation.stop_token_ids", "ignore_eos": "generation.ignore_eos",
-    "logprobs": "nothing: each token's own is asked for", "detokenize": "nothing",
-    "prompt_logprobs": "nothing", "skip_special_tokens": "nothing", "output_kind": "nothing",
-    "flat_logprobs": "nothing", "include_stop_str_in_output": "nothing", "extra_args": "nothing",
+    "logprobs": "rloo: each token's own is always requested", "detokenize": "rloo",
+    "prompt_logprobs": "rloo", "skip_special_tokens": "rloo", "output_kind": "rloo",
+    "flat_logprobs": "rloo", "include_stop_str_in_output": "rloo", "extra_args": "rloo",
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def completion_params(
     config: GenerationConfig, stop_ids: Collection[int], seed: int, greedy: bool,
     temperature: float | None,
 ) -> JsonObject:  # fmt: skip
-    """The parameters of a run's completion; `temperature` None is that of the config."""
+    """The parameters of a run's completion; `temperature` None means the config's."""
     given = parity_params(config, stop_ids, seed, config.max_completion_length)
     given |= {
         "min_tokens": config.min_tokens,
@@ -38,28 +38,28 @@ def completion_params(
     }
     given |= config.kwargs
     masked = keeps_masks(config)
-    if greedy:  # an engine that sends masks refuses a temperature of 0, and top_k of 0
+    if greedy:  # an engine that sends masks refuses temperature 0 and top_k 0
         return given | ({"temperature": 1.0, "top_k": 1} if masked else {"temperature": 0.0})
     given |= filter_params(config)
     if temperature is None:
         return given
-    # Of held-out prompts no mask is kept, so that no limit may cut what they are answered with.
+    # No mask is kept for held-out prompts, so no mask limit may cut their answers.
     whole = {"top_k": config.top_k or WHOLE_VOCABULARY} if masked else {}
     return given | whole | {"temperature": temperature}
 
 
 def filter_params(config: GenerationConfig) -> JsonObject:
-    """What cuts the distribution of a completion that is trained on.
+    """The filters of the distribution of a completion that is trained on.
 
-    An engine that sends masks wants a top_k, which bounds them. One id more than a mask may have is
-    no limit of ours: a token that was chosen from so many ends the run.
+    An engine that sends masks needs a top_k, which bounds them. It is one above the mask limit,
+    so that it does not limit sampling: a token chosen from that many ids ends the run.
     """
     most = config.max_sampling_mask_ids + 1 if keeps_masks(config) else 0
     return {"top_p": config.top_p, "top_k": config.top_k or most, "min_p": config.min_p or 0.0}
 
 
 def engine_params(values: JsonObject) -> Any:
-    """vLLM's SamplingParams of these values, of which one is a mapping where it wants an object."""
+    """vLLM's SamplingParams of these values, one of which must be an object there."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams  # lazy: slow
 
     if values.get("logit_bias") is not None:  # JSON's keys are strings
@@ -71,10 +71,10 @@ def engine_params(values: JsonObject) -> Any:
 
 
 def sampling_kwargs_problems(kwargs: JsonObject) -> Iterator[Problem]:
-    """Names in generation.kwargs that other keys have, or that would hide what was sampled."""
+    """Names in generation.kwargs that have their own keys, or would hide what was sampled."""
     for name in kwargs:
         if name in RESERVED_PARAMS:
-            what = f"generation.kwargs.{name} is rloo's own business"
+            what = f"generation.kwargs.{name} cannot be set here"
             fix = f"leave out generation.kwargs.{name}"
             yield Problem(what, "generation.kwargs", f"set by {RESERVED_PARAMS[name]}", fix)
 
@@ -83,7 +83,7 @@ def parity_params(
     config: GenerationConfig, stop_ids: Collection[int], seed: int, max_tokens: int
 ) -> JsonObject:
     """The parameters for the parity check: only the temperature changes the distribution, and
-    what cuts it where its masks are known."""
+    its filters if the masks are known."""
     filters = filter_params(config) if keeps_masks(config) else {}
     return {
         "seed": seed,

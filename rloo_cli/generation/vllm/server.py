@@ -1,8 +1,8 @@
 """The first process of a rollout server: vLLM's own API server, behind our guard, on loopback.
 
-launch/rollout_server.py starts it as `main()` with FOLDER BY CONFIG. Secrets come by file and
-environment, never by the command line, which every user of the machine can read. Once the server
-answers it writes FOLDER/server.json; when it ends it removes that file.
+launch/rollout_server.py starts it as `main()` with FOLDER BY CONFIG. Secrets are passed by file and
+environment, never on the command line, which every user of the machine can read. Once the server
+answers it writes FOLDER/server.json; it removes that file on exit.
 """
 
 import http.client
@@ -42,8 +42,8 @@ from rloo_cli.utils import child_process, ports
 from rloo_cli.utils.errors import ConfigError, GenerationError, RunError, refuse
 from rloo_cli.utils.files import JsonObject, write_text
 
-EXTERNAL_TOKEN_VARIABLE = "RLOO_SERVER_TOKEN"  # a token that the user chose; else one is made
-DOCS_VARIABLE = "RLOO_SERVER_DOCS"  # 1: show the list of routes (with the token), for tests
+EXTERNAL_TOKEN_VARIABLE = "RLOO_SERVER_TOKEN"  # the user's token; random by default
+DOCS_VARIABLE = "RLOO_SERVER_DOCS"  # 1: list the routes (with the token), for tests
 INSIDE_SERVER_VARIABLE = "RLOO_SERVER"  # 1 in every process of a server
 SCRATCH_VARIABLE = "RLOO_SERVER_SCRATCH"  # the server's folder for sockets and temporary files
 LOG_VARIABLE = "RLOO_SERVER_LOG"
@@ -58,7 +58,7 @@ def main() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         """Ends the server until uvicorn sets its own handlers. It raises no exception, for pyzmq
-        would lose it where vLLM waits."""
+        would swallow it while vLLM waits."""
         if os.getpgid(0) == os.getpid():
             child_process.kill_group_except(os.getpid(), spared_pid=os.getpid())
         _remove_server_files(folder, scratch)
@@ -72,7 +72,7 @@ def main() -> None:
         print(error.render(), file=sys.stderr)
         if scratch:
             write_text(Path(scratch, START_ERROR_FILE), error.render(as_json=True))
-        scratch = None  # the process that started us reads it there, and then removes the folder
+        scratch = None  # our parent reads it there, then removes the folder
         sys.exit(error.code)
     finally:
         _remove_server_files(folder, scratch)
@@ -126,14 +126,14 @@ def _run_server(folder: Path, by: str, run: RunConfig) -> None:
 def serve_until_stopped(
     server_socket: socket.socket, args: Namespace, url: str, num_api_servers: int
 ) -> None:
-    """Answer requests at the bound socket until this process is asked to end.
+    """Answer requests on the bound socket until this process is asked to end.
 
-    Several API servers are vLLM's own (`--api-server-count`): processes that share the socket and
+    Several API servers are vLLM's own (`--api-server-count`): processes that share the socket
     the engines. In vLLM 0.32 a pause, the label of the weights, the prefix cache, sleep and a
-    loaded adapter are states of the engine (vllm/v1/engine/core.py), so a call that reaches one of
-    them holds for the requests of all; an older vLLM keeps labels and pause in the API process, and
-    has one (`versions`). Call it from the main thread. Raises GenerationError when one of several
-    ends by an error.
+    loaded adapter are state of the engine (vllm/v1/engine/core.py), so a call to any API process
+    holds for the requests of all; an older vLLM keeps labels and pause in the API process, and
+    has only one (`versions`). Call it from the main thread. Raises GenerationError if one of them
+    exits with an error.
     """
     importlib.import_module("vllm.utils.system_utils").set_ulimit()
     if num_api_servers == 1:
@@ -146,7 +146,7 @@ def serve_until_stopped(
 
     def bound_socket(*_: object, **options: object) -> tuple[str, socket.socket]:
         """The socket that is bound already, and our signal handlers again: vLLM's raise an
-        exception, which pyzmq would lose while vLLM waits for its engines."""
+        exception, which pyzmq would swallow while vLLM waits for its engines."""
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return url, server_socket
@@ -155,15 +155,15 @@ def serve_until_stopped(
     try:
         serve.run_multi_api_server(args)
     except RuntimeError as error:
-        what = f"a process of the server ended, and the others with it: {error}"
-        raise GenerationError(f"{what}; the server's log says why, above this") from None
+        what = f"a process of the server exited, and the others with it: {error}"
+        raise GenerationError(f"{what}; see the server's log above") from None
 
 
 def _server_token() -> str:
     token = os.environ.pop(EXTERNAL_TOKEN_VARIABLE, "")
     if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
-        what = f"{EXTERNAL_TOKEN_VARIABLE} cannot be used as a token"
-        why = "a token has 16 or more printable ASCII characters"
+        what = f"{EXTERNAL_TOKEN_VARIABLE} is not a valid token"
+        why = "it needs 16 or more printable ASCII characters"
         make = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
         fix = f"export {EXTERNAL_TOKEN_VARIABLE}=$({make})"
         refuse("environment", what, fix, why)
@@ -229,7 +229,7 @@ def _vllm_namespace(
         ours["lora_modules"] = [module]
     for name, value in (engine_arguments | versions.supported_server_arguments(ours)).items():
         if not hasattr(args, name):
-            why = "`vllm serve --help` lists what there is"
+            why = "`vllm serve --help` lists the arguments"
             raise ConfigError(unknown_argument_problem("generation.server", name, vars(args), why))
         setattr(args, name, value)
     cli_args.validate_parsed_serve_args(args)

@@ -1,7 +1,7 @@
-"""`server.json`: where a rollout server is, and its token. Only the file's owner can read it.
+"""`server.json`: a rollout server's address and token. Only the file's owner can read it.
 
 A server writes the file into the run's folder once it answers; trainers find it there. The pid and
-the time at which that process started show whether the server that wrote a file still runs. Where
+the start time of that process show whether the server that wrote the file is still running. If
 several nodes serve one run, RLOO_SERVER_NUMBER is the number of this one: the file of the second
 node is `server_2.json`.
 """
@@ -26,7 +26,7 @@ SERVER_NUMBER_VARIABLE = "RLOO_SERVER_NUMBER"
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """A rollout server that answers, or (`failed`) one that will not be started again."""
+    """A rollout server that answers, or (`failed`) one that will not be restarted."""
 
     url: str
     token: str = field(repr=False)
@@ -39,19 +39,19 @@ class ServerRecord:
     dtype: str
     vllm: str  # version
     transfer: str  # gloo, nccl
-    devices: list[str]  # GPUs that it takes, by UUID; [] without any
+    devices: list[str]  # its GPUs, by UUID; [] if none
     log: str
-    failed: str = ""  # why there will be no server
-    job: str = ""  # id of the Slurm job, and how often it was requeued
+    failed: str = ""  # why it will not start
+    job: str = ""  # id of the Slurm job, and its requeue count
 
     def is_alive(self) -> bool | None:
-        """Whether its process runs; None if that is on another machine, where we cannot know."""
+        """Whether its process runs; None if unknown because it is on another machine."""
         if self.host != platform.node():
             return None
         return child_process.is_process_alive({"pid": self.pid, "pid_started": self.pid_started})
 
     def is_stale(self) -> bool:
-        """Whether it is of an earlier attempt of our Slurm job, or of a failure in another job."""
+        """Whether it belongs to an earlier attempt of our Slurm job, or failed in another job."""
         ours = slurm_job_attempt()
         same_job = self.job.partition(".")[0] == ours.partition(".")[0]
         return self.job != ours and (same_job or bool(self.failed))
@@ -61,12 +61,12 @@ RECORD = TypeAdapter(ServerRecord)
 
 
 def serving_node_number() -> int:
-    """The number of this serving node in its run; 1 where RLOO_SERVER_NUMBER is not set."""
+    """The number of this serving node in its run; 1 if RLOO_SERVER_NUMBER is not set."""
     return environment_number(SERVER_NUMBER_VARIABLE, 1)
 
 
 def slurm_job_attempt() -> str:
-    """This process's Slurm job, and how often it was requeued, as JOB.COUNT; "" without a job."""
+    """This process's Slurm job and requeue count, as JOB.COUNT; "" without a job."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
 
@@ -97,7 +97,7 @@ def write_server_file(folder: Path, record: ServerRecord) -> None:
 
 
 def write_server_failure(folder: Path, by: str, error: RunError, log: Path) -> None:
-    """Tell the trainer, which waits for this node's file, that there will be no server."""
+    """Report to the trainer, which waits for this node's file, that no server will start."""
     problem = error.problems[0]
     message = [problem.what, problem.why, problem.fix and f"fix: {problem.fix}"]
     record = ServerRecord(
@@ -109,8 +109,8 @@ def write_server_failure(folder: Path, by: str, error: RunError, log: Path) -> N
 
 
 def read_server_file(folder: Path, node_number: int | None = None) -> ServerRecord | None:
-    """The content of a serving node's file (`server_file_path`); None where there is no such file,
-    or it is not valid."""
+    """The content of a serving node's file (`server_file_path`); None if it is missing or
+    not valid."""
     try:
         return RECORD.validate_json(server_file_path(folder, node_number).read_bytes(), strict=True)
     except (OSError, ValueError):
@@ -118,6 +118,6 @@ def read_server_file(folder: Path, node_number: int | None = None) -> ServerReco
 
 
 def running_server(folder: Path) -> ServerRecord | None:
-    """The server of this folder, if it runs; one on another machine is taken to run."""
+    """The server of this folder, if it runs; one on another machine is assumed to run."""
     server = read_server_file(folder)
     return server if server and not server.failed and server.is_alive() is not False else None

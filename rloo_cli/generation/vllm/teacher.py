@@ -1,12 +1,12 @@
-"""A teacher that a vLLM server has: its log-probabilities of tokens that were sampled here.
+"""A teacher on a vLLM server: its log-probabilities of tokens that were sampled here.
 
-A row of ids is sent as a prompt, with `prompt_logprobs` 0 and one token to sample, which is thrown
-away; vLLM answers with the log-probability of each id after those before it, at temperature 1. So
-any `vllm serve MODEL` is enough, and nothing is sent but ids. Requests are made side by side. One
-that is lost is asked for again, as a rollout server's: the answer depends on the ids alone.
+A row of ids is sent as a prompt, with `prompt_logprobs` 0 and one token to sample, which is
+discarded; vLLM answers with the log-probability of each id given those before it, at temperature 1.
+So any `vllm serve MODEL` will do, and only ids are sent. Requests run concurrently. A lost
+request is repeated, as with a rollout server: the answer depends only on the ids.
 
-At the start the server is asked for its model, for its context, and for ids from all over the
-student's vocabulary, which must be the same tokens there.
+At startup the server reports its model and context, and ids from all over the student's
+vocabulary are compared, which must be the same tokens there.
 """
 
 import asyncio
@@ -33,49 +33,49 @@ from rloo_cli.utils.http import gather_or_cancel
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 URL_KEY, MODEL_KEY = "algorithm.teacher.base_url", "algorithm.teacher.model"
-PROBE_IDS = 64  # ids of the vocabulary that are compared at the start, at most
+PROBE_IDS = 64  # most ids of the vocabulary compared at startup
 ZERO_LOGP = -9999.0  # what vLLM writes for a probability of 0, as JSON has no infinity
-NO_TEXT = "\ufffd"  # what bytes that are no character by themselves are decoded to
+NO_TEXT = "\ufffd"  # the decoding of bytes that are not a whole character
 
-TeacherRow = tuple[list[int], list[int]]  # ids, and the indices of those that are asked for
+TeacherRow = tuple[list[int], list[int]]  # ids, and the indices of the requested ones
 
 
 class TeacherServer:
-    """The client of one server. Nothing is opened before `connect`. `note` prints a line."""
+    """The client of one server. It opens no connection before `connect`. `note` prints a line."""
 
     def __init__(self, keys: TeacherConfig, note: Callable[[str], None]):
         self.keys = keys
         self.url = address_to_call(keys.base_url or "", note)
         self.model = ""  # its name on the server, once that is known
-        self.max_model_len: int | None = None  # tokens of a request; None = the server does not say
+        self.max_model_len: int | None = None  # tokens of a request; None = not reported
         self.http_client: HttpClient | None = None
 
     @property
     def client(self) -> HttpClient:
-        """The HTTP client, opened where it is first asked for."""
+        """The HTTP client, opened at first use."""
         if self.http_client is None:
             self.http_client = HttpClient(self.keys.api_key_env, TEACHER_SERVER)
         return self.http_client
 
     @property
     def token(self) -> str:
-        """The server's token; "" where its variable is not set."""
+        """The server's token; "" if its variable is not set."""
         return os.environ.get(self.keys.api_key_env, "")
 
     def connect(self, tokenizer: Any, longest: int) -> str:
         """Wait for the server, and check its model, context and tokens. -> the model's name there
 
-        `longest`: tokens of a prompt with its completion, at most. Raises ConfigError where it is
-        not a teacher for this student, and GenerationError where it does not answer.
+        `longest`: most tokens of a prompt with its completion. Raises ConfigError if it is not a
+        teacher for this student, and GenerationError if it does not answer.
         """
         self._wait_for_model(self.keys.ready_timeout_s)
         room = self.max_model_len
         if room is not None and room < longest + 1:
-            why = f"prompt and completion may take {longest} tokens, and one more is sampled and"
-            why += f" thrown away; its limit is {room}"
+            why = f"prompt and completion may have {longest} tokens, plus one that is sampled and"
+            why += f" discarded; its limit is {room}"
             fix = f"vllm serve {self.model} --max-model-len {longest + 1}, or fewer tokens:"
             fix += " data.max_prompt_length, generation.max_completion_length"
-            what = f"the teacher at {self.url} has too little room"
+            what = f"the context of the teacher at {self.url} is too short"
             refuse(URL_KEY, what, fix, why)
         self._check_tokens(tokenizer)
         return self.model
@@ -83,7 +83,7 @@ class TeacherServer:
     def logprobs(self, rows: Sequence[TeacherRow]) -> list[list[float]]:
         """The teacher's log-probabilities of the ids at each row's indices, in nats.
 
-        Raises GenerationError where the server is lost too often, or stays away, and Stopped.
+        Raises GenerationError if the server is lost too often or stays unreachable, and Stopped.
         """
         found: dict[int, list[float]] = {i: [] for i, (_, wanted) in enumerate(rows) if not wanted}
         lost = 0
@@ -95,7 +95,7 @@ class TeacherServer:
                 if lost > self.keys.retries:
                     missing = f"{len(rows) - len(found)} of {len(rows)} rows were missing; {gone}"
                     what = f"the teacher at {self.url} was lost {lost} times in one batch"
-                    fix = "read in its log why, then go on with resume=auto"
+                    fix = "find the reason in its log, then resume=auto"
                     raise GenerationError(Problem(what, URL_KEY, missing, fix)) from gone
                 self._wait_for_model(self.keys.reconnect_timeout_s)
         return [found[i] for i in range(len(rows))]
@@ -103,10 +103,10 @@ class TeacherServer:
     def fill_reference(
         self, batch: Batch, forwarded: Tensor, run_on_rank0: Callable[..., list[list[float]]]
     ) -> None:
-        """Ask for ref_logp of all completions that are forwarded, (P, K), and have none yet.
+        """Request ref_logp for all forwarded completions, (P, K), that lack it.
 
-        It does not depend on the weights that are trained: each completion is asked for once,
-        before the step's first update. Rank 0 asks, for all ranks. Raises GenerationError.
+        It does not depend on the trained weights: each completion is requested once,
+        before the step's first update. Rank 0 requests for all ranks. Raises GenerationError.
         """
         groups = batch.groups
         missing = [i for i in batch.active if groups[i].ref_logp is None]
@@ -126,7 +126,7 @@ class TeacherServer:
             self.http_client = None
 
     def _ask_missing(self, rows: Sequence[TeacherRow], found: dict[int, list[float]]) -> None:
-        """Ask for every row that is not in `found`, side by side. Raises EngineLost."""
+        """Request every row that is not in `found`, concurrently. Raises EngineLost."""
         missing = [i for i in range(len(rows)) if i not in found]
         capacity = self.keys.max_in_flight or DEFAULT_MAX_IN_FLIGHT
 
@@ -149,9 +149,9 @@ class TeacherServer:
         return [self._read_logprob(entries[n]) for n in wanted]
 
     async def _ask_ids(self, ids: list[int]) -> list[JsonObject]:
-        """What the server says of each id; {} of the first, which follows nothing.
+        """The server's entry for each id; {} for the first, which follows nothing.
 
-        Raises EngineLost, and GenerationError for an answer that is not of these ids.
+        Raises EngineLost, and GenerationError if the answer does not belong to these ids.
         """
         body = {
             "model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
@@ -169,24 +169,24 @@ class TeacherServer:
             return [{}] + [told[str(i)] for i, told in zip(ids[1:], others, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}, in {str(answer)[:200]}"
-            what = f"the teacher at {self.url} does not tell log-probabilities of the ids it gets"
-            fix = "a vLLM server, whose /v1/completions has prompt_logprobs"
+            what = f"the teacher at {self.url} does not return log-probabilities of prompt ids"
+            fix = "use a vLLM server, whose /v1/completions supports prompt_logprobs"
             refuse(URL_KEY, what, fix, why, error=GenerationError)
 
     def _read_logprob(self, entry: JsonObject) -> float:
-        """The number in an entry. Raises GenerationError for what is none, or stands for -inf."""
+        """The number in an entry. Raises GenerationError if it is not a number, or means -inf."""
         value = entry.get("logprob")
         if not isinstance(value, float | int) or not math.isfinite(value) or value <= ZERO_LOGP:
-            what = f"the teacher at {self.url} gives a sampled token no probability"
+            what = f"the teacher at {self.url} gives a sampled token probability 0"
             why = f"it answered {str(entry)[:200]}"
             fix = f"vllm serve {self.model} --dtype float32, or another teacher"
             refuse(URL_KEY, what, fix, why, error=GenerationError)
         return float(value)
 
     def _wait_for_model(self, limit_s: float) -> None:
-        """Wait until the server tells its models, and choose the teacher among them.
+        """Wait until the server lists its models, and choose the teacher among them.
 
-        Raises GenerationError where it does not answer in time, and ConfigError.
+        Raises GenerationError if it does not answer in time, and ConfigError.
         """
         answer = self.client.get_when_ready(self.url, MODELS, self.token, limit_s)
         try:
@@ -208,16 +208,16 @@ class TeacherServer:
             fix = f"{MODEL_KEY}={guess_name(chosen, served)}"
             refuse(MODEL_KEY, what, fix, f"it has {names or 'none'}")
         if self.model and chosen != self.model:
-            what = f"the server at {self.url} has another model than it had"
-            why = f"it was {self.model}, and is {chosen}"
-            fix = f"vllm serve {self.model} there again, then go on with resume=auto"
+            what = f"the server at {self.url} now has another model"
+            why = f"it had {self.model}, and now has {chosen}"
+            fix = f"vllm serve {self.model} there again, then resume=auto"
             refuse(MODEL_KEY, what, fix, why, error=GenerationError)
         self.model, self.max_model_len = chosen, served[chosen].get("max_model_len")
 
     def _check_tokens(self, tokenizer: Any) -> None:
-        """Compare ids from all over the vocabulary. Raises ConfigError where one is another token.
+        """Compare ids from all over the vocabulary. Raises ConfigError if any is another token.
 
-        A teacher may know ids beyond the student's: embeddings of one family have several sizes.
+        A teacher may have ids beyond the student's: embeddings of one family have several sizes.
         """
         room = PROBE_IDS if self.max_model_len is None else self.max_model_len - 2
         ids = probe_ids(tokenizer, min(PROBE_IDS, room))
@@ -230,17 +230,17 @@ class TeacherServer:
             raise ConfigError(_other_tokens_problem(self.url, error.problems[0].why)) from None
         except EngineLost as lost:
             what = f"the teacher at {self.url} does not answer"
-            fix = f"see that it runs, or algorithm.teacher.request_timeout_s={2 * limit:g}"
+            fix = f"check that it runs, or algorithm.teacher.request_timeout_s={2 * limit:g}"
             refuse(URL_KEY, what, fix, str(lost), error=GenerationError)
         differing = []
         for i, entry in zip(ids, entries[1:], strict=True):
             self._read_logprob(entry)
             ours, theirs = tokenizer.decode([i]), entry.get("decoded_token")
-            # A server without a tokenizer has no texts, and part of a character is no text.
+            # A server without a tokenizer returns no texts, and part of a character has none.
             if theirs is not None and NO_TEXT not in ours and ours.strip() != str(theirs).strip():
                 differing.append(f"{i} is {ours!r} here and {theirs!r} there")
         if differing:
-            why = f"of {len(ids)} ids {len(differing)} are others: {'; '.join(differing[:3])}"
+            why = f"{len(differing)} of {len(ids)} compared ids differ: {'; '.join(differing[:3])}"
             raise ConfigError(_other_tokens_problem(self.url, why))
 
 
@@ -253,5 +253,5 @@ def probe_ids(tokenizer: Any, count: int) -> list[int]:
 
 
 def _other_tokens_problem(url: str, why: str) -> Problem:
-    what = f"student and the teacher at {url} differ in vocabulary"
+    what = f"the student and the teacher at {url} have different vocabularies"
     return Problem(what, URL_KEY, why, f"{URL_KEY}=the address of a model of the student's family")

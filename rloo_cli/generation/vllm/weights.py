@@ -1,6 +1,6 @@
-"""The trainer's weights as an engine wants them: checkpoint names, the engine's dtype, in order.
+"""The trainer's weights in the form an engine needs: checkpoint names, its dtype, in order.
 
-`WeightSource` is what a sender reads them from, `TransferClient` what it asks of the engine.
+A sender reads them from a `WeightSource` and talks to the engine through a `TransferClient`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,13 +31,13 @@ class WeightSource(Protocol):
     """Weights to send, one tensor at a time. The methods are those of vLLM's `WeightSource`."""
 
     def metadata(self) -> list[TensorMeta]:
-        """What iteration yields, in the same order."""
+        """The metadata of what iteration yields, in the same order."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class TransferClient(Protocol):
-    """What an engine does about weights. The methods are those of vLLM's `VLLMWeightSyncClient`;
+    """The engine's side of a weight update. The methods are those of vLLM's `VLLMWeightSyncClient`;
     each raises when the engine refuses."""
 
     def init_weight_transfer_engine(self, init_info: JsonObject) -> None: ...
@@ -52,8 +52,8 @@ class TransferClient(Protocol):
 class ModelWeightSource:
     """Every parameter of an unsharded model, each once (a tied head goes with its embedding).
 
-    `dtype`: what the engine computes in; tensors are cast to it one at a time. With
-    `leaves_frozen`, parts that `model.freeze` keeps as they are, which the engine has, are left
+    `dtype`: the engine's; tensors are cast to it one at a time. With
+    `leaves_frozen`, parts frozen by `model.freeze`, which the engine has already, are left
     out.
     """
 
@@ -68,7 +68,7 @@ class ModelWeightSource:
         return {n: p for n, p in self.model.named_parameters() if n not in left}
 
     def _metadata_of(self, parameters: Mapping[str, nn.Parameter]) -> list[TensorMeta]:
-        # From shapes alone: fused experts would otherwise be taken apart twice.
+        # From shapes only: fused experts would otherwise be split twice.
         blank = {
             name: torch.empty(weight_shape(p), dtype=p.dtype, device="meta")
             for name, p in parameters.items()
@@ -78,12 +78,12 @@ class ModelWeightSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         named = self._to_checkpoint_names({n: p.detach() for n, p in self._parameters().items()})
-        wait_for_stream()  # experts that were taken apart are packed on other streams too
+        wait_for_stream()  # split experts are packed on other streams too
         for name, tensor in named:
             yield name, tensor.detach().to(self.dtype).contiguous()
 
     def _to_checkpoint_names(self, parameters: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-        """Tensors by the names of a checkpoint. Experts that transformers fuses are taken apart."""
+        """Tensors by the names of a checkpoint. Experts that transformers fuses are split."""
         with torch.no_grad():
             return list(revert_weight_conversion(self.model, parameters).items())
 

@@ -1,4 +1,4 @@
-"""What the health rules say of a run that goes on: advice, or the error of a guard."""
+"""Applies the health rules during a run: advice, or the error of a guard."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,11 @@ CHECKS = {name: rule.check for name, rule in HEALTH_RULES.items() if rule.check 
 
 
 class Advisor:
-    """Reads each logged step and returns what is newly wrong; a rule speaks once per run.
+    """Reads each logged step and returns what is newly wrong; a rule fires once per run.
 
-    `guards`: what the config says of each rule: warn (speak once; where it says nothing), off, or
-    fail. The last one stops the run. Once the run was resumed, that rule judges what came since:
-    its history begins anew where it fired, here and where old lines are read again.
+    `guards`: the config's setting of each rule: warn (once; the default), off, or fail. The last
+    stops the run. After a resume, that rule judges only later steps:
+    its history restarts where it fired, here and where old lines are read again.
     """
 
     def __init__(self, guards: Mapping[str, object] | None = None) -> None:
@@ -27,9 +27,9 @@ class Advisor:
         self.histories = {name: Evidence() for name in self.open_rules}
 
     def advise(self, metrics: MetricsMapping) -> dict[str, str]:
-        """What is wrong at a line of metrics: the name of each rule that fires -> what it says.
+        """New problems at a line of metrics: the name of each rule that fires -> its message.
 
-        Lines of evaluations are for the rules that rest on them, lines of steps for all others.
+        Evaluation lines go to the rules that use them, step lines to all others.
         """
         found: dict[str, str] = {}
         held_out = is_evaluation(metrics)
@@ -54,14 +54,14 @@ class Advisor:
 
 
 def advice_text(name: str, figures: str) -> str:
-    """What a rule found, and what to change."""
+    """A rule's finding, and what to change."""
     return f"{figures}. {HEALTH_RULES[name].fix}."
 
 
 def guard_problem(name: str, step: int, figures: str) -> Problem:
-    """What a run says that the guard `name` (`guards.NAME=fail`) stops after `step`."""
+    """The error of a run that the guard `name` (`guards.NAME=fail`) stops after `step`."""
     rule = HEALTH_RULES[name]
     what = f"the guard {name} stopped the run after step {step}"
     where = f"guards.{name}=fail, metric {', '.join(rule.metrics)}"
-    fix = f"{rule.fix}. Or guards.{name}=warn; resume=auto goes on from this step"
-    return Problem(what, where, figures, fix, "rloo docs inspect#guards")
+    fix = f"{rule.fix}. Or guards.{name}=warn; resume=auto continues from this step"
+    return Problem(what, where, figures, fix, "docs/doctor.md#guards")

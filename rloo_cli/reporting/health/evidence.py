@@ -1,7 +1,7 @@
-"""What the health rules see of a run: its metrics, and of one that is read from its files the rest.
+"""The input of the health rules: a run's metrics, and for a finished run also its other files.
 
-Of a run that goes on they see the metrics so far, and "now" is its last line, or the last five. Of
-a whole run (`RunEvidence` in inspection/diagnosis) they see the config and the samples, too, and
+For a running run they see the metrics so far, and "now" is its last line, or the last five. For
+a whole run (`RunEvidence` in inspection/diagnosis) they also see the config and the samples, and
 "now" is its last quarter.
 """
 
@@ -17,19 +17,19 @@ from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.reporting.panel import last_message
 from rloo_cli.utils.files import JsonObject
 
-RECENT_LINES = 5  # logged steps averaged for a share: with few prompts one may be 1.0 by luck
-KEPT_STEPS = 100  # of a run that goes on: the longest window of a rule
+RECENT_LINES = 5  # logged steps per average: one alone may be 1.0 by chance
+KEPT_STEPS = 100  # kept of a running run: the longest window of a rule
 QUARTER = 4  # the start and the end of a run are its first and last quarter
-LEARNT_SHARE = 0.15  # of the span of all scores, by which the reward of a run that learns rises
-MASTERED_SHARE = 0.5  # of the way to the best score: a policy that went it may be certain
+LEARNT_SHARE = 0.15  # of the span of all scores: a rise by this is learning
+MASTERED_SHARE = 0.5  # of the way to the best score: then certainty is fine
 
 MetricPoints = list[tuple[int, float]]  # (step, value), in order
 
 
 class Evidence:
-    """The metrics of a run that goes on: the first value of each, and those of the last steps.
+    """The metrics of a running run: the first value of each, and those of the last steps.
 
-    Of held-out metrics it has every value. What else a rule may ask of a run is empty, or None.
+    It has every value of held-out metrics. Everything else that a rule may read is empty or None.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Evidence:
         self._first_values: dict[str, float] = {}
         self.samples: dict[int, list[JsonObject]] = {}  # step -> completions
         self.held_out: list[JsonObject] = []  # of the last evaluation
-        # Of the draws that have samples: draw -> row of the data, draw -> its epoch.
+        # For draws that have samples: draw -> row of the data, draw -> its epoch.
         self.draw_examples: dict[int, int] = {}
         self.draw_epochs: dict[int, int] = {}
 
@@ -69,24 +69,24 @@ class Evidence:
         return [value for _, value in self.metric_points(name)]
 
     def first_value(self, name: str) -> float | None:
-        """The first value of a metric; None of one that has none."""
+        """The first value of a metric; None if it has none."""
         return self._first_values.get(name)
 
     def current_value(self, name: str) -> float | None:
-        """The value of the current step; None where it has none."""
+        """The value of the current step; None if it has none."""
         points = self.metric_points(name)
         return points[-1][1] if points and points[-1][0] == self.step else None
 
     def recent_mean(self, name: str) -> float | None:
-        """The mean of the last RECENT_LINES values; None until there are so many."""
+        """The mean of the last RECENT_LINES values; None with fewer."""
         values = self.metric_values(name)[-RECENT_LINES:]
         return fmean(values) if len(values) == RECENT_LINES else None
 
     def recent_values(self, name: str, steps: int) -> list[float] | None:
         """The values of the last `steps` steps; None while the run is younger than that.
 
-        A logged line stands for the steps since the line before it, so that logging.every=10
-        needs no more steps than logging.every=1.
+        A logged line covers the steps since the line before it, so logging.every=10 needs no
+        more steps than logging.every=1.
         """
         points = self.metric_points(name)
         if len(points) < 2:
@@ -109,15 +109,15 @@ class Evidence:
         return None if both is None else both[1]
 
     def config_value(self, key: str) -> Any:
-        """The value of a dotted key of the run's config; None where it has none."""
+        """The value of a dotted key of the run's config; None if it is not set."""
         return None
 
     def weights_dtype(self) -> str | None:
-        """What the trainer computes in, as bfloat16; None where it is not known."""
+        """The dtype that the trainer computes in, such as bfloat16; None if unknown."""
         return None
 
     def groups(self, last: bool = False) -> Iterator[list[JsonObject]]:
-        """The completions of each prompt; `last`: of the second half of the samples alone."""
+        """The completions of each prompt; `last`: only the second half of the samples."""
         steps = sorted(self.samples)
         for step in steps[len(steps) // 2 :] if last else steps:
             groups: dict[object, list[JsonObject]] = defaultdict(list)
@@ -131,14 +131,14 @@ class Evidence:
         return [score for score in found if score is not None]
 
     def is_learning(self) -> bool:
-        """Whether the reward rose by much of what the scores span: it learnt to be certain."""
+        """Whether the reward rose by a good part of the scores' span, so certainty is learnt."""
         scores, reward = self.scores(), self.start_and_end("reward")
         if not scores or reward is None:
             return False
         return reward[1] - reward[0] > LEARNT_SHARE * (max(scores) - min(scores)) > 0
 
     def has_mastered(self) -> bool:
-        """Whether the reward rose by half of what lay between its start and the best score."""
+        """Whether the reward rose by half of the distance from its start to the best score."""
         scores, reward = self.scores(), self.start_and_end("reward")
         if not scores or reward is None:
             return False
@@ -153,12 +153,12 @@ def _metrics_of_sets(metrics: MetricsMapping, names: tuple[str, ...]) -> list[st
 
 
 def prompt_text(sample: JsonObject) -> str:
-    """The prompt's own words: of a conversation, the user's last message."""
+    """The prompt's own text: of a conversation, the last user message."""
     return last_message(sample.get("prompt", ""))
 
 
 def shown_prompt(sample: JsonObject) -> str:
-    """The prompt's words with its images: two prompts are equal if both are."""
+    """The prompt's text and images: two prompts are equal if both are."""
     return "".join([prompt_text(sample), *(str(image) for image in sample.get("images") or [])])
 
 
@@ -169,14 +169,14 @@ def episode_turns(sample: JsonObject) -> list[JsonObject]:
 
 
 def whole_text(sample: JsonObject) -> str:
-    """What was said and told in a completion: two that have it in common are equal."""
+    """The contents of a completion: two completions are equal if these are."""
     turns = episode_turns(sample)
     parts = [[turn.get("told"), turn.get("said")] for turn in turns]
     return json.dumps(parts) if turns else str(sample.get("completion"))
 
 
 def finite_field(sample: Mapping[str, Any], name: str) -> float | None:
-    """A number of a sample or of a line of metrics; None where there is none."""
+    """A number of a sample or of a line of metrics; None if missing."""
     value = sample.get(name)
     usable = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if usable and value is not None else None
@@ -197,7 +197,7 @@ def group_pairs(
 
 
 def pair_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The correlation of two centred columns; None where one of them does not vary."""
+    """The correlation of two centred columns; None if one of them does not vary."""
     sums = [
         sum(a * b for a, b in pairs),
         sum(a * a for a, _ in pairs),

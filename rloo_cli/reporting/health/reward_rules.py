@@ -1,7 +1,7 @@
-"""Rules over the course of the reward and of held-out scores: what is wrong with figures, or None.
+"""Rules over the course of the reward and of held-out scores: each returns a text, or None.
 
-They judge a run that goes on, at every logged line, over a window of its last steps; one without
-data is silent. A whole run is judged by `reward_without_rise` and `held_out_falling` alone.
+They judge a running run, at every logged line, over a window of its last steps; without data a
+rule is silent. A whole run is judged only by `reward_without_rise` and `held_out_falling`.
 """
 
 import math
@@ -11,15 +11,15 @@ from statistics import fmean, linear_regression
 
 from rloo_cli.reporting.health.evidence import Evidence
 
-FLAT_STEPS = 50  # shorter, and a slow but healthy rise still hides in the noise
-FLAT_NOISE = 1.0  # standard errors between the window's halves: a real rise soon leaves 1 behind
+FLAT_STEPS = 50  # in less, a slow but healthy rise hides in the noise
+FLAT_NOISE = 1.0  # standard errors between the window's halves: a real rise soon exceeds 1
 FALL_NOISE = 4.0  # standard errors of a fall that is more than noise: rare in a thousand steps
 MIN_CROSSINGS, MIN_SWING_POINTS = 4, 20  # crossings of the mean, among at least so many points
-QUARTER_NOISE = 4.5  # standard errors between quarters of the window: more, and it is not level
+QUARTER_NOISE = 4.5  # standard errors between quarters of the window: level below that
 MIN_PATTERN_AUTOCORRELATION = 0.6  # autocorrelation of some lag: 50 points of noise stay below 0.45
 HELD_OUT_NOISE = 2.0  # standard errors, twice in a row: a set has the same prompts each time
 RISE_NOISE = 2.0  # standard errors between a whole run's halves: above it the reward has risen
-NOISE_SHARE = 0.25  # of the scores' variance: a step's mean is then that of four completions
+NOISE_SHARE = 0.25  # of the scores' variance: as noisy as a mean of four completions
 HELD_OUT_METRICS = ("eval_reward", "eval_reward/se", "eval_samples")
 
 
@@ -42,7 +42,7 @@ def held_out_falling(run: Evidence) -> str | None:
             course = f", and reward went from {reward[0]:.3g} to {reward[1]:.3g}" if reward else ""
             return (
                 f"{name} was {best:.3g} at step {best_step} and is {last} now, further below its"
-                f" best than its noise{course}: what the reward gains no longer holds for other"
+                f" best than its noise{course}: the gains no longer transfer to other"
                 " prompts"
             )
     return None
@@ -58,7 +58,7 @@ def _held_out_noise(run: Evidence, name: str, step: int, score: float) -> float:
 
 
 def _noise_share_of(rewards: list[float], spreads: list[float]) -> float:
-    """The part of the scores' variance that the mean of one step has.
+    """The mean of one step's share of the scores' variance.
 
     `rewards`: the mean score of each step; `spreads`: the standard deviation of a step's scores.
     """
@@ -68,7 +68,7 @@ def _noise_share_of(rewards: list[float], spreads: list[float]) -> float:
 
 
 def _variance(values: list[float]) -> float:
-    """As statistics.variance, a hundred times as fast: a report judges every step of a run."""
+    """As statistics.variance, but 100 times as fast: a report judges every step of a run."""
     middle = fmean(values)
     return sum((value - middle) ** 2 for value in values) / (len(values) - 1)
 
@@ -81,7 +81,7 @@ def _half_means(values: list[float]) -> tuple[float, float, float]:
 
 
 def _has_pattern(values: list[float]) -> bool:
-    """Whether values follow each other as those of a wave, a hump or a slope do, not as noise."""
+    """Whether values follow each other like a wave, a hump or a slope, not like noise."""
     middle, count = fmean(values), len(values)
     gaps = [value - middle for value in values]
     whole = sum(gap * gap for gap in gaps)
@@ -92,7 +92,7 @@ def _has_pattern(values: list[float]) -> bool:
 
 
 def _has_level_quarters(values: list[float]) -> bool:
-    """Whether the quarters of a window have one mean, as far as noise lets one see."""
+    """Whether the quarters of a window have the same mean, within noise."""
     count = len(values) // 4
     if count < MIN_SWING_POINTS // 4:
         return True
@@ -103,7 +103,7 @@ def _has_level_quarters(values: list[float]) -> bool:
 
 
 def _is_swinging(values: list[float]) -> bool:
-    """Whether values go up and down again and again, and not as noise does, nor around a slope."""
+    """Whether values go up and down repeatedly, other than noise and not around a slope."""
     steps = range(len(values))
     slope, start = linear_regression(steps, values)
     around = [value - slope * step - start for step, value in zip(steps, values, strict=True)]
@@ -124,7 +124,7 @@ def _reward_fall(run: Evidence) -> tuple[float, float] | None:
 
 
 def reward_falling(run: Evidence) -> str | None:
-    """The mean falls, at once or slowly."""
+    """The mean falls, suddenly or slowly."""
     fall = _reward_fall(run)
     if fall is None:
         return None
@@ -135,26 +135,26 @@ def reward_falling(run: Evidence) -> str | None:
 
 
 def reward_swinging(run: Evidence) -> str | None:
-    """The mean goes up and down, and gets no better."""
+    """The mean goes up and down without getting better."""
     values = run.recent_values("reward", FLAT_STEPS)
     if values is None or len(values) < 4 or not _is_swinging(values):
         return None
     early, late, noise = _half_means(values)
-    if late - early > FLAT_NOISE * noise:  # it rises all the same
+    if late - early > FLAT_NOISE * noise:  # it still rises
         return None
     return (
         f"reward swings between {min(values):.3g} and {max(values):.3g} over {FLAT_STEPS} steps"
-        " and gets no better: the updates overshoot"
+        " without getting better: the updates overshoot"
     )
 
 
 def _flat_reward(run: Evidence) -> tuple[list[float], float] | None:
-    """The rewards of the last FLAT_STEPS steps, if they are level, and their share of noise."""
+    """The rewards of the last FLAT_STEPS steps, if level, and their share of noise."""
     values = run.recent_values("reward", FLAT_STEPS)
     if values is None or len(values) < 4:
         return None
     if _reward_fall(run) or _has_pattern(values) or not _has_level_quarters(values):
-        return None  # where it falls or swings, larger updates would do harm
+        return None  # if it falls or swings, larger updates would do harm
     early, late, noise = _half_means(values)
     if abs(late - early) > FLAT_NOISE * noise:
         return None
@@ -184,8 +184,8 @@ def reward_without_rise(run: Evidence) -> str | None:
 
 def _noise_text(share: float) -> str:
     return (
-        f"the mean of one step has {share:.0%} of the scores' variance, as that of"
-        f" {1 / share:.2g} completions has"
+        f"one step's mean has {share:.0%} of the scores' variance, like a mean over"
+        f" {1 / share:.2g} completions"
     )
 
 
@@ -195,6 +195,6 @@ def reward_flat(run: Evidence) -> str | None:
     if flat is None or flat[1] > NOISE_SHARE:
         return None
     return (
-        f"reward is flat at {fmean(flat[0]):.3g} over {FLAT_STEPS} steps: updates too small, or"
-        " the reward already at its best"
+        f"reward is flat at {fmean(flat[0]):.3g} over {FLAT_STEPS} steps: updates too small,"
+        " or the reward already at its best"
     )

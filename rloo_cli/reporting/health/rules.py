@@ -1,8 +1,8 @@
-"""The table of health rules: what can go wrong in a run, how it shows, and what to change.
+"""The table of health rules: what can go wrong in a run, its symptoms, and what to change.
 
-A rule with `check` judges a run that goes on, at each line that it logs: what it says is advice, or
-ends the run (the config's `guards`). One with `found` judges a whole run: what it says is a finding
-of `rloo doctor RUN` and of the report. Those that need samples or the config have `found` alone.
+A rule with `check` judges a running run, at each logged line: its message is advice, or ends the
+run (the config's `guards`). One with `found` judges a whole run: its message is a finding of
+`rloo doctor RUN` and of the report. Rules that need samples or the config have only `found`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from rloo_cli.reporting.health import metric_rules, reward_rules, sample_rules
 from rloo_cli.reporting.health.evidence import Evidence
 
 RuleFunction = Callable[[Evidence], str | None]
-MIN_STEPS = 8  # logged steps of a whole run before a rule about their course speaks
+MIN_STEPS = 8  # logged steps of a whole run before a rule about a trend fires
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class HealthRule:
 
     fix: str  # what to change, with the keys
     check: RuleFunction | None = None
-    metrics: tuple[str, ...] = ()  # that `check` reads
+    metrics: tuple[str, ...] = ()  # read by `check`
     found: RuleFunction | None = None
-    title: str = ""  # of the finding; docs/inspect.md has it
-    min_steps: int = MIN_STEPS  # logged steps before `found` is asked
-    silences: tuple[str, ...] = ()  # rules that say the opposite, or only a consequence
+    title: str = ""  # of the finding; docs/doctor.md has it
+    min_steps: int = MIN_STEPS  # logged steps before `found` is called
+    silences: tuple[str, ...] = ()  # rules that contradict it or are only a consequence
 
 
-# Name -> rule, the gravest first; those with `check` have the names of the config's `guards`.
+# Name -> rule, the most severe first; those with `check` have the names of the config's `guards`.
 HEALTH_RULES = {
     "updates_rounded_away": HealthRule(
         "Set model.dtype=float32 or distributed.master_weights=float32, or raise"
@@ -38,16 +38,14 @@ HEALTH_RULES = {
         silences=("rate_too_low",),
     ),
     "ignored_completions": HealthRule(
-        "Look at the reward function: call it on two different completions (rloo samples RUN"
-        " --best)",
+        "Check the reward function: call it on two different completions (rloo samples RUN --best)",
         found=sample_rules.ignored_completions,
         title="the reward ignores the completion",
         min_steps=0,
         silences=("zero_spread",),
     ),
     "failing_calls": HealthRule(
-        "Look at agent.parser and the code of the tools: rloo samples RUN shows what they were"
-        " asked",
+        "Check agent.parser and the code of the tools: rloo samples RUN shows their calls",
         found=metric_rules.failing_calls,
         title="tools or environments fail",
     ),
@@ -81,7 +79,7 @@ HEALTH_RULES = {
         min_steps=0,
     ),
     "one_completion": HealthRule(
-        "If the reward pays for it whatever was asked, mend the reward; else lower"
+        "If the reward pays for it on every prompt, fix the reward; else lower"
         " train.learning_rate or raise algorithm.beta",
         metric_rules.one_completion,
         metrics=("completions/most_common_frac",),
@@ -90,8 +88,7 @@ HEALTH_RULES = {
         silences=("duplicate_completions",),
     ),
     "length_hacking": HealthRule(
-        "Take a reward that does not pay for length, or reward=overlong beside it, or raise"
-        " algorithm.beta",
+        "Use a reward that does not pay for length, add reward=overlong, or raise algorithm.beta",
         found=sample_rules.length_hacking,
         title="reward hacking by length",
     ),
@@ -101,8 +98,8 @@ HEALTH_RULES = {
         title="one reward drowns the others",
     ),
     "zero_spread": HealthRule(
-        "Raise algorithm.num_generations or generation.temperature, or take prompts (data.path) of"
-        " fitting difficulty",
+        "Raise algorithm.num_generations or generation.temperature, or use prompts (data.path) of"
+        " suitable difficulty",
         metric_rules.zero_spread,
         metrics=("sampled_frac_reward_zero_std", "frac_reward_zero_std"),
         found=metric_rules.zero_spread,
@@ -114,7 +111,7 @@ HEALTH_RULES = {
         title="duplicate completions",
     ),
     "many_truncated": HealthRule(
-        "Raise generation.max_completion_length, or teach ending with"
+        "Raise generation.max_completion_length, or penalise truncation with"
         " algorithm.missing_eos_penalty",
         metric_rules.many_truncated,
         metrics=("completions/clipped_ratio",),
@@ -148,7 +145,7 @@ HEALTH_RULES = {
         min_steps=0,
     ),
     "data_seen_twice": HealthRule(
-        "Take equal rows out of data.path",
+        "Remove duplicate rows from data.path",
         found=sample_rules.data_seen_twice,
         title="data is seen twice",
         min_steps=0,
@@ -168,10 +165,10 @@ HEALTH_RULES = {
         title="learning rate too low",
         min_steps=2 * MIN_STEPS,
     ),
-    # Advice alone: a healthy run may show these for a while, or end so.
+    # Advice only: a healthy run may show these for a while, or at its end.
     "reward_falling": HealthRule(
-        "Lower train.learning_rate, or raise algorithm.beta, which holds the policy where it"
-        " began; look at the samples, and compare with what is held out",
+        "Lower train.learning_rate, or raise algorithm.beta, which keeps the policy near its"
+        " start; check the samples, and compare with held-out scores",
         reward_rules.reward_falling,
         metrics=("reward",),
         silences=("reward_flat",),
@@ -183,7 +180,7 @@ HEALTH_RULES = {
         silences=("reward_flat",),
     ),
     "reward_flat": HealthRule(
-        "Look at the samples; if they can improve, raise train.learning_rate or"
+        "Check the samples; if they can improve, raise train.learning_rate or"
         " algorithm.num_generations",
         reward_rules.reward_flat,
         metrics=("reward", "reward_std_batch"),
@@ -205,7 +202,7 @@ HEALTH_RULES = {
         metrics=("sampling/ess",),
     ),
     "every_update_clipped": HealthRule(
-        "Nothing need change; train.max_grad_norm sets the limit, and train.learning_rate the size"
+        "No change needed; train.max_grad_norm sets the limit, and train.learning_rate the size"
         " of the steps",
         metric_rules.every_update_clipped,
         metrics=("grad_clip_fraction",),

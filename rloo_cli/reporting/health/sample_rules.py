@@ -1,7 +1,7 @@
-"""Rules over the samples of a whole run: each returns what is wrong with figures, or None.
+"""Rules over the samples of a whole run: each returns a description with figures, or None.
 
-Thresholds were set on short runs that really have the fault. A rule whose samples the run does not
-have is silent.
+Thresholds were set on short runs that really have the fault. A rule without its samples is
+silent.
 """
 
 from collections import defaultdict
@@ -18,20 +18,20 @@ from rloo_cli.reporting.health.evidence import (
 )
 from rloo_cli.utils.files import JsonObject
 
-MIN_COMPLETIONS = 24  # before a correlation over completions is believed
+MIN_COMPLETIONS = 24  # before a correlation over completions counts
 LENGTH_CORRELATION = 0.6  # of score and length within groups: above it the length is the reward
 LENGTH_GROWTH = 1.25  # of the mean length, or its inverse, from the first quarter to the last
-DROWNING_SHARE = 0.97  # of the score's variance within groups that one of several rewards has
-DROWNED_SHARE = 0.25  # of its own completions a drowned reward still tells apart
-DOUBLED_SHARE = 0.05  # of an epoch's draws whose prompt was drawn before in it, from another row
+DROWNING_SHARE = 0.97  # of the score's variance within groups, from one of several rewards
+DROWNED_SHARE = 0.25  # of its completions that a drowned reward still distinguishes
+DOUBLED_SHARE = 0.05  # of an epoch's draws that repeat a prompt from another row
 OVERLAP_SHARE = 0.05  # of held-out prompts that were trained on
-NOISE_GAP = 0.25  # of the scores' spread: what equal completions of a prompt differ by
-ALIKE_SHARE = 0.5  # of the groups whose completions are one text that is not the best
-PROMPT_IS_THE_TASK = (None, "tools")  # agents for which equal prompts are one task
+NOISE_GAP = 0.25  # of the scores' spread: the gap between equal completions
+ALIKE_SHARE = 0.5  # of the groups: all completions equal, and not the best
+PROMPT_IS_THE_TASK = (None, "tools")  # agents for which equal prompts are the same task
 
 
 def ignored_completions(run: Evidence) -> str | None:
-    """Scores that differ between prompts or draws, but not with what the completions say."""
+    """Scores that differ between prompts or draws, but not with the completion's text."""
     groups = [group for group in run.groups() if len(group) > 1]
     spreads, means, gaps, scores = [], [], [], []
     for group in groups:
@@ -48,7 +48,7 @@ def ignored_completions(run: Evidence) -> str | None:
     if len(scores) < MIN_COMPLETIONS or pstdev(scores) == 0:
         return None
     if len(means) > 3 and max(spreads) < 1e-9 and pstdev(means) > 0:
-        return "every completion of a prompt has one score, and prompts differ"
+        return "all completions of a prompt have the same score, and prompts differ"
     if len(gaps) >= 4 and fmean(gaps) > NOISE_GAP * pstdev(scores):
         return (
             f"equal completions of one prompt differ by {fmean(gaps):.3g} in their scores, all"
@@ -61,7 +61,7 @@ def length_hacking(run: Evidence) -> str | None:
     """The score follows the length, and the lengths have moved."""
     lengths = run.start_and_end("completions/mean_length")
     turns = run.start_and_end("agent/turns")
-    if lengths is not None and turns is not None:  # more turns are what an agent may have to learn
+    if lengths is not None and turns is not None:  # an agent may have to learn to use more turns
         lengths = lengths[0] / max(turns[0], 1.0), lengths[1] / max(turns[1], 1.0)
     alike = (part for group in run.groups() for part in _split_by_turns(group))
     pairs = group_pairs(alike, "score", "completion_length")
@@ -89,7 +89,7 @@ def _split_by_turns(group: list[JsonObject]) -> list[list[JsonObject]]:
 
 
 def reward_drowned(run: Evidence) -> str | None:
-    """One of several rewards has all the say, and another tells completions apart in vain."""
+    """One of several rewards dominates, and another one's distinctions have no effect."""
     rewards = run.config_value("reward")
     weights = {
         name: float(entry.get("weight", 1.0))
@@ -125,13 +125,13 @@ def reward_drowned(run: Evidence) -> str | None:
     if spread[largest] < DROWNING_SHARE * total or not drowned:
         return None
     return (
-        f"{largest} makes {spread[largest] / total:.1%} of the score's variance within groups;"
-        f" {' and '.join(drowned)}, which tells completions apart too, has no say"
+        f"{largest} has {spread[largest] / total:.1%} of the score's variance within groups;"
+        f" {' and '.join(drowned)}, which also distinguishes completions, has no effect"
     )
 
 
 def duplicate_completions(run: Evidence) -> str | None:
-    """Siblings are one text that is not the best, so that none can show a better one."""
+    """All siblings are one text that is not the best, so no sibling can show a better one."""
     scores = run.scores()
     if not scores or run.has_mastered():
         return None
@@ -144,15 +144,15 @@ def duplicate_completions(run: Evidence) -> str | None:
     if alike <= ALIKE_SHARE * len(groups):
         return None
     return (
-        f"in {alike} of the last {len(groups)} groups all completions are one text, which is not"
-        " the best: no sibling can show a better one"
+        f"in {alike} of the last {len(groups)} groups all completions are the same text,"
+        " not the best one: no sibling can show a better one"
     )
 
 
 def data_seen_twice(run: Evidence) -> str | None:
-    """A prompt stands in several rows, or is held out and trained on."""
+    """A prompt occurs in several rows, or is both held out and trained on."""
     if run.config_value("agent.kind") not in PROMPT_IS_THE_TASK:
-        return None  # an environment gets the whole row: equal prompts may be different tasks
+        return None  # environments get the whole row: equal prompts may be different tasks
     rows: dict[tuple[int, str], set[int]] = defaultdict(set)
     prompts: set[str] = set()
     for group in run.groups():
@@ -165,8 +165,8 @@ def data_seen_twice(run: Evidence) -> str | None:
     both = held_out & prompts
     if doubled and len(doubled) >= DOUBLED_SHARE * len(rows):
         return (
-            f"{len(doubled)} of {len(rows)} sampled prompts stand in several rows of the data, as"
-            f" {doubled[0][:60]!r}"
+            f"{len(doubled)} of {len(rows)} sampled prompts occur in several rows of the data,"
+            f" such as {doubled[0][:60]!r}"
         )
     if both and len(both) >= OVERLAP_SHARE * len(held_out):
         return f"{len(both)} of {len(held_out)} held-out prompts were trained on"

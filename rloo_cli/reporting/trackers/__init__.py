@@ -1,11 +1,11 @@
 """Sends a run's metrics to trackers: those of accelerate.tracking, such as wandb and tensorboard.
 
-Each tracker's client runs in a worker process of its own, fed by a thread from a bounded queue. A
-client may be missing, refuse, hang, be slow or end its process: the run neither waits for it nor
-changes. What it misses is in metrics.jsonl: a resumed run sends it, and `rloo sync RUN NAME` does.
+Each tracker's client runs in its own worker process, fed by a thread from a bounded queue. A
+client may be missing, refuse, hang, be slow or exit: the run neither waits for it nor
+changes. Everything it misses is in metrics.jsonl: a resumed run sends it, or `rloo sync RUN NAME`.
 
-    kinds   how each tracker opens a run, and under which id it knows it
-    worker  what the worker process of a tracker does
+    kinds   how each tracker opens a run, and the id of the run there
+    worker  the worker process of a tracker
 """
 
 import contextlib
@@ -26,23 +26,23 @@ from rloo_cli.utils.errors import TrackerError, refuse
 from rloo_cli.utils.files import JsonObject, read_json, update_json
 from rloo_cli.utils.worker_pool import Worker, WorkerGone, WorkerPool
 
-QUEUE_LINES = 10_000  # lines of metrics that wait for a tracker; more are left out and counted
+QUEUE_LINES = 10_000  # queued lines per tracker; more are dropped and counted
 START_LIMIT_S = 30.0  # until a required tracker has to be ready
-CALL_LIMIT_S = 60.0  # of one call of a client; one that takes longer is given up
+CALL_LIMIT_S = 60.0  # per call of a client; one that takes longer is given up
 CLOSE_LIMIT_S = 20.0  # until the last lines have to be sent
-STALL_LIMIT_S = 15.0  # a client that is in one call for so long at the end is not waited for
-MAX_FAILURES = 5  # lines in a row that a tracker may refuse before it is given up
+STALL_LIMIT_S = 15.0  # at the end, a client stuck in a call this long is abandoned
+MAX_FAILURES = 5  # refused lines in a row before a tracker is given up
 POLL_S = 0.05
-OWN_ID_TRACKERS = ("wandb",)  # those that take an id of ours
+OWN_ID_TRACKERS = ("wandb",)  # those that accept our id
 
 
 def tracker_about(
     folder: Path, names: Sequence[str], project: str | None, run_name: str, config: JsonObject
 ) -> JsonObject:
-    """What trackers are told of a run. Runs that a tracker knows already go on under their id.
+    """The data that trackers get about a run. Known runs continue under their id.
 
-    wandb takes an id of ours: run.json has it before the tracker answers, so that a run which is
-    killed meanwhile goes on under it too.
+    wandb accepts our id: run.json has it before the tracker answers, so that a run that is
+    killed meanwhile continues under it too.
     """
     for name in {*names} & {*OWN_ID_TRACKERS} - {*known_tracker_runs(folder)}:
         remember_tracker_run(folder, name, uuid.uuid4().hex[:8], None)
@@ -58,7 +58,7 @@ def tracker_about(
 
 
 def known_tracker_runs(folder: Path) -> JsonObject:
-    """Tracker -> id and address of this run there, by run.json; {} where that cannot be read."""
+    """Tracker -> id and URL of this run there, by run.json; {} if that cannot be read."""
     try:
         about: object = read_json(folder / "run.json")
     except (OSError, ValueError):
@@ -68,20 +68,20 @@ def known_tracker_runs(folder: Path) -> JsonObject:
 
 
 def remember_tracker_run(folder: Path, name: str, run_id: str | None, url: str | None) -> None:
-    """Keep a tracker's id of this run in run.json: a resumed run goes on under it."""
+    """Store a tracker's id of this run in run.json: a resumed run continues under it."""
     known, entry = known_tracker_runs(folder), {"id": run_id, "url": url}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # a run.json that is damaged is left
+    with contextlib.suppress(OSError, ValueError, TypeError):  # leave a damaged run.json alone
         update_json(folder / "run.json", trackers=known | {name: entry})
 
 
 class TrackerFailed(Exception):
-    """The tracker takes no more lines; the text says why."""
+    """The tracker accepts no more lines; the text says why."""
 
 
 class TrackerThread:
     """Feeds one tracker's worker, with the run's earlier lines and then from a queue.
 
-    `tell(name, ready, warning)` is called from it.
+    It calls `tell(name, ready, warning)`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TrackerThread:
     ):
         self.name, self.pool, self.tell = name, pool, tell
         self.earlier: deque[MetricsMapping] = deque()
-        self.lines: queue.SimpleQueue[JsonObject | None] = queue.SimpleQueue()  # None is its end
+        self.lines: queue.SimpleQueue[JsonObject | None] = queue.SimpleQueue()  # None ends it
         self.busy_since: float | None = time.monotonic()  # None while it waits for a line
         self.num_sent = self.left_out = 0
         self.has_failed = False
@@ -97,12 +97,12 @@ class TrackerThread:
 
     @property
     def hangs(self) -> bool:
-        """Whether the client has been in one call for so long that it is not waited for."""
+        """Whether the client has been stuck in one call for too long to wait."""
         since = self.busy_since
         return since is not None and time.monotonic() - since > STALL_LIMIT_S
 
     def put(self, line: JsonObject) -> None:
-        """Queue a line; one too many is left out."""
+        """Queue a line, or drop it if the queue is full."""
         if self.has_failed:
             return
         if self.lines.qsize() < QUEUE_LINES:
@@ -111,7 +111,7 @@ class TrackerThread:
             self.left_out += 1
 
     def end(self) -> None:
-        """Let it finish what is in the queue, even a full one."""
+        """Let it finish the queue, even a full one."""
         self.lines.put(None)
 
     def _run(self) -> None:
@@ -123,7 +123,7 @@ class TrackerThread:
             self._ask(worker, {"do": "finish"})
             if refused:
                 self.tell(self.name, None, refused)
-        except Exception as failure:  # whatever it is, the rest of the lines is not sent
+        except Exception as failure:  # whatever it is, the remaining lines are not sent
             self.has_failed = True
             self.tell(self.name, None, str(failure))
         finally:
@@ -140,7 +140,7 @@ class TrackerThread:
         self.tell(self.name, opened, "")
 
     def _send_lines(self, worker: Worker) -> str:
-        """Send the queue's lines. -> which were refused, in words; "" for none"""
+        """Send the queue's lines. -> which were refused, as text; "" for none"""
         failures = refused = 0
         why = ""
         while (line := self._next_line()) is not None:
@@ -150,7 +150,7 @@ class TrackerThread:
             refused += "error" in answer
             self.num_sent += "error" not in answer
             if failures == MAX_FAILURES:
-                raise TrackerFailed(f"it takes no more: {why}")
+                raise TrackerFailed(f"it accepts no more lines: {why}")
         return f"it refused {refused} lines ({why})" if refused else ""
 
     def _next_line(self) -> MetricsMapping | None:
@@ -174,15 +174,15 @@ class TrackerThread:
         except TimeoutError:
             raise TrackerFailed(f"no answer within {CALL_LIMIT_S:g} s") from None
         except WorkerGone as gone:
-            raise TrackerFailed(f"its process ended with {gone}") from None
+            raise TrackerFailed(f"its process exited with {gone}") from None
         return answer
 
 
 class TrackerClient:
-    """Sends lines of metrics to the trackers; never waits for them but at the end.
+    """Sends lines of metrics to the trackers; only waits for them at the end.
 
-    `note` shows a warning to the user, each once, from the caller's thread. `seconds` is the time
-    that `send` has taken.
+    `note` shows a warning to the user, each once, from the caller's thread. `seconds` is the total
+    time of `send`.
     """
 
     def __init__(self, about: JsonObject, note: Callable[[str], None]):
@@ -190,7 +190,7 @@ class TrackerClient:
         log = self.folder / "logs" / "trackers.log"
         self.pool = WorkerPool(TrackerWorkerCode(about), "trackers", keep=0, log=log)
         self.news: queue.SimpleQueue[tuple[str, JsonObject | None, str]] = queue.SimpleQueue()
-        self.ready: dict[str, JsonObject] = {}  # by tracker: its id and address of this run
+        self.ready: dict[str, JsonObject] = {}  # by tracker: id and URL of this run
         self.failed: dict[str, str] = {}
         self.sent, self.seconds = 0, 0.0
         self.trackers = [
@@ -201,7 +201,7 @@ class TrackerClient:
     def start(self, earlier: Sequence[MetricsMapping] = (), required: bool = False) -> None:
         """Start the clients. `earlier`: lines of a resumed run, of which they may lack some.
 
-        Raises TrackerError where all trackers are required and one is not ready.
+        Raises TrackerError if all trackers are required and one is not ready.
         """
         for tracker in self.trackers:
             tracker.earlier.extend(earlier)
@@ -213,8 +213,8 @@ class TrackerClient:
         if required and missing:
             self.pool.close()
             why = self.failed.get(missing[0], f"it was not ready within {START_LIMIT_S:g} s")
-            fix = "logging.trackers_required=false goes on without it"
-            what = f"the tracker {missing[0]} is required and does not take the run"
+            fix = "logging.trackers_required=false continues without it"
+            what = f"the required tracker {missing[0]} failed to start"
             refuse("logging.trackers_required", what, fix, why, error=TrackerError)
 
     def send(self, metrics: JsonObject) -> None:
@@ -240,13 +240,13 @@ class TrackerClient:
         self.hear_news()
         for tracker in self.trackers:
             if tracker.name in late:
-                self._add_failure(tracker.name, f"not all of it was taken within {limit_s:g} s")
+                self._add_failure(tracker.name, f"it did not accept all lines within {limit_s:g} s")
             elif tracker.left_out:
-                self._add_failure(tracker.name, f"{tracker.left_out} lines were left out")
+                self._add_failure(tracker.name, f"{tracker.left_out} lines were dropped")
         self.pool.close()
 
     def hear_news(self) -> None:
-        """Act on what the trackers said; in the thread of the loop, whose notes are shown."""
+        """Handle the trackers' reports, in the thread of the loop, whose notes are shown."""
         with contextlib.suppress(queue.Empty):
             while True:
                 name, ready, warning = self.news.get_nowait()
@@ -264,5 +264,5 @@ class TrackerClient:
 
     def _add_failure(self, name: str, why: str) -> None:
         self.failed[name] = why
-        again = f"`rloo sync {self.folder.name} {name}` sends all of it"
+        again = f"`rloo sync {self.folder.name} {name}` sends all lines"
         self.note(f"warning: {name}: {redact.redact_text(why)}; {again}")

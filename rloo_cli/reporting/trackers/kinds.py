@@ -1,7 +1,7 @@
-"""The trackers of accelerate.tracking: how each opens our run, and under which id it knows it.
+"""The trackers of accelerate.tracking: how each opens our run, and the run's id there.
 
-A resumed run goes on under the id that the tracker gave it, and is sent from its first line on:
-after a kill a tracker may lack some. What it has is replaced or left out, as the client allows.
+A resumed run continues under the id that the tracker gave it, and is sent from its first line:
+after a kill a tracker may lack some. What it has is replaced or skipped, as the client allows.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from rloo_cli.reporting.metrics_lines import MetricsMapping
 from rloo_cli.utils.files import JsonObject
 
-# By which accelerate finds that a process is one of several, and waits for the others.
+# Variables by which accelerate detects one of several processes, and waits for the others.
 RANK_VARIABLES = (
     "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE",
 )  # fmt: skip
@@ -22,13 +22,13 @@ RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class RunAbout:
-    """What a tracker is told of a run."""
+    """The data that a tracker gets about a run."""
 
     folder: Path
     project: str
     name: str
     config: JsonObject  # without secrets
-    known_id: str | None  # under which it has a part of the run already
+    known_id: str | None  # of a run that it has already
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class TrackerKind:
     package: str
     arguments: Callable[[RunAbout], JsonObject]
     run_id: Callable[[Any, RunAbout], str] = lambda client, about: about.name
-    has_url: bool = False  # of the run, for people
-    takes_config: bool = False  # by store_init_configuration; others take it as an argument
+    has_url: bool = False  # the run has a web page
+    takes_config: bool = False  # by store_init_configuration; else as an argument
     known_metrics: "Callable[[RunAbout, set[str]], set[tuple[int, str]]] | None" = None
-    metric_name: Callable[[str], str] = str  # what it takes as one
+    metric_name: Callable[[str], str] = str  # converts to a valid name
 
 
 def line_scalars(line: MetricsMapping) -> dict[str, float]:
@@ -54,15 +54,15 @@ def line_scalars(line: MetricsMapping) -> dict[str, float]:
 
 
 def first_metric(line: MetricsMapping) -> tuple[int, str]:
-    """A line's step and the first of its metrics, by which it is found again at a tracker."""
+    """A line's step and the first of its metrics, which identify it at a tracker."""
     return int(line["step"]), next(iter(line_scalars(line)), "")
 
 
 class TrackerRun:
     """A run at one tracker. Creating it opens the run. Raises ImportError without its package.
 
-    `known_metrics(names)`: (step, metric) of what it has of these metrics; empty where it drops or
-    replaces by itself what it is sent again.
+    `known_metrics(names)`: (step, metric) of those of these metrics that it has; empty if it drops
+    or replaces repeated lines itself.
     """
 
     def __init__(self, name: str, about: RunAbout):
@@ -71,7 +71,7 @@ class TrackerRun:
 
         for variable in RANK_VARIABLES:
             os.environ.pop(variable, None)
-        PartialState(cpu=True)  # accelerate's loggers ask it; without these it joins no other rank
+        PartialState(cpu=True)  # accelerate's loggers need it; without these it joins no other rank
         self.kind, self.about = TRACKERS[name], about
         self.tracker: Any = LOGGER_TYPE_TO_CLASS[name](**self.kind.arguments(about))
         self.tracker.start()
@@ -87,11 +87,11 @@ class TrackerRun:
         self.tracker.log(values, step=int(line["step"]))
 
     def finish(self) -> None:
-        """Send what is left."""
+        """Send the rest."""
         self.tracker.finish()
 
     def known_metrics(self, names: set[str]) -> set[tuple[int, str]]:
-        """(step, metric) of what the tracker has of these metrics already."""
+        """(step, metric) of those of these metrics that the tracker has already."""
         if self.kind.known_metrics is None or not self.about.known_id:
             return set()
         return self.kind.known_metrics(self.about, names)
@@ -171,7 +171,7 @@ def _swanlab_id(run: Any, about: RunAbout) -> str:
 
 
 def _mlflow_name(name: str) -> str:
-    return re.sub(r"[^\w\-./: ]", "_", name)  # what mlflow takes in a name
+    return re.sub(r"[^\w\-./: ]", "_", name)  # mlflow's allowed characters
 
 
 def _trackio_metrics(about: RunAbout, names: set[str]) -> set[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""What the worker process of a tracker does: it runs the tracker's client, whatever that does."""
+"""The worker process of a tracker: it runs the tracker's client, which may do anything."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ class TrackerWorkerCode:
         """Import nothing: accelerate imports torch, whose threads a fork would lose."""
 
     def start(self) -> None:
-        """Do nothing more in each worker."""
+        """Do nothing: a fork is ready."""
 
     def answer(self, message: JsonObject) -> bytes:
         """The JSON of an object: `id`, `url` and `known` for `start`; `error` for an exception."""
@@ -55,7 +55,7 @@ class TrackerWorkerCode:
 
 
 def run_about(about: JsonObject, name: str) -> RunAbout:
-    """What this tracker is told of the run."""
+    """The data that this tracker gets about the run."""
     return RunAbout(
         Path(about["folder"]), about["project"], about["name"], about["config"],
         about["ids"].get(name),

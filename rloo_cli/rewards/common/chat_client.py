@@ -13,7 +13,7 @@ THINK_END_TAG = "</think>"
 
 
 def chat_service(keys: ChatKeys) -> HttpService:
-    """The service that these keys name."""
+    """The service that these keys configure."""
     return HttpService(keys.base_url, keys.api_key_env, keys.concurrency, keys.request_timeout_s)
 
 
@@ -34,7 +34,7 @@ async def ask_chat_model(client: JsonClient, keys: ChatKeys, question: str) -> s
         choice = answer["choices"][0]
         text = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise EndpointError(f"an answer in another form: {str(answer)[:200]}", True) from None
+        raise EndpointError(f"unexpected response format: {str(answer)[:200]}", True) from None
     if not isinstance(text, str):
         raise EndpointError(f"an answer without text ({choice.get('finish_reason')})")
     return text.rpartition(THINK_END_TAG)[2]

@@ -1,8 +1,8 @@
-"""Requests to a model that somebody else serves: JSON over HTTP, bounded, repeated where safe.
+"""Requests to a model on a server: JSON over HTTP, bounded, repeated where safe.
 
-A request is repeated only where that cannot do harm and may help: the connection was refused or
-broke before an answer, the server is too busy (`RETRY_STATUSES`), or one request took too long
-while the call has time left. Every other refusal is raised at once, with what the server answered.
+A request is repeated only if that is harmless and may help: the connection was refused or broke
+before an answer, the server is too busy (`RETRY_STATUSES`), or one request took too long while
+the call has time left. Every other refusal is raised at once, with the server's answer.
 Keys are read from the environment, and masked in whatever a server quotes back.
 
 Connections belong to one `JsonClient`, opened and closed on the event loop that uses it: nothing
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from rloo_cli.utils import http, redact
 from rloo_cli.utils.errors import refuse
 
-FATAL_STATUSES = frozenset({401, 403, 404, 405, 407, 410, 501})  # no other question would do better
+FATAL_STATUSES = frozenset({401, 403, 404, 405, 407, 410, 501})  # other requests would fail too
 FATAL_REASONS = frozenset({"address", "certificate", "connection"})
 MAX_ERROR_CHARS = 200  # characters of an answer in an error
 Semaphores = dict["HttpService", asyncio.Semaphore]
@@ -30,11 +30,11 @@ _request_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, Semaphores] = 
 
 @dataclass(frozen=True)
 class HttpService:
-    """Where something is served, and how it may be asked."""
+    """A service's address, key and limits."""
 
-    url: str  # without the path of a question
+    url: str  # without the path of a request
     api_key_env: str | None  # environment variable of its key
-    concurrency: int  # most requests under way
+    concurrency: int  # most requests in flight
     request_timeout_s: float  # of one request
 
     @property
@@ -44,7 +44,7 @@ class HttpService:
 
 
 class EndpointError(Exception):
-    """No answer to a question. `final`: the service would answer no other one either."""
+    """A request without an answer. `final`: all other requests would fail too."""
 
     def __init__(self, message: str, final: bool = False):
         super().__init__(message)
@@ -52,13 +52,13 @@ class EndpointError(Exception):
 
 
 def check_api_key(where: str, variable: str | None) -> None:
-    """Raises ConfigError when the environment variable that should hold a key does not."""
+    """Raises ConfigError if the environment variable for a key is not set."""
     if variable and not os.environ.get(variable):
         refuse(
             where,
-            f"the environment has no {variable}",
+            f"the environment variable {variable} is not set",
             f"export {variable}=..., or {where}=null for a service without keys",
-            "it should hold the key of the service; no config does",
+            "it must hold the key of the service, which is never in a config",
         )
 
 
@@ -98,7 +98,7 @@ class JsonClient:
             if limit <= 0:
                 why = f"no answer within {self.timeout_s:g} s"
                 raise http.RequestFailed("timeout", why, url)
-            # A proxy for https sees no key; http goes straight.
+            # A proxy for https sees no key; http bypasses proxies.
             proxy = http.environment_proxy(url) if urlsplit(url).scheme == "https" else None
             key = self.service.api_key
             return await http.send_request(self.session, "POST", url, limit, key, body, proxy=proxy)
@@ -109,17 +109,17 @@ class JsonClient:
             try:
                 return json.loads(answer.text)
             except ValueError:
-                message = f"{url} answered no JSON: {self._error_message(answer)!r}"
+                message = f"{url} did not answer with JSON: {self._error_message(answer)!r}"
                 raise EndpointError(message) from None
         if page and status not in http.RETRY_STATUSES:
-            message = f"{url} answered {status} and a page of HTML: it does not serve models"
+            message = f"{url} answered {status} and an HTML page: it does not serve models"
             raise EndpointError(message, final=True)
         message = f"{url} answered {status}: "
-        message += "a page of HTML" if page else self._error_message(answer)
+        message += "an HTML page" if page else self._error_message(answer)
         if status in (401, 403):
             variable = self.service.api_key_env
-            message += f"; it wants another key than {variable} has" if variable else ""
-            message += "" if variable else "; it wants a key"
+            message += f"; the key in {variable} is wrong" if variable else ""
+            message += "" if variable else "; it needs a key"
         message += _tries_text(answer.tries)
         raise EndpointError(message, final=status in FATAL_STATUSES or status < 400)
 

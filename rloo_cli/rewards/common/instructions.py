@@ -1,7 +1,7 @@
 """Instructions that a program can verify, with the names and arguments of IFEval.
 
 (Zhou et al., arXiv 2311.07911, appendix.) A check takes the completion and the instruction's
-arguments. Sentences are parted at . ! and ?, where IFEval's own code asks nltk's model; the
+arguments. Sentences are split at . ! and ?, where IFEval's own code uses nltk's model; the
 language of a response is not checked.
 """
 
@@ -27,12 +27,12 @@ def sentence_count(text: str) -> int:
 
 
 def occurs(keyword: object, text: str) -> bool:
-    """Whether a keyword is in a text as a whole word, in capitals or not."""
+    """Whether a keyword is in a text as a whole word, ignoring case."""
     return keyword_count(keyword, text) > 0
 
 
 def keyword_count(keyword: object, text: str) -> int:
-    """How often a keyword is in a text as a whole word, in capitals or not."""
+    """How often a keyword is in a text as a whole word, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(str(keyword))}(?!\w)", text, re.IGNORECASE))
 
 
@@ -144,6 +144,6 @@ CHECKS: dict[str, Check] = {
 def is_followed(instruction: str, text: str, arguments: Arguments) -> bool:
     """Whether a completion follows an instruction; an empty one follows none.
 
-    Raises KeyError for an instruction that is not known, or lacks an argument.
+    Raises KeyError for an unknown instruction, or a missing argument.
     """
     return bool(text.strip()) and CHECKS[instruction](text, arguments)

@@ -1,11 +1,11 @@
 """Compares answers with gold answers by math-verify.
 
 A model may write \boxed{9^{9^{9^9}}}: sympy then computes for hours inside one C call that holds
-Python's lock, so that no deadline in its own process could fire. It runs in worker processes, which
+Python's lock, so no deadline in its own process could fire. It runs in worker processes, which
 are killed at their deadline: such an answer counts as not equal, and as slow.
 
-Such answers must not use up the time of the reward's whole call, for that would stop the run: one
-comparison may take a twentieth of the time that is left, and once no time is left the rest of the
+Such answers must not use up the time of the reward's whole call, since that would stop the run:
+one comparison may take a twentieth of the remaining time, and once no time is left the remaining
 answers count as too slow.
 """
 
@@ -20,12 +20,12 @@ from rloo_cli.rewards.common.text import gold_texts
 from rloo_cli.utils.errors import require_package
 from rloo_cli.utils.worker_pool import WorkerGone, WorkerPool
 
-CALL_TIME_SHARE = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
-QUESTION_TIME_SHARE = 0.05  # of the time that is left, for one question
+CALL_TIME_SHARE = 0.8  # of a call's timeout_s; the rest is a reserve
+QUESTION_TIME_SHARE = 0.05  # of the remaining time, for one question
 STRONGEST_FIRST = ("yes", "no", "slow", "no gold", "slow gold", "none")  # of several gold answers
-# How a worker ends when a question is too much for it: no memory (GMP), no stack.
+# How a worker exits if a question is too much for it: no memory (GMP), no stack.
 TOO_MUCH_EXIT_CODES = (-signal.SIGABRT, -signal.SIGSEGV)
-MOST_KEPT = 64  # workers: each call has its own, so that calls do not wait for each other
+MOST_KEPT = 64  # workers: one per call, so that calls do not wait for each other
 _pool = WorkerPool(MathWorkerCode(), "math-verify", MOST_KEPT)
 
 
@@ -44,14 +44,14 @@ class MathConfig(Protocol):
 class AnswerComparison:
     """Which answers equal their gold answers."""
 
-    correct: list[bool | None] = field(default_factory=list)  # (B,) None: there is no gold answer
+    correct: list[bool | None] = field(default_factory=list)  # (B,) None: no gold answer
     num_slow: int = 0  # answers that took too long; they count as not equal
     num_unread_gold: int = 0  # completions whose gold answer cannot be read
 
 
 def require_math_verify() -> None:
     """Raises MachineError when math-verify is not installed."""
-    why = "the rewards accuracy, reasoning_accuracy and cosine_length compare with it"
+    why = "the rewards accuracy, reasoning_accuracy and cosine_length need it"
     require_package("this machine", "math-verify", "math", why)
 
 
@@ -61,7 +61,7 @@ def grade_answers(
     config: MathConfig,
     log_metric: Callable[[str, float], None] | None,
 ) -> list[bool | None]:
-    """`compare_answers` with a reward's config; logs which share was slow or had no readable gold.
+    """`compare_answers` with a reward's config; logs the shares of slow and unreadable answers.
 
     Raises RuntimeError if a worker fails.
     """
@@ -78,9 +78,9 @@ def compare_answers(
 ) -> AnswerComparison:
     """Whether each text's answer equals its gold one.
 
-    None where there is no gold answer, only white space, or none that can be read. One gold answer
+    None if there is no gold answer, only white space, or none that can be read. One gold answer
     of a list has to be equal. False for a text that is None, and for a comparison that takes longer
-    than `answer_timeout_s`, or begins when all of them together have taken `budget_s` seconds.
+    than `answer_timeout_s`, or starts after all of them together have taken `budget_s` seconds.
 
     Raises RuntimeError if a worker fails.
     """
@@ -101,11 +101,11 @@ def compare_answers(
 
 
 def _compare(text: str, gold: str, answer_timeout_s: float) -> str:
-    """One of STRONGEST_FIRST. Raises RuntimeError if the worker exits by itself."""
+    """One of STRONGEST_FIRST. Raises RuntimeError if the worker exits on its own."""
     too_much = "slow gold"
     try:
         with _pool.idle_worker() as worker:
-            # A gold answer is short and not written by a model: it has at least a second.
+            # A gold answer is short and not written by a model: it gets at least a second.
             found = worker.request({"gold": gold}, max(1.0, answer_timeout_s))
             if found == b"no gold":
                 return "no gold"
@@ -116,4 +116,4 @@ def _compare(text: str, gold: str, answer_timeout_s: float) -> str:
     except WorkerGone as gone:
         if gone.exit_code in TOO_MUCH_EXIT_CODES:
             return too_much
-        raise RuntimeError(f"the math-verify process ended by itself with {gone}") from None
+        raise RuntimeError(f"the math-verify process exited unexpectedly with {gone}") from None

@@ -42,7 +42,7 @@ ASCII_EQUIVALENTS = str.maketrans(
 
 @lru_cache(maxsize=4096)
 def parse_gold(gold: str) -> list[object]:
-    """What the gold answer can be, for `is_equal_to_gold`; [] when it cannot be read as a whole."""
+    """Possible values of the gold answer, for `is_equal_to_gold`; [] if unreadable as a whole."""
     from math_verify import LatexExtractionConfig, parse
 
     text = gold.strip().translate(ASCII_EQUIVALENTS)
@@ -68,7 +68,7 @@ def parse_gold(gold: str) -> list[object]:
 
 
 def parse_answer(text: str) -> list[object]:
-    """The answer in a completion; [] when there is none."""
+    """The answer in a completion; [] if there is none."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -92,7 +92,7 @@ def is_equal_to_gold(gold: list[object], text: str) -> bool:
 
 
 class MathWorkerCode:
-    """What a worker process of `math_equal` does: a question has two messages, so two deadlines.
+    """The worker process of `math_equal`. A question has two messages, so two deadlines.
 
     {"gold": text} is answered by `no gold` if the gold answer cannot be read, else `read`; then
     {"text": text} by `yes` or `no`.

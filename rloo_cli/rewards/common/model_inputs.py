@@ -1,17 +1,17 @@
-"""Makes a reward model's inputs: the sampled ids where it can read them, else the text.
+"""Makes a reward model's inputs: the sampled ids if it can read them, else the text.
 
-By ids: the prompt's ids and the completion's, as they were sampled. That is right only where
+By ids: the prompt's ids and the completion's, as sampled. That is correct only if
 policy and reward model have the same vocabulary, the same special tokens and, for conversations,
 the same chat template, which is checked token by token and by encoding real prompts. By text: a
 conversation goes through the reward model's own chat template, plain text is tokenised as one
-string, and special tokens come once.
+string, and special tokens are added once.
 
-A completion's text is encoded as text: where it spells a special token, `<|im_end|>`, the reward
-model is fed the characters and not the token, or a policy could write turns of the user's.
+A completion's text is encoded as text: if it spells a special token, `<|im_end|>`, the reward
+model gets the characters instead of the token; otherwise a policy could write user turns.
 
-A completion that ended by itself keeps the EOS that such models were trained on (`keep_eos`); in a
-conversation the chat template says how a turn ends. A stop string or another stop id is nothing
-that the model knows: the text of such a completion is encoded again in place of its ids.
+A completion that ended on its own keeps the EOS that such models were trained on (`keep_eos`); in a
+conversation the chat template decides how a turn ends. The model does not know a stop string or
+another stop id: the text of such a completion is encoded again instead of its ids.
 """
 
 import re
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # these import torch
 
 NUM_PROBED_PROMPTS = 8  # prompts that are encoded by both tokenizers
 PROBE_WORD = "Yes"
-PRIVATE_USE_START = 0xF0000  # from here on no character of Unicode has a meaning
+PRIVATE_USE_START = 0xF0000  # private-use characters begin here
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PromptCompletion:
 class RewardInputEncoder:
     """Encodes prompts and completions for one reward model, which has `tokenizer`.
 
-    `input_mode`: auto, text or ids. `max_length`: tokens of an input; longer ones lose their
+    `input_mode`: auto, text or ids. `max_length`: tokens of an input; longer ones are cut at the
     beginning. `why_not_ids`: why it cannot read ids (None = it can), by whether the prompts are
     conversations; it has an entry for each kind that `check_split` has seen.
     """
@@ -72,7 +72,7 @@ class RewardInputEncoder:
         # (?!) matches nothing: the tokenizer may have no special tokens.
         self.special_pattern = re.compile("|".join(map(re.escape, named)) or "(?!)")
         self.mark_pattern = re.compile(f"([{''.join(self.marks)}])" if named else "(?!)")
-        self.turn_end_ids: list[int] = []  # what the chat template puts after an answer
+        self.turn_end_ids: list[int] = []  # the chat template's ids after an answer
         self.why_not_ids: dict[bool, str | None] = {}
 
     def check_split(self, prompts: "Prompts") -> None:
@@ -82,7 +82,7 @@ class RewardInputEncoder:
         self.why_not_ids[prompts.conversational] = before or why
 
     def encode(self, example: PromptCompletion) -> list[int]:
-        """The exact ids that the model is fed, without padding."""
+        """The exact input ids of the model, without padding."""
         by_ids = self.why_not_ids.get(example.conversational, "not seen before") is None
         ids = self._encode_by_ids(example) if by_ids else self._encode_by_text(example)
         return ids[-self.max_length :] if self.max_length else ids
@@ -115,7 +115,7 @@ class RewardInputEncoder:
             ids = [*first, *self._encode_marked(example.prompt + marked), *last]
         eos, last_id = self.tokenizer.eos_token_id, self.policy_tokenizer.eos_token_id
         ended = example.finish_reason == "stop" or example.completion_ids[-1:] == [last_id]
-        # Some tokenizers end every text with EOS by themselves.
+        # Some tokenizers append EOS to every text.
         ends = ended and self.keep_eos and eos is not None and ids[-1:] != [eos]
         return self._drop_second_bos([*ids, *([eos] if ends else [])])
 
@@ -146,19 +146,19 @@ class RewardInputEncoder:
         return ids
 
     def _surrounding_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before and after a text."""
+        """The ids that the tokenizer adds before and after a text."""
         whole, bare = list(self.tokenizer(PROBE_WORD)["input_ids"]), self._encode_plain(PROBE_WORD)
         starts = range(len(whole) - len(bare) + 1)
         at = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
         return whole[:at], whole[at + len(bare) :]
 
     def _drop_second_bos(self, ids: list[int]) -> list[int]:
-        """Drop one BOS where both the prompt and the tokenizer put one."""
+        """Drop one BOS if both the prompt and the tokenizer add one."""
         bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _why_ids_differ(self, prompts: "Prompts") -> str | None:
-        """Why the policy's ids mean another text to the reward model; None = they do not."""
+        """Why the policy's ids mean another text to the reward model; None if they do not."""
         why = tokenizer_difference(self.policy_tokenizer, self.tokenizer, prompts.conversational)
         if why is not None:
             return why
@@ -169,7 +169,7 @@ class RewardInputEncoder:
                 found = list(self.tokenizer(prompt)["input_ids"])
                 cut = prompts.truncated and len(found) > len(ids)
                 if found != ids and not cut:
-                    return f"they encode {str(prompt)[:40]!r} in different ways"
+                    return f"they encode {str(prompt)[:40]!r} differently"
             return None
         return None if self.input_mode == "ids" else self._find_turn_end(pairs)
 
@@ -182,10 +182,10 @@ class RewardInputEncoder:
             answer = {"role": "assistant", "content": PROBE_WORD}
             found = self._encode_conversation([*prompt, answer])
             if found[: len(start)] != start:
-                return "its chat template does not leave the prompt as the policy reads it"
+                return "its chat template changes the prompt that the policy reads"
             tails.add(tuple(found[len(start) :]))
         if len(tails) != 1:
-            return "its chat template ends an answer in more than one way"
+            return "its chat template can end an answer in several ways"
         self.turn_end_ids = list(tails.pop())
         return None
 
@@ -195,9 +195,9 @@ def tokenizer_difference(
     reward_tokenizer: "PreTrainedTokenizerBase",
     conversational: bool,
 ) -> str | None:
-    """The first thing in which two tokenizers differ, or None where they agree.
+    """The first difference between two tokenizers, or None if they agree.
 
-    Pad tokens are left aside: they are never sampled or read. Chat templates are compared where
+    Pad tokens are ignored: they are never sampled or read. Chat templates are compared if
     the prompts are conversations (`conversational`).
     """
     policy = _vocab_without_pad(policy_tokenizer), "the policy's tokenizer"
@@ -220,7 +220,7 @@ def _first_different_token(
     """The first token that the other vocabulary lacks or gives another id."""
     for token, i in sorted(vocab.items(), key=lambda pair: pair[1]):
         if other_vocab.get(token) != i:
-            other = f"is {other_vocab[token]}" if token in other_vocab else "is not there"
+            other = f"is {other_vocab[token]}" if token in other_vocab else "missing"
             return f"token {token!r} is {i} in {name} and {other} in {other_name}"
     return None
 

@@ -1,24 +1,24 @@
-"""Runs a model's code against tests where it can do no harm, and says which tests passed.
+"""Runs a model's code against tests where it can do no harm, and reports which tests passed.
 
-`bwrap` (bubblewrap) gives each completion namespaces of its own: no network, its own processes,
-a read-only system of nothing but Python and the libraries it needs, a private /tmp of limited
+`bwrap` (bubblewrap) gives each completion its own namespaces: no network, its own processes,
+a read-only system with only Python and the libraries that it needs, a private /tmp of limited
 size, an empty environment, no capabilities, no further namespaces. The home folder and the
-checkout are not there. When the time is over, or the harness ends, the kernel ends every process
-in it. rlimits hold each process (memory, CPU, file size, open files); the harness counts processes
-and memory of all of them together every 20 ms, since the kernel does not count the root user's, and
-with it what no process holds: shared memory of System V, names of files.
+checkout are not visible. When the time is over, or the harness exits, the kernel kills every
+process in it. rlimits hold each process (memory, CPU, file size, open files); the harness counts
+processes and memory of all of them together every 20 ms, as the kernel does not count root's, and
+also memory that no process holds: System V shared memory, file names.
 
-What is promised: the harness (a process that the model's code can neither read nor write to)
-reports a test as passed only with the nonce and, in a test of asserts, a token that is made for it
-and sent after the code was loaded. So an exit with status 0, printed text, replaced builtins or a
-killed harness all fail. Input/output tests are judged outside, and their expected output never
-enters the sandbox. What is not promised: a test of asserts runs in the interpreter of the code it
+Guaranteed: the harness (a process that the model's code can neither read nor write to)
+reports a test as passed only with the nonce and, in a test of asserts, a token that is created for
+it and sent after the code was loaded. So an exit with status 0, printed text, replaced builtins or
+a killed harness all fail. Input/output tests are judged outside, and their expected output never
+enters the sandbox. Not guaranteed: a test of asserts runs in the interpreter of the code it
 tests. Code written against this very file can read the token out of its caller's frames; an object
-that says it is equal to everything is equal to everything; a library function that the code
-replaced (math.isclose) stays so for the test. Look at samples of a reward that climbs too fast, or
-use input/output tests. Kernel bugs are outside of what any namespace holds.
+can claim to be equal to everything; a library function that the code
+replaced (math.isclose) stays replaced for the test. Check samples of a reward that rises too fast,
+or use input/output tests. Kernel bugs are beyond what any namespace protects against.
 
-`external` is a command of the user's own that must run sandbox_harness.py, its input and output
+`external` is a user command that must run sandbox_harness.py, with its input and output
 connected. `unsafe_subprocess` has limits and an empty environment, and contains nothing.
 """
 
@@ -40,7 +40,7 @@ from rloo_cli.utils.errors import MachineError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
 HARNESS = Path(__file__).with_name("sandbox_harness.py")
-START_TIMEOUT_S = 30.0  # seconds a sandbox may take to begin; a busy machine is slow
+START_TIMEOUT_S = 30.0  # seconds a sandbox may take to start on a busy machine
 HARNESS_GRACE_S = 3.0  # seconds the harness may be late
 HARNESS_MOUNT_PATH = "/rloo_harness.py"
 NOBODY_USER_ARGS = ["--uid", "65534", "--gid", "65534"]
@@ -61,7 +61,7 @@ INSTALL_HINT = "apt-get install bubblewrap (dnf, pacman: the same name); it must
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one completion's tests may take, all together unless said otherwise."""
+    """The limits of one completion's tests, in total unless stated otherwise."""
 
     seconds: float
     memory_mb: int  # of each process, and of all of them
@@ -85,8 +85,8 @@ def run_sandboxed_tests(
     """Run tests of one completion's code, and return the result of each.
 
     A test is {test: Python source} or {stdin: text, most: bytes of output to keep}. With
-    `stop_at_failure` no test runs after the first that fails. Tests that did not run get the
-    reason of the last one that did. Raises RuntimeError when the sandbox itself does not start,
+    `stop_at_failure` no test runs after the first failure. Tests that did not run get the
+    reason of the last one that did. Raises RuntimeError if the sandbox itself does not start,
     which is not the fault of the code.
     """
     nonce = os.urandom(16).hex()
@@ -105,7 +105,7 @@ def run_sandboxed_tests(
         "own_namespaces": mode == "bwrap",
     }
     max_bytes = 1 << 16
-    max_bytes += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON writes a byte as up to six
+    max_bytes += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON may need 6 for one
     harness_command, data = _sandbox_command(mode, command, limits), json.dumps(job).encode()
     with tempfile.TemporaryDirectory(prefix="rloo-code-") as folder:
         output, errors = _run_harness(
@@ -113,8 +113,8 @@ def run_sandboxed_tests(
         )
     lines = output.split(b"\n")
     if _parse_json_line(lines[0]).get("began") != nonce:
-        last_error = errors.strip().splitlines()[-1:] or ["it said nothing"]
-        raise RuntimeError(f"the sandbox ({mode}) did not begin: {last_error[0][:300]}")
+        last_error = errors.strip().splitlines()[-1:] or ["no output"]
+        raise RuntimeError(f"the sandbox ({mode}) did not start: {last_error[0][:300]}")
     ended = _parse_json_line(lines[1]) if len(lines) > 1 else {}
     results = [SandboxTestResult("killed")]
     if ended.get("ended") == nonce:
@@ -140,11 +140,11 @@ def _sandbox_command(mode: str, command: str | None, limits: SandboxLimits) -> l
 
 
 def bwrap_command(limits: SandboxLimits) -> list[str]:
-    """The command line of bwrap that runs the harness in namespaces of its own."""
+    """The command line of bwrap that runs the harness in its own namespaces."""
     size = str(limits.file_mb * MB)
-    # Temporary folders first: what is bound may lie below one of them.
+    # Temporary folders first: bound paths may lie below one of them.
     words = [shutil.which("bwrap") or "bwrap", *BWRAP_ISOLATION_ARGS]
-    # To the kernel a sandbox of root is still root: it could write what it finds in /proc/sys.
+    # To the kernel root in a sandbox is still root: it could write to /proc/sys.
     words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     words += ["--size", str(MB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     words += ["--size", size, "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
@@ -162,7 +162,7 @@ def bwrap_command(limits: SandboxLimits) -> list[str]:
 
 
 def _python_folders() -> list[str]:
-    """Folders outside /usr that this interpreter is made of: its own, its environment's."""
+    """Folders outside /usr that this interpreter needs: its own, its environment's."""
     real = str(Path(os.path.realpath(sys.executable)).parents[1])
     prefixes = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, real]
     folders = [f for p in prefixes for f in (p, os.path.realpath(p))]
@@ -176,8 +176,8 @@ def _run_harness(
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as errors:
         stdin.write(job)
         stdin.seek(0)
-        # bwrap does not get our environment either: it clears what it gives to a program, and
-        # still has its own.
+        # bwrap does not get our environment either: it clears the program's environment,
+        # but keeps its own.
         environment = SANDBOX_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         environment = dict(os.environ) if mode == "external" else environment
         try:
@@ -214,9 +214,9 @@ def _read_output(stdout_fd: int, timeout_s: float, max_bytes: int) -> bytes:
 
 
 def require_sandbox(mode: str, command: str | None, limits: SandboxLimits) -> None:
-    """Try the sandbox with two lines of code. Raises MachineError where it does not work."""
+    """Try the sandbox with two lines of code. Raises MachineError if it does not work."""
     if mode == "bwrap" and shutil.which("bwrap") is None:
-        why = "sandbox=bwrap runs model-written code in it, and in nothing weaker"
+        why = "sandbox=bwrap needs it to run model-written code"
         what = "bwrap (bubblewrap) is not installed"
         refuse("this machine", what, INSTALL_HINT, why, error=MachineError)
     test: JsonObject = {"test": "assert x == 1"}

@@ -1,6 +1,6 @@
-"""Runs inside the sandbox: a model's code against tests, each test in a process of its own.
+"""Runs inside the sandbox: a model's code against tests, each test in its own process.
 
-It imports the standard library alone, so that any Python from 3.9 on can run this file by itself
+It imports only the standard library, so that any Python from 3.9 on can run this file alone
 (`external`). `supervise_tests` reads one line of JSON, the job; none of the model's code runs in
 its process. For each test it starts a fresh interpreter (exec, so that no memory of the job is
 passed on):
@@ -11,7 +11,7 @@ passed on):
              source and a random token, which it sends back once the test's last line ran
 
 The supervisor alone has stdout and the nonce, and is not dumpable: a process of the same user may
-neither read its memory nor open its pipes. sandbox.py says what this does and does not promise.
+neither read its memory nor open its pipes. sandbox.py says what this guarantees.
 """
 
 import builtins
@@ -31,9 +31,9 @@ from typing import Any
 
 SUPERVISE_POLL_S = 0.02  # seconds between two checks of the processes
 PAGE_BYTES = resource.getpagesize()
-# Folders of the sandbox that can be written, and what a file without content takes of the kernel.
+# Writable folders of the sandbox, and the kernel memory of an empty file.
 PRIVATE_FOLDERS, INODE_BYTES = ("/tmp", "/dev/shm"), 1 << 10
-# System V objects of the sandbox's own namespace: the columns whose sum counts, and bytes of one.
+# System V objects of the sandbox's own namespace: the columns to sum, and bytes of one.
 SYSV_TABLES = (("shm", ("rss", "swap"), 1), ("msg", ("cbytes",), 1), ("sem", ("nsems",), 128))
 CONTROL_FD, REPORT_FD = 3, 4  # a test's pipes
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # prctl
@@ -47,13 +47,13 @@ def supervise_tests() -> None:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(SET_DUMPABLE, 0, 0, 0, 0) or prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process of a namespace gets no others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a namespace's first process ignores it anyway
     job = json.loads(sys.stdin.buffer.read())
     folder = tempfile.mkdtemp()
     path = os.path.join(folder, "solution.py")
     with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(job["code"])
-    print(json.dumps({"began": job["nonce"]}), flush=True)  # from here on, blame the model's code
+    print(json.dumps({"began": job["nonce"]}), flush=True)  # failures after this are the model's
     deadline = time.monotonic() + job["seconds"]
     results = []
     for test in job["tests"]:
@@ -139,7 +139,7 @@ def set_resource_limits(job: JobDict) -> None:
         resource.RLIMIT_NOFILE: job["open_files"],
         resource.RLIMIT_CORE: 0,
     }
-    if job["own_user"]:  # elsewhere it would count the user's other processes too
+    if job["own_user"]:  # otherwise it counts the user's other processes too
         limits[resource.RLIMIT_NPROC] = job["processes"] + 2
     for which, most in limits.items():
         hard = resource.getrlimit(which)[1]
@@ -216,8 +216,8 @@ def memfd_bytes(pids: Iterable[int]) -> int:
 def namespace_bytes() -> int:
     """Bytes that no process holds: System V objects, and the inodes of the private folders.
 
-    Both outlive the process that made them. Where the namespaces are not the sandbox's own, those
-    of other programs would count.
+    Both outlive the process that created them. Outside the sandbox's own namespaces, those of
+    other programs would count.
     """
     used = 0
     for folder in PRIVATE_FOLDERS:
@@ -259,7 +259,7 @@ def send_to_test(control_fd: int, data: bytes) -> None:
 
 
 def descendant_processes() -> ProcessSizes:
-    """Every process below this one, zombies included."""
+    """Every process below this one, including zombies."""
     parents, sizes = {}, {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -298,8 +298,8 @@ def kill_descendants(deadline: float) -> bool:
 def run_test_in_process(path: str) -> None:
     """In a test's own process: run the code, then the test, in one interpreter.
 
-    Functions that are used after the model's code ran are looked up before it, and the test sees
-    Python's builtins as they were then, even if the code replaced them.
+    Functions used after the model's code has run are looked up before it, and the test sees
+    Python's builtins from before, even if the code replaced them.
     """
     read, write, leave, run, translate = os.read, os.write, os._exit, exec, compile
     loads, whole, first = json.loads, int.from_bytes, dict(vars(builtins))

@@ -23,7 +23,7 @@ NUMBER_PATTERN = re.compile(
 def texts(completions: list[Completion]) -> list[str]:
     """The text of each completion: the string itself, or the last assistant message's content.
 
-    Raises ValueError for messages without one of the assistant: an empty text would be scored.
+    Raises ValueError for messages without an assistant message: an empty text would be scored.
     """
     return [c if isinstance(c, str) else _last_assistant_text(c) for c in completions]
 
@@ -36,7 +36,7 @@ def _last_assistant_text(messages: list[JsonObject]) -> str:
 
 
 def last_boxed_content(text: str) -> str | None:
-    """The content of the last closed \\boxed{...}, braces matched; None when there is none.
+    """The content of the last closed \\boxed{...}, braces matched; None if there is none.
 
     It takes one pass: a model that repeats \\boxed{ without end does not hold up the step.
     """
@@ -54,7 +54,7 @@ def last_boxed_content(text: str) -> str | None:
 
 
 def extract_answer(text: str, method: ExtractMethod) -> str | None:
-    """The answer in `text`, found in this way; None when there is none."""
+    """The answer in `text`, extracted in this way; None if there is none."""
     if method == "boxed":
         return last_boxed_content(text)
     if method == "answer_tag":
@@ -67,7 +67,7 @@ def extract_answer(text: str, method: ExtractMethod) -> str | None:
 
 
 def gold_texts(gold: object) -> list[str]:
-    """The gold answers that a value of a column holds: one, or those of a list.
+    """The gold answers in a value of a column: one, or those of a list.
 
     None and white space are not answers: a completion would contain or equal them by chance. An
     empty result means that the reward does not apply.
@@ -84,6 +84,6 @@ def _last_or_none(matches: list[str]) -> str | None:
 
 
 def text_after_last(text: str, delimiter: str) -> str | None:
-    """The text after the last `delimiter`; None when the delimiter does not occur."""
+    """The text after the last `delimiter`; None if the delimiter does not occur."""
     _, separator, rest = text.rpartition(delimiter)
     return rest if separator else None

@@ -1,8 +1,8 @@
-"""Makes the arguments that a reward is called with: the table of docs/rewards.md.
+"""The arguments of a reward's call: the table of docs/rewards.md.
 
-Completions are numbered prompt by prompt: index = prompt * K + k. Every call gets lists of its
-own, so that a reward that changes its arguments changes neither the rollouts nor what other
-rewards see.
+Completions are numbered prompt by prompt: index = prompt * K + k. Every call gets its own lists,
+so a reward that changes its arguments changes neither the rollouts nor the arguments of other
+rewards.
 """
 
 import math
@@ -17,15 +17,15 @@ from rloo_cli.rewards.common.text import Completion
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.metrics import is_reserved
 
-# Columns that are never passed: rewards get the first as `prompts`, and could take the others for
-# what the policy sampled.
+# Columns that are never passed: rewards get the first as `prompts`, and could mistake the others
+# for sampled completions.
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 REWARD_KWARGS = frozenset((
     "prompts", "completions", "completion_ids", "completions_ids", "prompt_ids", "finish_reasons",
     "sampled_ids", "environments", "environment_rewards", "group_index", "num_generations",
     "behaviour_logps", "trainer_state", "columns", "log_extra", "log_metric",
 ))  # fmt: skip
-# Fields of every sample, under which a reward may log no values.
+# Fields of every sample; rewards must not log values under these names.
 RESERVED_SAMPLE_FIELDS = frozenset((
     "draw", "k", "prompt", "completion", "finish_reason", "terminated", "prompt_length",
     "completion_length", "seed", "weight_version", "score", "shaped", "kl", "reward",
@@ -39,7 +39,7 @@ def _name_taken_message(function: str, name: str, owner: str) -> str:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is, for rewards that change over the training (a curriculum)."""
+    """The run's progress, for rewards that change during training (a curriculum)."""
 
     global_step: int  # optimizer updates
     step: int  # rollout batches
@@ -49,15 +49,15 @@ class TrainerState:
     num_input_tokens_seen: int
     num_train_epochs: float
     log_history: list[JsonObject] = field(default_factory=list)
-    # The further fields of transformers' TrainerState, which rewards written for TRL may read.
+    # Further fields of transformers' TrainerState, which rewards written for TRL may read.
     logging_steps: int = 1
     eval_steps: int = 0
     save_steps: int = 0
     train_batch_size: int = 0  # completions of a step, over all ranks
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
-    total_flos: float = 0.0  # is not counted
-    best_metric: float | None = None  # no checkpoint is chosen by a metric
+    total_flos: float = 0.0  # not counted
+    best_metric: float | None = None  # checkpoints are not selected by a metric
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     is_hyper_param_search: bool = False
@@ -68,7 +68,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What all reward calls of a step have in common."""
+    """Values shared by all reward calls of a step."""
 
     conversational: bool  # decided once per data set
     trainer_state: object  # a TrainerState, or any object with its fields
@@ -77,7 +77,7 @@ class RewardContext:
 
 @dataclass
 class RewardCallLog:
-    """What one call logs. It is dropped if the call fails."""
+    """The logged values of one call. They are dropped if the call fails."""
 
     num_completions: int
     extras: dict[str, list[object]] = field(default_factory=dict)
@@ -106,8 +106,8 @@ class CompletionTable:
 
     groups: Sequence[Group]
     context: RewardContext
-    k: int  # rollouts that each group has, or will have when it is scored
-    fields: Sequence[str] = ()  # names of nested fields that rewards need, among their columns
+    k: int  # rollouts per group, once it is scored
+    fields: Sequence[str] = ()  # nested fields that rewards need, among their columns
 
     def __post_init__(self) -> None:
         names = {c: None for g in self.groups for c in g.example if c not in HIDDEN_COLUMNS}
@@ -129,7 +129,7 @@ class CompletionTable:
     ) -> tuple[dict[str, object], RewardCallLog]:
         """Keyword arguments of one call on the completions `indices`, and the log they write to.
 
-        `parameter_names`: those that the reward takes; None for all. `columns`, every data column
+        `parameter_names`: those in the reward's signature; None for all. `columns`, all columns
         in one dict, is for rewards whose column is a key of their config; only a reward that
         names it gets it.
         """
@@ -157,7 +157,7 @@ class CompletionTable:
             needed = parameter_names | alias
             makers = {name: make for name, make in makers.items() if name in needed}
         arguments = {name: make() for name, make in makers.items() if name not in fixed_arguments}
-        if "completion_ids" in arguments:  # one list under TRL's name and its documentation's
+        if "completion_ids" in arguments:  # the same list under both of TRL's names
             arguments["completions_ids"] = arguments["completion_ids"]
         arguments |= copy_fixed_arguments(fixed_arguments)
         if parameter_names is not None:
@@ -168,7 +168,7 @@ class CompletionTable:
         self, pairs: Sequence[tuple[Group, Rollout]], parameter_names: frozenset[str] | None
     ) -> dict[str, Callable[[], object]]:
         rows = [group.example for group, _ in pairs]
-        returned_rows = [rollout.columns or {} for _, rollout in pairs]  # with its rollouts
+        returned_rows = [rollout.columns or {} for _, rollout in pairs]  # of each rollout
         makers: dict[str, Callable[[], object]] = {}
         makers |= {c: partial(_column_values, rows, c) for c in self.columns}
         shown = {c: partial(_shown_images, pairs, c) for c in self.image_columns}
@@ -191,7 +191,7 @@ class CompletionTable:
 
 
 def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
-    """An episode as a conversation: what the policy said, its calls, and what it was told."""
+    """An episode as a conversation: the policy's messages and calls, and the answers."""
     messages: list[JsonObject] = []
     for turn in turns:
         messages += [dict(message) for message in turn.observation]
@@ -203,17 +203,17 @@ def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
 
 
 def _column_values(rows: Sequence[JsonObject], column: str) -> list[object]:
-    """Copies of a column's or nested field's values, None where a row lacks it."""
+    """Copies of a column's or nested field's values, None if a row lacks it."""
     return [copy_value(field_or_none(row, column)) for row in rows]
 
 
 def _image_columns(group: Group) -> list[str]:
-    """The name under which rewards get a prompt's images: its column's, `images` without one."""
+    """The name under which rewards get a prompt's images: its column's, or `images`."""
     return [] if group.media is None else [group.media.column or "images"]
 
 
 def _shown_images(pairs: Sequence[tuple[Group, Rollout]], column: str) -> list[object]:
-    """The images of each prompt, a list of them but for a column `image`; None without any."""
+    """The images of each prompt, a list unless the column is `image`; None without any."""
     shown: list[object] = []
     for group, _ in pairs:
         images = None if group.media is None else [one.copy() for one in group.media.images]
@@ -222,7 +222,7 @@ def _shown_images(pairs: Sequence[tuple[Group, Rollout]], column: str) -> list[o
 
 
 def copy_fixed_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments with copies of lists and dicts, which are the config's own values."""
+    """The arguments with copies of lists and dicts, which belong to the config."""
     return {n: copy_value(v) if isinstance(v, list | dict) else v for n, v in arguments.items()}
 
 
@@ -231,7 +231,7 @@ def _copy_environment(values: JsonObject | None) -> SimpleNamespace:
 
 
 def _copy_trainer_state(state: object) -> object:
-    """The state with a history of its own: its lines are those of the run's log."""
+    """The state with its own copy of the history, whose lines belong to the run's log."""
     if not isinstance(state, TrainerState):
         return state
     return replace(state, log_history=[dict(line) for line in state.log_history])

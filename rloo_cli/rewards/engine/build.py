@@ -1,4 +1,4 @@
-"""Builds a reward: its code, its config, and the arguments that its signature asks for."""
+"""Builds a reward: its code, its config, and the arguments in its signature."""
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
@@ -56,7 +56,7 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
 
 
 def reward_from_callable(name: str, function: RewardFunction, config: RewardConfig) -> Reward:
-    """Build a reward from a Python callable; `config` has the keys that all rewards have."""
+    """Build a reward from a Python callable; `config` has the keys that all rewards share."""
     return _reward_from_code(name, config, function, {}, where=f"reward.{name}")
 
 
@@ -76,8 +76,8 @@ def _reward_from_code(
     is_async = inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(call)
     if is_async and config.workers:
         location, key = code_location(code), f"reward.{name}.workers"
-        why = f"{location} is async: its calls run side by side already, on one event loop"
-        refuse(key, f"{key} would do nothing", f"{key}=0", why)
+        why = f"{location} is async: its calls already run concurrently, on one event loop"
+        refuse(key, f"{key} has no effect", f"{key}=0", why)
     provided = REWARD_KWARGS | fixed_arguments.keys()
     return Reward(
         name=name,
@@ -95,14 +95,14 @@ def _reward_from_code(
 
 
 def _check_reads_completions(reward: Reward) -> None:
-    """Raises ConfigError for a function that takes nothing of the completions.
+    """Raises ConfigError for a function that reads nothing of the completions.
 
     Such a function (os.system, a loader of pickles) is not a reward and must not be called.
     """
     if reward.parameter_names is not None and not reward.parameter_names & REWARD_KWARGS:
         takes = ", ".join(sorted(reward.parameter_names)) or "nothing"
-        why = f"{reward.location} takes: {takes}; it could score no completion"
-        fix = "def score(completions, **kwargs): return one number per completion"
+        why = f"{reward.location} takes: {takes}; it does not get the completions"
+        fix = "def score(completions, **kwargs), which returns one number per completion"
         refuse(f"reward.{reward.name}.path", "this is not a reward", fix, why)
 
 
@@ -110,17 +110,17 @@ def _check_signature(
     code: RewardFunction, parameters: Mapping[str, inspect.Parameter], takes_all: bool,
     fixed_arguments: Mapping[str, object], where: str,
 ) -> None:  # fmt: skip
-    """Raises ConfigError for a signature that calls by name with these arguments do not fit."""
+    """Raises ConfigError if a signature does not fit calls by name with these arguments."""
     for parameter in parameters.values():
         if parameter.kind == POSITIONAL_ONLY_KIND and parameter.default is parameter.empty:
-            what = f"parameter {parameter.name!r} cannot be given by name"
-            why = f"{code_location(code)} has it before a /, and rewards get keyword arguments only"
-            refuse(where, what, "take the / out of its signature", why)
+            what = f"parameter {parameter.name!r} cannot be passed by name"
+            why = f"{code_location(code)} has it before a /, but rewards get only keyword arguments"
+            refuse(where, what, "remove the / from its signature", why)
     for name in fixed_arguments:
         key = where.removesuffix(".path") + f".kwargs.{name}"
         if name in REWARD_KWARGS:
-            why = f"every reward is called with {name} of the completions"
-            refuse(key, f"{name} cannot be given", f"rename {name}", why)
+            why = f"every reward gets {name} of the completions"
+            refuse(key, f"{name} cannot be set", f"rename {name}", why)
         if not takes_all and name not in parameters:
             why = f"{code_location(code)} takes: {', '.join(parameters) or 'nothing'}"
-            refuse(key, f"the reward takes no {name!r}", f"~{key}", why)
+            refuse(key, f"the reward has no parameter {name!r}", f"~{key}", why)

@@ -1,4 +1,4 @@
-"""`cache: true`: equal completions of equal prompts are scored once in the whole run."""
+"""`cache: true`: equal completions of equal prompts are scored only once per run."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ MAX_CACHED_SCORES = 100_000  # scores kept per reward; the oldest are dropped fi
 
 @dataclass
 class CachePlan:
-    """Which completions of one step a reward is called for, and where the others' scores are."""
+    """The completions of one step to call a reward for, and the sources of the others' scores."""
 
     cached_scores: dict[int, float | None] = field(default_factory=dict)  # index -> earlier score
-    duplicate_of: dict[int, int] = field(default_factory=dict)  # index -> the equal one's
-    index_of_key: dict[Hashable, int] = field(default_factory=dict)  # of those it is called for
+    duplicate_of: dict[int, int] = field(default_factory=dict)  # index -> index of the equal one
+    index_of_key: dict[Hashable, int] = field(default_factory=dict)  # of those to call it for
 
     def select_uncached(
         self, reward: Reward, table: CompletionTable, indices: Sequence[int]
@@ -37,7 +37,7 @@ class CachePlan:
 
 
 def cache_scores(reward: Reward, table: CompletionTable, values: dict[int, float | None]) -> None:
-    """With `cache`, keep the scores of completions (by index) that did not fail."""
+    """With `cache`, store the scores of completions (by index) that did not fail."""
     if not reward.config.cache:
         return
     for index, value in values.items():
@@ -49,13 +49,13 @@ def cache_scores(reward: Reward, table: CompletionTable, values: dict[int, float
 def score_cache_key(table: CompletionTable, index: int) -> Hashable:
     """A key that is equal for completions that must have the same score.
 
-    All columns are part of it: one prompt with two gold answers is two questions.
+    All columns are part of it: one prompt with two gold answers makes two questions.
     """
     group, rollout = table.group_and_rollout(index)
     if group.media is not None:
-        return object()  # the words of two prompts may be equal, and their images not
+        return object()  # two prompts may have equal text but different images
     if not _has_exact_repr(group.example) or not _has_exact_repr(group.prompt):
-        return object()  # an image's repr is its address, which another one may have later
+        return object()  # an image's repr is its address, which may be reused
     return repr(group.prompt), repr(group.example), tuple(rollout.completion_ids)
 
 

@@ -17,10 +17,10 @@ from rloo_cli.utils.errors import ConfigError, DataError, Problem, refuse
 def check_reward_splits(
     config: RunConfig, opened: Mapping[str | None, OpenedSplit], rewards: Sequence[Reward]
 ) -> None:
-    """Check that every split has the columns the rewards need. Raises ConfigError, DataError.
+    """Check that every split has the columns that rewards need. Raises ConfigError, DataError.
 
-    In a mixture it is enough if one source has a column: in the others' examples it is None. What
-    an agent returns beside its episodes (agent.fields) counts as columns of every split.
+    In a mixture it is enough if one source has a column: in the others' examples it is None. Fields
+    that an agent returns with its episodes (agent.fields) count as columns of every split.
     """
     agent = agent_config(config)
     returned = [] if agent is None else agent.reward_columns()
@@ -39,7 +39,7 @@ def check_reward_splits(
 
 
 def field_names(rewards: Iterable[Reward], rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Those dotted names which the rewards need that are a nested field in one of these rows."""
+    """The required dotted names that are a nested field in one of these rows."""
     names = dict.fromkeys(c for reward in rewards for c in reward.required_columns if "." in c)
     if not names or not len(rows):
         return []
@@ -56,11 +56,11 @@ def _split_fields(split: OpenedSplit, rewards: Sequence[Reward]) -> list[str]:
 
 
 def _check_returned(returned: Sequence[str], columns: Iterable[str]) -> list[str]:
-    """The columns. Raises ConfigError for one whose name is a field's of the agent, too."""
+    """The columns. Raises ConfigError if a name is also one of the agent's fields."""
     names = list(columns)
     for column in sorted({*returned} & {*names}):
-        what = f"agent.fields names {column!r}, and the data set has a column of that name"
-        why = "a reward could be given only one of the two"
+        what = f"agent.fields names {column!r}, but the data set has a column with that name"
+        why = "a reward can get only one of the two"
         refuse("agent.fields", what, rename_column(column, f"my_{column}"), why)
     return names
 
@@ -68,8 +68,8 @@ def _check_returned(returned: Sequence[str], columns: Iterable[str]) -> list[str
 def check_reward_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     """Check that the data set's columns, except the prompt's, fit the rewards.
 
-    Raises ConfigError for a column that is named like an argument of every reward or like one of
-    a reward's `kwargs`, DataError for one that is missing.
+    Raises ConfigError for a column that has the name of a standard reward argument or of one of
+    a reward's `kwargs`, DataError for a missing one.
     """
     names = [c for c in columns if c not in HIDDEN_COLUMNS]
     rewards = list(rewards)
@@ -88,7 +88,7 @@ def _argument_clash(column: str) -> Problem:
     return Problem(
         f"the data set has a column named {column!r}",
         where="data.columns",
-        why=f"rewards are called with {column} of ours; they could not tell the two apart",
+        why=f"rewards already get an argument {column}",
         fix=rename_column(column, f"my_{column}"),
     )
 
@@ -97,18 +97,18 @@ def _kwarg_clash(reward: Reward, column: str) -> Problem:
     return Problem(
         f"{column!r} is a data column and in kwargs",
         where=f"reward.{reward.name}.kwargs.{column}",
-        why=f"{reward.location} can be given only one of the two",
-        fix=f"{rename_column(column, f'my_{column}')}, or take it out of kwargs",
+        why=f"{reward.location} can get only one of the two",
+        fix=f"{rename_column(column, f'my_{column}')}, or remove it from kwargs",
     )
 
 
 def _missing_column(reward: Reward, column: str, column_names: list[str]) -> Problem:
     near = nearest_names(column, column_names)
-    fix = f"data with {column}, or data.columns where a column of another name holds it"
+    fix = f"data with {column}, or data.columns to rename the column that holds it"
     if near and "." not in column:
         fix = rename_column(near[0], column)
     return Problem(
-        f"reward {reward.name!r} needs the data column {column!r}, which is not there",
+        f"reward {reward.name!r} needs the data column {column!r}, which is missing",
         where=f"reward.{reward.name} ({reward.location})",
         why=f"columns found: {', '.join(column_names) or 'none but the prompt'}",
         fix=fix,

@@ -11,7 +11,7 @@ from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem, RewardError
 from rloo_cli.utils.files import JsonObject
 
-MAX_DETAILED_FAILURES = 8  # failed completions per reward that are written out in full
+MAX_DETAILED_FAILURES = 8  # failed completions per reward that are reported in full
 
 
 class RewardFailed(RewardError):
@@ -35,12 +35,12 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class ToleratedFailures:
-    """One reward's failures that stop no run by themselves: those of a rank's share of a step."""
+    """One reward's failures that do not stop the run by themselves: those of a rank's share."""
 
     reward: str
     count: int
     limit: float  # `max_error_rate`: the share of the step's completions that may fail
-    problem: Problem  # the error that it is if all ranks' failures are too many
+    problem: Problem  # the error if all ranks' failures are too many
     detail: JsonObject
 
 
@@ -73,7 +73,7 @@ def check_reward_failures(
 def check_failures_of_ranks(failures: Sequence[ToleratedFailures], num_completions: int) -> None:
     """Check the failures of all ranks together. `num_completions`: those of the whole step
 
-    Raises RewardFailed for the first reward with more failures than it may have.
+    Raises RewardFailed for the first reward with more failures than allowed.
     """
     counts: Counter[str] = Counter()
     for failure in failures:
@@ -118,7 +118,7 @@ def _failure_problem(
         f"reward {name!r} {verb}{failure.message.splitlines()[-1]}",
         where=f"{result.reward.location}, step {step}, {which}",
         why=why,
-        fix=f"correct the reward, or reward.{name}.on_error=none to leave a few such rows out",
+        fix=f"fix the reward, or reward.{name}.on_error=none to leave out a few such rows",
         more="debug/reward_error.json in the run's folder has these rows",
     )
 

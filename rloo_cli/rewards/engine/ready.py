@@ -1,6 +1,6 @@
-"""Builds the rewards of a config, and lets them load what they need.
+"""Builds the rewards of a config, and calls their hooks that load models.
 
-A reward file that has something to load defines `ready(code, setup)`.
+A reward file with something to load defines `ready(code, setup)`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +43,7 @@ class RewardLoader(Protocol):
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """What a reward can use of the run while it gets ready."""
+    """The parts of the run that a reward can use while it loads."""
 
     tokenizer: "PreTrainedTokenizerBase"  # the policy's
     splits: "list[Prompts]"  # the training split, if there is one, comes first

@@ -15,7 +15,7 @@ ScoreValues = list[float | None]
 
 
 class InvalidReturn(ValueError):
-    """The whole return is not a list of scores."""
+    """The return value is not a list of scores."""
 
 
 def validate_scores(
@@ -78,7 +78,7 @@ class CallFailure:
     kind: str  # exception, timeout, invalid
     message: str
     frames: str = ""  # of the user's code
-    trace: str = ""  # the whole traceback
+    trace: str = ""  # the full traceback
 
 
 @dataclass
@@ -93,7 +93,7 @@ class CallResult:
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One call to make: which completions, and how to make its arguments (anew for each try)."""
+    """One call to make: which completions, and how to make its arguments (again for each retry)."""
 
     indices: list[int]
     make_arguments: Callable[[], tuple[dict[str, object], RewardCallLog]]
@@ -102,13 +102,13 @@ class RewardCall:
 def to_call_result(
     reward: Reward, indices: list[int], returned: object, log: RewardCallLog
 ) -> CallResult:
-    """Validate what a call on these completions returned (a CallFailure if it raised)."""
+    """Validate the return value for these completions (a CallFailure if it raised)."""
     if not isinstance(returned, CallFailure):
         try:
             values, reasons = validate_scores(returned, len(indices), reward.config.nan_is_none)
         except InvalidReturn as error:
             returned = CallFailure("invalid", str(error))
-        except Exception as error:  # an object whose own .item() or .tolist() raises
+        except Exception as error:  # .item() or .tolist() may raise
             returned = failure_of_error(error)
         else:
             failures = {i: CallFailure("invalid", why) for i, why in reasons.items()}
@@ -121,12 +121,12 @@ def failure_of_error(error: BaseException) -> CallFailure:
     """The failure of a call that raised, with the frames of the user's code."""
     message = exception_text(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):
-        message += " (a reward may not end the process)"
+        message += " (a reward must not end the process)"
     trace = "".join(traceback.format_exception(error))
     return CallFailure("exception", message, format_user_frames(error), trace)
 
 
 def timeout_failure(reward: Reward, thread_id: int | None) -> CallFailure:
-    """The failure of a call that took too long, with the frames its thread is in now."""
+    """The failure of a call that took too long, with the current frames of its thread."""
     message = f"no answer within timeout_s = {reward.config.timeout_s:g} s"
     return CallFailure("timeout", message, format_running_frames(thread_id))

@@ -1,12 +1,12 @@
 """Calls rewards, each with a time limit, so that none can end or block the process.
 
 A `RewardCalls` makes one reward's calls of one step, from the moment they are submitted. A
-synchronous reward has a thread of its own that makes its calls one after the other, each in a
-daemon thread that is left behind when `timeout_s` is over; with `workers` it has that many
+synchronous reward has its own thread that makes its calls one after the other, each in a
+daemon thread that is abandoned when `timeout_s` is over; with `workers` it has that many
 threads, each with a child process that is killed then (worker_calls.py). Asynchronous rewards
-share one event loop in one daemon thread, which lives on between steps (a client they keep stays
-usable) and is replaced when one of them blocks it. What a reward raises, sys.exit() too, becomes
-a CallFailure. Without `workers`, code that holds Python's lock for good (one endless C call)
+share one event loop in one daemon thread, which lives on between steps (so a client stays
+usable) and is replaced when one of them blocks it. Whatever a reward raises, even sys.exit(), is
+a CallFailure. Without `workers`, code that holds Python's lock for ever (one endless C call)
 cannot be timed out from here.
 """
 
@@ -37,13 +37,13 @@ from rloo_cli.utils.main_thread_calls import note_main_thread_calls
 
 CALL_POLL_S = 0.1  # seconds between two calls of `poll`
 EVENT_LOOP_GRACE_S = 1.0  # seconds an event loop may be late before it counts as blocked
-CallFuture = Future[CallResult | None]  # None: the call was not made, as the step had failed
+CallFuture = Future[CallResult | None]  # None: not called, as the step had failed
 
 
 class RewardCalls:
     """One reward's calls of one step, which has `num_completions` completions.
 
-    A synchronous reward whose failures already decide the step makes no further calls: then there
+    A synchronous reward makes no further calls once its failures decide the step: then there
     are fewer results than calls. `seconds`: how long it had a call to make or to wait for.
     """
 
@@ -60,7 +60,7 @@ class RewardCalls:
         self._calls_in_flight, self._busy_since, self._lock = 0, 0.0, threading.Lock()
 
     def submit(self, call: RewardCall) -> None:
-        """Make this call as soon as a thread is free for it."""
+        """Make this call as soon as a thread is free."""
         future: CallFuture = Future()
         limit = self.reward.config.timeout_s * (self.reward.config.retries + 1) + EVENT_LOOP_GRACE_S
         self.calls.append((call, future, time.monotonic() + limit))
@@ -78,12 +78,12 @@ class RewardCalls:
             self.num_threads += 1
 
     def close(self) -> None:
-        """Accept no more calls; those that wait are made unless the step has failed."""
+        """Accept no more calls; waiting ones are made unless the step has failed."""
         for _ in range(self.num_threads):
             self.pending_calls.put(None)
 
     def abandon(self) -> None:
-        """Drop the calls that have not begun, and do not wait for those that run."""
+        """Drop the calls that have not started, and do not wait for the running ones."""
         self.step_failed = True
         self.close()
 
@@ -193,11 +193,11 @@ def _call_in_thread(reward: Reward, call: RewardCall) -> CallResult:
 
 
 def _main_thread_error(reward: Reward, noted: Sequence[str]) -> RewardError:
-    """The error of a reward that called functions of a main thread; no `on_error` covers it."""
+    """The error of a reward that called main-thread functions; no `on_error` covers it."""
     key = f"reward.{reward.name}.workers"
-    what = f"reward {reward.name!r} called {noted[0]}, which works in a main thread only"
+    what = f"reward {reward.name!r} called {noted[0]}, which works only in the main thread"
     why = "its calls run in a thread of the run's process; the scores of such a call may be wrong"
-    return RewardError(Problem(what, key, why, f"{key}=1 runs it in a process of its own"))
+    return RewardError(Problem(what, key, why, f"{key}=1 runs it in a separate process"))
 
 
 async def _await_value(awaitable: Awaitable[object]) -> object:
@@ -274,7 +274,7 @@ class _RewardEventLoop:
     def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # from a task of the user's
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # from a user's task
                 loop.run_forever()
                 break
         tasks = asyncio.all_tasks(loop)  # the loop was abandoned
@@ -284,6 +284,6 @@ class _RewardEventLoop:
 
 
 def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
-    """Report as asyncio does, but not tasks that timed out and still wait when the run ends."""
+    """Report as asyncio does, except tasks that timed out and still wait when the run ends."""
     if "was destroyed but it is pending" not in str(context.get("message")):
         loop.default_exception_handler(dict(context))

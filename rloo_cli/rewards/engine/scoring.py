@@ -1,6 +1,6 @@
 """Scores a step: every reward on every completion, with failures kept apart from zeros.
 
-A `ScoringStep` calls all rewards as groups arrive (step_calls.py), and lets failures.py decide, by
+A `ScoringStep` calls all rewards as groups arrive (step_calls.py), and failures.py decides, by
 each reward's `on_error` and `max_error_rate`, whether the run stops. None ("this reward does not
 apply") is NaN in `Scores.raw`; so is a completion that failed under `on_error: none`, which also
 counts in `error_rate`.
@@ -38,7 +38,7 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)  # log_metric's name -> mean
     metric_counts: dict[str, int] = field(default_factory=dict)  # its name -> calls that logged it
     warnings: list[str] = field(default_factory=list)  # to be printed once per run
-    tolerated: list[ToleratedFailures] = field(default_factory=list)  # that stop no run alone
+    tolerated: list[ToleratedFailures] = field(default_factory=list)  # do not stop the run alone
 
 
 class ScoringStep(StepCalls):
@@ -103,7 +103,7 @@ def _collect_logs(scores: Scores, call_results: list[CallResult], num_completion
 
 def _warn_unscored(scores: Scores, table: CompletionTable) -> None:
     unscored = scores.raw.isnan().all(dim=0).reshape(-1).nonzero().flatten().tolist()
-    if unscored and scores.names:  # a distillation may have no reward at all
+    if unscored and scores.names:  # a distillation may have no reward
         group, _ = table.group_and_rollout(unscored[0])
         scores.warnings.append(
             f"no reward scored {len(unscored)} of {len(table)} rows; they are left out. The first: "

@@ -1,6 +1,6 @@
-"""Calls every reward on a step's completions as its groups arrive, and collects what they gave.
+"""Calls every reward on a step's completions as its groups arrive, and collects the results.
 
-`scoring.py` makes tensors of the results; here no torch is needed, so that a reward can be tried
+`scoring.py` makes tensors of the results; no torch is needed here, so that a reward can be tried
 without it (`rloo reward test`).
 """
 
@@ -31,10 +31,10 @@ class StepCalls:
         self.table = CompletionTable(groups, context, k, fields)
         count = len(self.table)
         self.calls_by_reward = [(r, cache.CachePlan(), RewardCalls(r, count)) for r in rewards]
-        self.num_completions = count  # of the whole step, of which other ranks may have a share
+        self.num_completions = count  # of the whole step, including other ranks' shares
 
     def count_all_ranks(self, num_completions: int) -> None:
-        """Take `max_error_rate` of this number: the step's completions, over all ranks."""
+        """Use this number for `max_error_rate`, the step's completions, over all ranks."""
         self.num_completions = num_completions
         for _, _, calls in self.calls_by_reward:
             calls.num_completions = num_completions
@@ -47,7 +47,7 @@ class StepCalls:
                 self._submit_calls(reward, plan, calls, indices)
 
     def wait_for_results(self) -> list[RewardResult]:
-        """What every reward gave, once every group was submitted. Failures are in the results."""
+        """Every reward's results, once every group was submitted. Failures are in the results."""
         table = self.table
         for reward, plan, calls in self.calls_by_reward:
             if reward.config.scope == "batch":
@@ -65,7 +65,7 @@ class StepCalls:
             calls.abandon()
 
     def _is_scored(self, index: int, reward: Reward) -> bool:
-        """Whether a reward is asked about a completion: not where its environment failed."""
+        """Whether rewards are called for a completion: not if its environment failed."""
         group, rollout = self.table.group_and_rollout(index)
         return rollout.failed is None and matches_columns(group.example, reward.config.only)
 
@@ -99,7 +99,7 @@ def _build_reward_result(
     for index, twin in plan.duplicate_of.items():
         if twin in result.failures:
             result.failures[index] = result.failures[twin]
-        elif twin in result.values:  # it is in neither if calls were left out: the run stops
+        elif twin in result.values:  # in neither if calls were skipped: the run stops
             result.values[index] = result.values[twin]
     result.failures = dict(sorted(result.failures.items()))  # groups arrive in any order
     return result

@@ -18,7 +18,7 @@ from rloo_cli.rewards.engine.results import (
 )
 from rloo_cli.utils.files import JsonObject
 
-LOG_ARGUMENTS = ("log_extra", "log_metric")  # methods of the log; the worker makes a log itself
+LOG_ARGUMENTS = ("log_extra", "log_metric")  # methods of the log; the worker has its own log
 
 
 class RewardWorkerCode:
@@ -31,10 +31,10 @@ class RewardWorkerCode:
         self.failure: CallFailure | None = None  # why it could not be built
 
     def prepare(self) -> None:
-        """Import nothing of the user's: it may start threads, which a fork loses."""
+        """Import no user code: it may start threads, which a fork loses."""
 
     def start(self) -> None:
-        """Build the reward, and keep why that failed for the first call."""
+        """Build the reward, and keep an error for the first call."""
         try:
             self.reward = self._build_reward()
         except BaseException as error:
@@ -50,7 +50,7 @@ class RewardWorkerCode:
         result = _call_reward(self.reward, indices, arguments, log_arguments)
         try:
             return pickle.dumps(result)
-        except Exception as error:  # it passed an object to log_extra that cannot be pickled
+        except Exception as error:  # log_extra got an object that cannot be pickled
             failure = failure_of_error(error)
             return pickle.dumps(to_call_result(self.reward, indices, failure, RewardCallLog(0)))
 

@@ -1,8 +1,8 @@
 """Makes calls of rewards in worker processes: `reward.<name>.workers`.
 
-A worker holds one reward and answers one call after the other. It may be killed: code that never
-releases Python's lock, `os._exit`, or a crash in a C library costs that call and nothing else. The
-code in the worker is the user's own, as it is in a thread, so its answers may be pickled.
+A worker has one reward and answers one call after the other. It may be killed: code that never
+releases Python's lock, `os._exit`, or a crash in a C library costs only that call. The
+worker runs the user's own code, as a thread would, so its answers may be pickled.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ PYTHON_PREFIX = "python:"  # the path of a callable that came from Python (api)
 def start_reward_workers(rewards: Sequence[Reward]) -> None:
     """Start the workers of all rewards, so that the first step does not wait for them.
 
-    Raises ConfigError for a function that another process could not import.
+    Raises ConfigError for a function that another process cannot import.
     """
     for reward in rewards:
         if reward.config.workers and not reward.pools:
@@ -46,7 +46,7 @@ def reward_worker_pool(reward: Reward) -> WorkerPool:
 
 
 def call_in_worker(reward: Reward, call: RewardCall) -> CallResult:
-    """Make one call in a worker, and return its result, even if its process ended in the call."""
+    """Make one call in a worker, and return its result, even if its process exits during it."""
     arguments, log = call.make_arguments()
     logs = [name for name in LOG_ARGUMENTS if name in arguments]
     left_out = {*LOG_ARGUMENTS, *reward.fixed_arguments}  # the worker has these itself
@@ -63,7 +63,7 @@ def call_in_worker(reward: Reward, call: RewardCall) -> CallResult:
                 result: CallResult = pickle.loads(answer)
                 return result
     except WorkerGone as gone:
-        why = f"its worker process ended in the call, with {gone} (a reward may not end it)"
+        why = f"its worker process exited during the call, with {gone} (a reward must not end it)"
         failure = CallFailure("exception", why)
     except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:  # an odd column
         failure = failure_of_error(error)
@@ -85,6 +85,6 @@ def _importable_name(reward: Reward) -> str:
         if where != "__main__" and registry.load_code(spec) is reward.code:
             return spec
     what = f"reward {reward.name!r} cannot be sent to a worker process"
-    why = f"{reward.location} is not a function at the top of a module that can be imported"
+    why = f"{reward.location} is not a top-level function of an importable module"
     fix = "put it in a file and name it by reward.NAME.path=file.py:name, or workers=0"
     refuse(f"reward.{reward.name}.workers", what, fix, why)

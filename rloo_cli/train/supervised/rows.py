@@ -1,7 +1,7 @@
 """Reads the examples of `rloo sft` and the preference pairs of `rloo reward-model`, as token ids.
 
 Prompts are read exactly as a run reads them (template, system message, chat template), and a
-completion continues their ids, as it does in RLOO's sampling. TRL's trainers get the ids. Examples
+completion continues their ids, as in RLOO's sampling. TRL's trainers get the ids. Examples
 that are empty or too long are left out and counted; a missing column, or a value of another type,
 is refused.
 """
@@ -32,18 +32,18 @@ from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 Completion = str | list[JsonObject]
-# (prompt, its ids, the row's completions, the row's number) -> columns of ids, None if it is empty
+# (prompt, its ids, the row's completions, the row's number) -> columns of ids, None if empty
 ReadExample = Callable[[Any, list[int], tuple[Completion, ...], int], dict[str, list[int]] | None]
 WHOLE_COLUMNS = ("messages", "text")  # of a prompt together with its completion, as TRL names them
 ID_COLUMNS = {"sft": ("input_ids", "labels"), "reward_model": ("chosen_ids", "rejected_ids")}
-LENGTH_COLUMN = "length"  # tokens of the longest sequence of an example; 0: it is empty
+LENGTH_COLUMN = "length"  # tokens of an example's longest sequence; 0: empty
 DATA_KEY_PATTERN = re.compile(r"\bdata\.(path|name|revision|split|eval_split|prompt_column)\b")
 NOT_LEARNED = -100  # the label of a token that the loss leaves out
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The examples that are used, with ID_COLUMNS and `length`; how many were left out."""
+    """The used examples, with ID_COLUMNS and `length`; how many were left out."""
 
     dataset: Dataset
     num_too_long: int
@@ -55,7 +55,7 @@ class TrainingRows:
         return list(self.dataset[LENGTH_COLUMN])
 
     def describe(self, limit: int) -> str:
-        """A line that says how many there are. `limit`: the most tokens of an example."""
+        """A line with their number. `limit`: the most tokens of an example."""
         line = f"{len(self.dataset)} examples, up to {max(self.lengths)} tokens"
         if self.num_too_long:
             line += f", {self.num_too_long} left out: longer than {limit} tokens (max_length)"
@@ -66,7 +66,7 @@ class TrainingRows:
 class RowReader:
     """Reads the examples of one of the two trainings.
 
-    `limit`: most tokens of an example. `ranks`: rank 0 reads, and the others get what it found.
+    `limit`: most tokens of an example. `ranks`: rank 0 reads, and the others get its results.
     """
 
     section: str
@@ -134,7 +134,7 @@ class RowReader:
     ) -> TrainingRows:
         """Pairs of completions, tokenised as a reward of type `model` reads them.
 
-        Without a column of prompts both columns hold them (TRL: an implicit prompt).
+        Without a prompt column, both columns contain the prompt (TRL: an implicit prompt).
         """
         keys = ("reward_model.chosen_column", "reward_model.rejected_column")
         names = (settings.chosen_column, settings.rejected_column)
@@ -163,11 +163,11 @@ class RowReader:
         return self._collect(prepared, columns, read, keys[0], file)
 
     def _without_prompts(self, values: Sequence[Completion]) -> Prompts:
-        """An empty prompt for each value. Raises DataError for keys that are for prompts alone."""
+        """An empty prompt for each value. Raises DataError for keys that only apply to prompts."""
         conversational = is_messages(values[0])
         for key in ("template", "chat", *(() if conversational else ("system",))):
             if getattr(self.source, key):
-                what, why = f"data.{key} is set", "the data has no column of prompts"
+                what, why = f"data.{key} is set", "the data has no prompt column"
                 off = f"data.{key}={'false' if key == 'chat' else 'null'}"
                 raise DataError(Problem(what, f"data.{key}", why, off))
         empty: Any = [] if conversational else ""
@@ -189,7 +189,7 @@ class RowReader:
                 data, self.source, self.tokenizer, kwargs, most, self.run.seed, ranks=self.ranks
             )
         except DataError as error:
-            # A prompt that is cut leaves no room for a completion, which has to fit as well.
+            # A truncated prompt would leave no room for a completion, which has to fit as well.
             room = f"data.max_prompt_length and {self.section}.max_length"
             fix = f"shorter prompts, or more room: {room}"
             raise DataError(
@@ -202,9 +202,9 @@ class RowReader:
         whole = self._render([*prompt, *completion])
         if whole.startswith(start):
             return whole[len(start) :]
-        what = "the chat template changes what came before"
-        why = "the text of a prompt with its completion does not begin with that of the prompt"
-        fix = "model.chat_template=FILE.jinja of one that only adds to what came before"
+        what = "the chat template changes earlier text"
+        why = "the text of a prompt with its completion does not begin with the prompt's text"
+        fix = "model.chat_template=FILE.jinja, one that only appends"
         raise DataError(Problem(what, where, why, fix))
 
     def _render(self, messages: object, **options: object) -> str:
@@ -254,7 +254,7 @@ def _map_indices(
     names: Sequence[str],
     file: Path | None,
 ) -> Dataset:
-    """What `read` makes of the numbers up to `count`, in a file that is not made a second time."""
+    """The results of `read` for the numbers up to `count`, in a file that is written only once."""
     ids = datasets.List(datasets.Value("int32"))
     features = datasets.Features(
         {**dict.fromkeys(names, ids), LENGTH_COLUMN: datasets.Value("int32")}
@@ -276,11 +276,11 @@ def tokenize_with_eos(
     """The ids of a text, closed by one EOS. `add_special_tokens`: with the tokenizer's BOS.
 
     A chat template may close a turn with EOS and a newline: the newline is left out. Raises
-    DataError where the tokenizer has no EOS.
+    DataError if the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         what = "the tokenizer has no end-of-text token"
-        why, fix = "a completion could never end", "model.tokenizer=PATH of one that has it"
+        why, fix = "a completion could never end", "model.tokenizer=PATH of one with it"
         raise DataError(Problem(what, "model.tokenizer", why, fix))
     bare = text.rstrip()
     text = bare.removesuffix(tokenizer.eos_token) if bare.endswith(tokenizer.eos_token) else text
@@ -298,7 +298,7 @@ def _require_column(data: Dataset, name: str, key: str) -> Sequence[Completion]:
 
 
 def _is_empty_completion(value: Completion, conversational: bool, key: str, number: int) -> bool:
-    """Whether a completion is empty. Raises DataError if it is of a type that is not allowed."""
+    """Whether a completion is empty. Raises DataError for a type that is not allowed."""
     if isinstance(value, str):
         return not value.strip()
     if conversational and is_messages(value):

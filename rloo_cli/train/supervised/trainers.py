@@ -1,8 +1,8 @@
 """TRL's SFTTrainer and RewardTrainer, with the keys of `sft` and `reward_model` as their arguments.
 
-Ours beside TRL's: the order of the examples, which is the same on any number of ranks, the lines of
-metrics, the end by a signal, and the end by a loss that is not finite. Nothing is saved while they
-train: a stopped training begins anew.
+Beyond TRL: the order of the examples, which is the same on any number of ranks, the lines of
+metrics, stopping by a signal, and stopping at a loss that is not finite. Nothing is saved during
+training: a stopped training starts over.
 """
 
 import copy
@@ -41,7 +41,7 @@ from rloo_cli.utils.errors import NumbersError, Problem
 from rloo_cli.utils.files import JsonObject
 
 WriteMetrics = Callable[[JsonObject], None]
-# What TRL logs beside the numbers of a line: times, totals, and extremes that depend on the size of
+# Logged by TRL besides a line's numbers: times, totals, and extremes that depend on the size of
 # a forward pass.
 LEFT_OUT = (
     "runtime", "samples_per_second", "steps_per_second", "num_tokens", "preparation_time",
@@ -50,7 +50,7 @@ LEFT_OUT = (
 
 
 class SeededOrder(Sampler[int]):
-    """The examples of a training, pass after pass: those of like length share a batch."""
+    """The examples of a training, pass after pass: those of similar length share a batch."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, total: int):
         """`total`: examples of all passes."""
@@ -86,7 +86,7 @@ class TrainingWatch(TrainerCallback):
     """Passes each line of metrics on, and ends a training that is stopped or diverges.
 
     `batch_size`: examples of a step; `num_examples`: of a pass; `total`: of all passes.
-    `num_held_out`: what is evaluated before the first step and after the last one.
+    `num_held_out`: examples evaluated before the first step and after the last one.
     """
 
     world: World
@@ -123,7 +123,7 @@ class TrainingWatch(TrainerCallback):
     ) -> None:
         """Write a line of a step or of an evaluation. Raises NumbersError."""
         _check_finite(logs, state.global_step)
-        if "train_runtime" in logs:  # of the whole training, after its last line
+        if "train_runtime" in logs:  # for the whole training, after its last line
             return
         found = {n: v for n, v in logs.items() if n != "epoch" and not n.endswith(LEFT_OUT)}
         if any(name.startswith("eval_") for name in found):
@@ -171,7 +171,7 @@ def build_trainer(
     """Build TRL's trainer of a section. -> it, and what it has logged
 
     `rows`: the examples to train on and, if there are any, those to evaluate on. `place`: a folder
-    that TRL asks for. Prints a note where the warm-up is shortened.
+    that TRL needs. Prints a note if the warm-up is shortened.
     """
     settings: TrainingConfig = getattr(run, section)
     count, held_out = len(rows[0].dataset), rows[1].dataset if len(rows) > 1 else None
@@ -232,9 +232,9 @@ def _arguments(
         "lr_scheduler_type": "linear",
         "warmup_steps": warmup_updates(schedule, steps),
         "weight_decay": settings.weight_decay,
-        # Without a limit the norm is still computed, and so looked at.
+        # Without a limit the norm is still computed, and so checked.
         "max_grad_norm": math.inf if settings.max_grad_norm is None else settings.max_grad_norm,
-        "max_length": None,  # `rows` has left longer examples out
+        "max_length": None,  # `rows` has left out longer examples
         "gradient_checkpointing": run.model.gradient_checkpointing is True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "bf16": dtype is torch.bfloat16,
@@ -244,7 +244,7 @@ def _arguments(
         "ddp_timeout": math.ceil(run.distributed.timeout_s),
         "logging_steps": settings.log_every,
         "logging_nan_inf_filter": False,
-        "eval_strategy": "no",  # TrainingWatch asks for the one after the last step
+        "eval_strategy": "no",  # TrainingWatch requests the one after the last step
         "eval_on_start": evaluates,
         "save_strategy": "no",
         "report_to": "none",
@@ -253,7 +253,7 @@ def _arguments(
 
 
 def _engine_arguments(run: RunConfig, settings: TrainingConfig, ranks: int) -> JsonObject:
-    """What transformers is told of distributed.engine, where there are several ranks."""
+    """The settings of distributed.engine for transformers, with several ranks."""
     engine, offload = run.distributed.engine, run.distributed.offload
     if ranks == 1 or engine in ("single", "ddp"):
         return {}
@@ -261,7 +261,7 @@ def _engine_arguments(run: RunConfig, settings: TrainingConfig, ranks: int) -> J
         config = {"version": 2, "cpu_offload": offload == "parameters"}
         return {"fsdp": True, "fsdp_config": config}
     zero: JsonObject = {"stage": int(engine.removeprefix("zero"))}
-    zero["stage3_gather_16bit_weights_on_model_save"] = True  # in whatever dtype they have
+    zero["stage3_gather_16bit_weights_on_model_save"] = True  # in their own dtype
     if offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "parameters":
@@ -283,7 +283,7 @@ def _engine_arguments(run: RunConfig, settings: TrainingConfig, ranks: int) -> J
 def _make_arguments(kind: type[TrainingArguments], given: JsonObject) -> TrainingArguments:
     """Make a trainer's arguments, which join the ranks' process group.
 
-    The number of CPU threads stays as it is, and one process stays on one of the GPUs that it sees.
+    The number of CPU threads stays unchanged, and one process uses only one of its visible GPUs.
     """
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
@@ -299,8 +299,8 @@ def _padding_by_another_token(
 ) -> PreTrainedTokenizerBase:
     """A tokenizer whose padding ends no sequence.
 
-    transformers reads a score at the last token that is not padding. Where padding and EOS are one
-    id that would be the token before the EOS, and a reward of type `model` reads it at the EOS.
+    transformers reads a score at the last token that is not padding. If padding and EOS are one
+    id that would be the token before the EOS, but a reward of type `model` reads it at the EOS.
     """
     columns = ID_COLUMNS["reward_model"]
     ends = {ids[-1] for part in rows for column in columns for ids in part.dataset[column]}

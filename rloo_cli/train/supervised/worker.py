@@ -1,8 +1,8 @@
 """The process of `rloo sft` and `rloo reward-model`: data, model, one training, a folder.
 
-`cli/supervised` starts it with a folder that holds training/config.yaml and the section's name. Its
+`cli/supervised` starts it with a folder that has training/config.yaml and the section's name. Its
 files (model, tokenizer, training/metrics.jsonl, training/summary.json) are complete when it exits
-with 0; its caller gives the folder its name then.
+with 0; its caller then gives the folder its name.
 """
 
 import json
@@ -39,7 +39,7 @@ from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError, ref
 from rloo_cli.utils.files import JsonObject, write_json
 
 DEFAULT_EVAL_EXAMPLES = 200  # examples, if eval_rows is null
-SHARDED_ENGINES = ("fsdp2", "zero3")  # that have each weight in shards
+SHARDED_ENGINES = ("fsdp2", "zero3")  # engines that shard weights
 SUPERVISED_PROGRESS_S = 2.0  # seconds between two lines of progress on the terminal
 
 
@@ -119,9 +119,9 @@ def _load_examples(
         return [data]
     num_trained = len(data) - count
     if num_trained <= 0:
-        why = f"the split has {len(data)} rows, and {section}.eval_rows={count} are held out"
+        why = f"the split has {len(data)} rows, of which {section}.eval_rows={count} are held out"
         fix = f"{section}.eval_rows=0, or data.eval_split=..."
-        refuse("data.split", "nothing is left to train on", fix, why, error=DataError)
+        refuse("data.split", "no rows are left to train on", fix, why, error=DataError)
     return [data.select(range(num_trained)), data.select(range(num_trained, len(data)))]
 
 
@@ -130,11 +130,11 @@ def _load_model(
 ) -> PreTrainedModel:
     """Load the model, with a new head if it becomes a reward model, and with model.lora's adapter.
 
-    Weights that are all trained are float32: TRL computes with them in model.dtype.
+    Weights are float32 if all of them are trained: TRL computes with them in model.dtype.
     """
     adapter, device = model_config.lora, world.device
     if world.size > 1 and run.distributed.engine in SHARDED_ENGINES:
-        device = torch.device("cpu")  # a device gets its shard alone
+        device = torch.device("cpu")  # a device gets only its shard
     if section == "sft" and adapter is not None:
         model = lora.load_trained_model(model_config, None, device, run.seed)
         _refuse_adapted_head(model)
@@ -147,18 +147,18 @@ def _load_model(
     _init_score_head(model, run.seed)
     if adapter is not None:
         whole = [*adapter.modules_to_save, "score"]
-        kwargs = adapter.kwargs | {"task_type": "SEQ_CLS"}  # its head is no layer to adapt
+        kwargs = adapter.kwargs | {"task_type": "SEQ_CLS"}  # its head must not be adapted
         keys = adapter.model_copy(update={"modules_to_save": whole, "kwargs": kwargs})
         lora.attach_adapter(model, keys, run.seed)
     return model
 
 
 def _refuse_adapted_head(model: PreTrainedModel) -> None:
-    """Raise ConfigError for an adapter that TRL would not compute with, nor train."""
+    """Raise ConfigError for an adapter that TRL would neither apply nor train."""
     head = model.get_output_embeddings()
     names = [name for name in lora.adapter_scales(model) if model.get_submodule(name) is head]
     if names:
-        what, where = "sft trains no adapter of the output embedding", "model.lora.target_modules"
+        what, where = "sft cannot adapt the output embedding", "model.lora.target_modules"
         why = f"TRL's loss reads the weight of {names[0]} without its adapter"
         raise ConfigError(Problem(what, where, why, "model.lora.target_modules=all-linear"))
 
@@ -194,7 +194,7 @@ def print_line(line: str) -> None:
 
 
 def print_nothing(line: object) -> None:
-    """Print nothing: rank 0 does it."""
+    """Print nothing: rank 0 does."""
 
 
 def _metrics_writer(folder: Path) -> Callable[[JsonObject], None]:
@@ -237,7 +237,7 @@ def _errors_name_section(section: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the process that `cli/supervised` starts; its exit code says what stopped it."""
+    """Run the process that `cli/supervised` starts; its exit code is that of the error."""
     folder = paths.absolute_path(Path(sys.argv[1]))  # user code may change the current folder
     section = sys.argv[2]
 

@@ -58,4 +58,4 @@ def test_one_of_several_that_dies_ends_the_server_with_6(serve: Any) -> None:
     serve.error = RuntimeError("Process ApiServer_1 (PID: 3) died with exit code -9")
     with socket.socket() as bound, pytest.raises(GenerationError) as caught:
         server.serve_until_stopped(bound, SimpleNamespace(), "", 2)  # type: ignore[arg-type]
-    assert caught.value.code == 6 and "process of the server ended" in str(caught.value)
+    assert caught.value.code == 6 and "process of the server exited" in str(caught.value)

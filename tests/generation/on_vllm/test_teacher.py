@@ -120,14 +120,14 @@ def test_a_prompt_its_completion_and_one_token_more_must_fit(teacher, longest, f
 def test_other_tokens_behind_the_same_ids_are_refused(teacher, fake):
     fake.texts = ["?", *fake.texts[:-1]]
     problem = refused(lambda: teacher().connect(tokenizer(), 40), ConfigError)
-    assert "differ in vocabulary" in problem.what and fake.url in problem.what
+    assert "different vocabularies" in problem.what and fake.url in problem.what
     assert "here and" in problem.why
 
 
 def test_a_vocabulary_that_lacks_ids_of_the_students_is_refused(teacher, fake):
     fake.vocabulary -= 1
     problem = refused(lambda: teacher().connect(tokenizer(), 40), ConfigError)
-    assert "differ in vocabulary" in problem.what and "out of vocabulary" in problem.why
+    assert "different vocabularies" in problem.what and "out of vocabulary" in problem.why
 
 
 def test_a_larger_vocabulary_and_a_server_without_texts_are_taken(teacher, fake):
@@ -189,7 +189,7 @@ def test_a_server_that_stays_away_ends_the_step(ready, fake):
     client = ready(reconnect_timeout_s=0.3)
     fake.close()
     problem = refused(lambda: client.logprobs(ROWS))
-    assert fake.url in problem.what and "no teacher answers" in problem.what
+    assert fake.url in problem.what and "does not answer" in problem.what
 
 
 def test_a_server_that_comes_back_with_another_model_is_refused(ready, fake):
@@ -249,7 +249,7 @@ def test_a_server_that_ignores_prompt_logprobs_is_refused(ready, fake, monkeypat
 @pytest.mark.parametrize("value", [-9999.0, math.nan, -math.inf])
 def test_a_token_without_a_probability_is_not_trained_on(ready, fake, value):
     client, fake.teach = ready(), lambda ids: [value] * (len(ids) - 1)
-    assert "no probability" in refused(lambda: client.logprobs(ROWS)).what
+    assert "probability 0" in refused(lambda: client.logprobs(ROWS)).what
 
 
 def test_an_address_to_listen_on_is_called_on_this_machine(teacher, fake):

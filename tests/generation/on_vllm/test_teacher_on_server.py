@@ -93,7 +93,7 @@ def test_ids_beyond_the_vocabulary_are_another_vocabulary(there, teacher, monkey
         def decode(self, ids):
             return tokenizer().decode(ids)
 
-    with pytest.raises(ConfigError, match="differ in vocabulary"):
+    with pytest.raises(ConfigError, match="different vocabularies"):
         teacher.connect(Larger(), 40)
 
 

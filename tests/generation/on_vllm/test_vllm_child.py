@@ -113,7 +113,7 @@ def test_a_lost_engines_last_word_is_in_the_error(
             log.write_text("the log's last line\n")
 
         def send(self, message: object) -> None:
-            raise EngineLost("the engine's process ended with -11")
+            raise EngineLost("the engine's process exited with -11")
 
         def kill(self) -> None:
             pass

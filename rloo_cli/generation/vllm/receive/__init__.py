@@ -1,8 +1,8 @@
 """The receiving ends of a weight transfer, which run inside vLLM's workers.
 
-`CompleteUpdateMixin` is what they have in common: every layer of the engine must have received all
+`CompleteUpdateMixin` is shared by all: every layer of the engine must have received all
 of its elements before an update may end (a frozen tower, in the first). vLLM itself only logs a
-layer that received none, and fills the rest of one that received half with whatever was in memory.
+layer that received none, and leaves uninitialised memory in one that received half.
 
     adapter  the receiver of an adapter
     gloo     the gloo receiver: our own, for machines without GPUs
@@ -32,7 +32,7 @@ else:
 
 
 class CompleteUpdateMixin(Base):
-    """Goes before one of vLLM's engines in the order of base classes."""
+    """Mixed in before one of vLLM's transfer engines."""
 
     had_all = False  # whether an update of this connection brought all weights
 
@@ -43,14 +43,14 @@ class CompleteUpdateMixin(Base):
     def finish_weight_update(self) -> None:
         """Raises ValueError that lists the layers that did not receive all of their weights.
 
-        A trainer sends what it has frozen in its first update alone, so a vision tower, or what
-        joins it to the language model, may then be left as it is, whole.
+        A trainer sends frozen weights only in its first update, so a vision tower or its projector
+        may then be left unchanged as a whole.
         """
         incomplete = incomplete_layers(self.model)
         kept = parts_left_out(self.model, {n for n, a, _ in incomplete if not a})
         if self.had_all:
             incomplete = [layer for layer in incomplete if layer[0] not in kept]
-        # Even an update that is refused must be closed: else the engine would refuse the next one.
+        # Even a refused update must be closed: otherwise the engine would refuse the next one.
         with _no_warning_of_layers_left_out() if kept else nullcontext():
             super().finish_weight_update()
         if incomplete:
@@ -60,8 +60,8 @@ class CompleteUpdateMixin(Base):
 
 
 def parts_left_out(model: nn.Module, empty: set[str]) -> set[str]:
-    """Those of the `empty` layers, which received nothing, that are of a part (a vision tower; what
-    joins it to the language model) of which no layer received anything."""
+    """Those of the `empty` layers, which received nothing, that belong to a part (a vision tower,
+    its projector) of which no layer received anything."""
     if not empty or not hasattr(model, "get_mm_mapping"):
         return set()
     names: Any = cast(Any, model).get_mm_mapping()
@@ -79,7 +79,7 @@ def _takes_weights(layer: nn.Module) -> bool:
 
 @contextmanager
 def _no_warning_of_layers_left_out() -> Iterator[None]:
-    """vLLM warns of each layer that an update leaves as it is: here it is meant."""
+    """Silence vLLM's warning about each unchanged layer: here it is intended."""
     log = logging.getLogger(layerwise.__name__)
     before = log.level
     log.setLevel(logging.ERROR)
@@ -96,13 +96,13 @@ def missing_weights_error(layers: list[str]) -> ValueError:
 
 
 def incomplete_layers(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Layers that received too few elements in this update: name, received, expected. Nobody sends
-    the padding by which an embedding has a round number of tokens."""
+    """Layers that received too few elements in this update: name, received, expected. The padding
+    that rounds up an embedding's rows is never sent."""
     incomplete, not_counted = [], versions.uncounted_parameters()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if not info.can_load() or versions.is_deferred_layer(layer):
-            continue  # it is complete; or it has only scales, which our checkpoints do not have
+            continue  # complete, or only scales, which checkpoints lack
         # Buffers are not counted: the engine makes them itself.
         parameters = layer.named_parameters(recurse=False)
         expected = sum(p.numel() for parameter, p in parameters if parameter not in not_counted)
@@ -130,7 +130,7 @@ def _tied_head(model: nn.Module, layer: nn.Module) -> bool:
 
 
 def refresh_heads(model: nn.Module) -> None:
-    """Pack the weights of heads again where there is no GPU: there a head that is tied to the
+    """Pack tied heads again on a machine without a GPU: there a head that is tied to the
     embedding computes with a packed copy of its weights, which a reload does not change."""
     if not current_platform.is_cpu():
         return

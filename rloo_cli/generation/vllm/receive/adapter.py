@@ -1,9 +1,9 @@
 """The receiver of an adapter: the base model's weights are never touched.
 
 The tensors that arrive over gloo are written where vLLM looks for the adapter, and vLLM's own
-loader reads them there at the next request. Two traps: vLLM goes on with an adapter that it has
-loaded, whatever its files are by then, so it is removed here; and the prefix cache knows the
-adapter by its name alone, so the sender resets that cache, as after every update.
+loader reads them at the next request. Two traps: vLLM keeps using a loaded adapter even if its
+files change, so it is removed here; and the prefix cache identifies an
+adapter only by its name, so the sender resets that cache, as after every update.
 """
 
 import os
@@ -35,7 +35,7 @@ class Adapter(GlooReceiver):
     def finish_weight_update(self) -> None:
         """Raises ValueError that lists layers that the engine cannot adapt, or that lack a factor.
 
-        vLLM then keeps the update open; the next call closes it, and the adapter stays as it was.
+        vLLM then keeps the update open; the next call closes it, and the adapter stays unchanged.
         """
         tensors, self.tensors = self.tensors, None
         if tensors is None:
@@ -53,7 +53,7 @@ class Adapter(GlooReceiver):
 
 
 def adapter_mismatches(manager: Any, tensors: dict[str, Tensor]) -> list[str]:
-    """What is wrong with an adapter's tensors, layer by layer; [] for an adapter that fits."""
+    """Faults of an adapter's tensors, layer by layer; [] if it fits."""
     if not tensors:
         return ["all of the adapter"]
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -67,5 +67,5 @@ def adapter_mismatches(manager: Any, tensors: dict[str, Tensor]) -> list[str]:
     wrong = [f"{layer} (not a layer that vLLM adapts)" for layer in halves if layer not in layers]
     max_rank: int = manager.lora_config.max_lora_rank
     ranks = {min(tensor.shape) for tensor in tensors.values()}
-    wrong += [f"all of rank {r} (there is room for {max_rank})" for r in ranks if r > max_rank]
+    wrong += [f"all of rank {r} (the limit is {max_rank})" for r in ranks if r > max_rank]
     return wrong + [f"{layer} (one factor of two)" for layer, two in halves.items() if len(two) < 2]

@@ -56,7 +56,7 @@ class GlooReceiver(Base, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     group: ProcessGroupGloo | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        self.shutdown()  # a trainer that vanished left one
+        self.shutdown()  # left by a trainer that vanished
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         info, rank = init_info, init_info.rank_offset + index

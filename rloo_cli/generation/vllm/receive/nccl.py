@@ -17,5 +17,5 @@ class Nccl(CompleteUpdateMixin, Base, NCCLWeightTransferEngine):
     """Registered as `rloo_nccl`."""
 
     def init_transfer_engine(self, init_info: object) -> None:
-        self.shutdown()  # a trainer that vanished left one
+        self.shutdown()  # left by a trainer that vanished
         super().init_transfer_engine(init_info)
