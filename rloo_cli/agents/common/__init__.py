@@ -6,10 +6,10 @@ episode         one episode: its turns so far, and what it may still do
 episode_sampler what is around the run's generator, for every kind of agent
 episodes        many episodes at once: the `Generator` that a run samples with
 observations    what was answered, as the model may be shown it: texts and images
+template_rules  ids between two turns by the template rules of the package renderers
 tool_calls      makes calls in processes, and words their answers
 tool_processes  where tools and environments run: worker processes, or threads
 tool_set        the tools' descriptions, and checks of calls
 tool_worker     what such a process does
 turn_rendering  what a tool answered, as ids
-written_rules   the same by the rules of the package renderers
 """
