@@ -1,7 +1,7 @@
 """`rloo sweep`: several configurations of one experiment side by side, in chunks of steps.
 
-Its members, called trials in the code, are the jobs that `--multirun` would run one after the
-other: each is a run, in root/<its name>.
+Its trials are the jobs that `--multirun` would run one after the other. Each is a run, in
+root/<its name>.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,8 +72,8 @@ def default_jobs() -> int:
 def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
     """Raises ConfigError for more trials at a time than GPUs: each plans for a whole GPU."""
     if gpus and jobs > len(gpus):
-        why = f"{len(gpus)} GPUs are visible, and each member takes one with all its memory"
-        what = f"{jobs} members cannot train at the same time"
+        why = f"{len(gpus)} GPUs are visible, and each trial takes one with all its memory"
+        what = f"{jobs} trials cannot train at the same time"
         refuse("--jobs", what, f"--jobs {len(gpus)}", why)
 
 
@@ -114,7 +113,7 @@ def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedCon
 def _existing_or_new_sweep(folder: Path, overrides: list[str], trials: list[Trial]) -> SweepState:
     """The sweep in this folder, or a new one. Raises ConfigError if it has other overrides."""
     if not folder.exists():
-        return SweepState(folder, overrides, os.getcwd(), members=trials)
+        return SweepState(folder, overrides, os.getcwd(), trials=trials)
     fix = f"--name OTHER, or move it away: mv {folder} {folder}.old"
     if not (folder / state.SWEEP_FILE).is_file():
         refuse("--name", f"{folder} exists", fix, "it is not a sweep")
@@ -124,7 +123,7 @@ def _existing_or_new_sweep(folder: Path, overrides: list[str], trials: list[Tria
         what = f"{folder} is a sweep with other overrides"
         refuse("--name", what, fix, f"it was started with: {' '.join(found.words)}")
     overrides_now = {trial.name: trial.words for trial in trials}
-    for trial in found.members:  # keys that are not part of a name may have changed, like logging
+    for trial in found.trials:  # keys that are not part of a name may have changed, like logging
         trial.words = overrides_now.get(trial.name, trial.words)
     return found
 
@@ -133,7 +132,7 @@ def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool
     """Check every trial that is to go on, then run the sweep, and return its exit code."""
     _refuse_running_sweep(sweep_state.folder)
     _check_jobs(sweep_state.jobs, device_count.visible_gpus())
-    left = [trial for trial in sweep_state.members if trial.state in (*OPEN_STATES, "failed")]
+    left = [trial for trial in sweep_state.trials if trial.state in (*OPEN_STATES, "failed")]
     others = [trial for trial in left if trial.name not in configs]  # of earlier starts, and clones
     jobs = [compose.compose_config([*trial.words, _name_override(trial.name)]) for trial in others]
     new_configs = rules.check_trial_configs(jobs)
@@ -171,24 +170,24 @@ def _name_override(name: str) -> str:
 def _refuse_running_sweep(folder: Path) -> None:
     if facts := state.running_process(folder):
         what = f"{folder} is being run by process {facts['pid']} on {facts['host']}"
-        why = "a second process would train the same members again"
+        why = "a second process would train the same trials again"
         refuse("command line", what, f"rloo sweep show {folder}", why)
 
 
 def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> None:
     if show.screen is None:
         show.console.print(show.current_table())
-    failed = sum(trial.state == "failed" for trial in sweep_state.members)
-    left = sum(trial.state in OPEN_STATES for trial in sweep_state.members)
+    failed = sum(trial.state == "failed" for trial in sweep_state.trials)
+    left = sum(trial.state in OPEN_STATES for trial in sweep_state.trials)
     if left or failed:
         print(f"go on   rloo sweep resume {sweep_state.folder}")
     waiting = f", {left} to go on with" if left else ""
-    print(f"{len(sweep_state.members)} members, {failed} failed{waiting}")
+    print(f"{len(sweep_state.trials)} trials, {failed} failed{waiting}")
 
 
 def _sweep_values(sweep: SweepState) -> JsonObject:
     """The whole state of a sweep as plain values."""
-    return asdict(sweep) | {"folder": str(sweep.folder)}
+    return sweep.as_values() | {"folder": str(sweep.folder)}
 
 
 def _resume_sweep(options: argparse.Namespace, answer: JsonObject) -> int:
@@ -227,7 +226,7 @@ def _show_sweep(options: argparse.Namespace) -> int:
 def _running_sweep_and_trial(options: argparse.Namespace) -> tuple[SweepState, Trial]:
     """The sweep and the trial that a command names."""
     found = state.read_sweep(state.find_sweep(options.sweep, options.action))
-    trial = found.find_trial(options.member)
+    trial = found.find_trial(options.trial)
     if not state.running_process(found.folder):
         changes = getattr(options, "overrides", [])
         _refuse_stopped_sweep(options.action, found, trial, changes)
@@ -256,9 +255,9 @@ def _sweep_status(sweep_state: SweepState) -> str:
 
 
 def _send_command(options: argparse.Namespace, answer: JsonObject) -> int:
-    """`rloo sweep stop|promote SWEEP MEMBER`."""
+    """`rloo sweep stop|promote SWEEP TRIAL`."""
     sweep, trial = _running_sweep_and_trial(options)
-    answer["said"] = commands.send_request(sweep.folder, do=options.action, member=trial.number)
+    answer["said"] = commands.send_request(sweep.folder, do=options.action, trial=trial.number)
     print(answer["said"])
     return 0
 
@@ -287,7 +286,7 @@ def _clone_trial(options: argparse.Namespace, answer: JsonObject) -> int:
         if problems:
             raise ConfigError(*problems)
     request: JsonObject = {"name": str(settings.name), "words": overrides}
-    answer["said"] = commands.send_request(folder, do="clone", member=trial.number, **request)
+    answer["said"] = commands.send_request(folder, do="clone", trial=trial.number, **request)
     print(answer["said"])
     return 0
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rloo_cli.cli.verbs import COMMON_FLAGS, GROUPS, NEW, VERBS, WORD_HELP
-from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, refuse
 
 ASKED_BY_VERB = ("RUN", "SHELL", "TRACKER", "KEY")  # words whose lack the verb itself explains
@@ -250,13 +249,11 @@ def verb_help(verb: str) -> str:
 
 
 def help_overview() -> str:
-    """The text of `rloo --help`: the verbs in groups, and the recipes."""
+    """The text of `rloo --help`: the verbs in groups."""
     width = max(map(len, VERBS))
     lines = ["usage: rloo VERB [+recipe=NAME] [key=value ...] [flags]"]
     for group in GROUPS:
         verbs = {name: verb.summary for name, verb in VERBS.items() if verb.group == group}
         lines += ["", f"{group}:", *[f"  {name:<{width}}  {text}" for name, text in verbs.items()]]
-    recipes = textwrap.wrap(", ".join(paths.recipe_files()), WIDTH - 2, break_on_hyphens=False)
-    lines += ["", "recipes (rloo recipes says what each is):", *[f"  {line}" for line in recipes]]
-    lines += ["", "rloo VERB --help has the flags and examples of a verb."]
-    return "\n".join([*lines, "Begin with: rloo train +recipe=quickstart"])
+    lines += ["", "rloo VERB --help shows flags and examples; rloo recipes lists the recipes."]
+    return "\n".join([*lines, "Start with: rloo train +recipe=quickstart"])

@@ -113,7 +113,7 @@ class SweepTrial:
 
     def _send(self, **values: object) -> None:
         try:
-            self.json_socket.send(member=self.trial_number, **values)
+            self.json_socket.send(trial=self.trial_number, **values)
         except OSError:
             raise Stopped(SWEEP_GONE) from None
 
