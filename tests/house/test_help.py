@@ -19,7 +19,7 @@ COMPOSE = ("train", "sft", "reward-model", "vllm-serve", "fetch", "plan")
 # What an example says where there is nothing it could work on: the words themselves were read.
 NOTHING_HERE = {
     "eval": "there is no",
-    "runs": "there is no folder",
+    "runs": "does not exist",
     "top": "there is no run",
     "doctor": "there is no run",
     "report": "there is no run",

@@ -124,7 +124,7 @@ def test_a_flag_that_is_wrong_is_a_mistake_of_the_command_line(flag: str) -> Non
 
 
 def test_a_plan_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes a recipe"):
+    with pytest.raises(ConfigError, match="needs a recipe"):
         verb.run(["--json"])
 
 

@@ -98,7 +98,7 @@ def test_the_plan_says_how_long_episodes_are_taken_to_be(
 
 @pytest.mark.parametrize("flag", ["--turns=2", "--observation-tokens=2"])
 def test_flags_of_episodes_are_refused_for_single_answers(flag: str) -> None:
-    with pytest.raises(ConfigError, match="are of episodes"):
+    with pytest.raises(ConfigError, match="need an agent"):
         verb.run(["+recipe=smoke", "--gpu=80GiB", flag])
     with pytest.raises(ConfigError, match="--turns MEAN"):
         verb.run(["+recipe=smoke", "--gpu=80GiB", "--turns=0.5"])
