@@ -213,7 +213,7 @@ def check_asked_ports(
         try:
             ports.bind_tcp_socket(host, port).close()
         except OSError as error:
-            what = f"{key}: port {port} of {host} cannot be had: {error.strerror}"
+            what = f"{key}: port {port} of {host} is not available: {ports.bind_failure(error)}"
             held = f"; {ports.port_holder(port)} listens there"
             fix = f"{key}=0" if key.endswith("port") else f"{key}=HOST:OTHER"
             lines.add_failure("ports", f"{what}{held}", f"{fix}, or end the one that holds it")
