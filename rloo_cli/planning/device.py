@@ -26,7 +26,7 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class SpeedShares:
-    """The shares of a device's speeds that a run reaches: sampling, passes without gradient, with."""
+    """The shares of a device's speeds that a run reaches: sampling, passes without, with grad."""
 
     decode: float = 0.60
     no_grad: float = 0.55

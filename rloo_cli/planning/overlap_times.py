@@ -1,8 +1,8 @@
 """Seconds of a step under each `generation.overlap`, simulated from the seconds of its parts.
 
 The sampler decodes in lock step: each iteration adds one token to every active completion, and
-takes `iteration_s` of their number. Trainer and sampler have separate hardware. Nothing is random: equal
-inputs give equal times (docs/overlap.md, When it pays).
+takes `iteration_s` of their number. Trainer and sampler have separate hardware. Nothing is random:
+equal inputs give equal times (docs/overlap.md, When it pays).
 """
 
 import heapq

@@ -303,7 +303,7 @@ def test_a_config_is_data_and_checked_like_any_other(
     changes = {
         ("data", "split"): ("${oc.env:PRIVATE}", None),  # a split of that name: nothing is resolved
         ("seed", None): ("${oc.env:PRIVATE}", "seed = '${oc.env:PRIVATE}' is not valid"),
-        ("model", "_target_"): ("os.system", "names no Python objects"),
+        ("model", "_target_"): ("os.system", "cannot name Python objects"),
         ("eval", "surprise"): (1, "eval.surprise is not a key"),
         ("reward", "state"): ({"type": "nothing"}, "there is no such reward"),
     }

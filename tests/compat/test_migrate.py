@@ -49,7 +49,7 @@ def test_a_command_may_be_given_word_by_word_with_num_processes(migrate):
         ("accelerate launch --config_file zero2.yaml", 32, "8 processes, by TRL's zero2.yaml"),
         ("torchrun --nproc_per_node 4", 16, "4 processes, by nproc_per_node"),
         ("--world-size 3 python", 12, ""),
-        ("python", 4, "1 is assumed"),
+        ("python", 4, "assuming 1"),
     ],
 )
 def test_the_launcher_says_how_many_processes_there_were(migrate, launcher, prompts, said):

@@ -151,7 +151,7 @@ WORDS: dict[str, Case] = {
     "an equals sign": train("=", key="before", fix="key=VALUE", rule=True),
     "a flag of Hydra's that is not ours": train("--hydra-help"),
     "a package": train("model@x=tiny", key="no @", rule=True),
-    "a letter that is none": train("ålgorithm.beta=1", fix="letters a to z", rule=True),
+    "a letter that is none": train("ålgorithm.beta=1", fix="plain letters", rule=True),
     "text without quotes": train("data.system=Ünï", fix="'data.system=\"Ünï\"'"),
     "a line's end": train("name=a\nb", fix='"a\\nb"'),
     "a number of 5000 digits": train("max_steps=" + "9" * 5000, key="4300 digits"),

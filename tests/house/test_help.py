@@ -18,16 +18,16 @@ from rloo_cli.utils.errors import ConfigError
 COMPOSE = ("train", "sft", "reward-model", "vllm-serve", "fetch", "plan")
 # What an example says where there is nothing it could work on: the words themselves were read.
 NOTHING_HERE = {
-    "eval": "there is no",
+    "eval": "not found",
     "runs": "does not exist",
-    "top": "there is no run",
-    "doctor": "there is no run",
-    "report": "there is no run",
-    "replay": "there is no run",
-    "sync": "there is no run",
-    "push": "there is no run",
-    "samples": "there is no run",
-    "ledger": "there is no run",
+    "top": "not found",
+    "doctor": "not found",
+    "report": "not found",
+    "replay": "not found",
+    "sync": "not found",
+    "push": "not found",
+    "samples": "not found",
+    "ledger": "not found",
     "compare": "no run",
 }
 # Words before the flag, of verbs that do nothing without an action.

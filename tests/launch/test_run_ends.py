@@ -145,7 +145,7 @@ def test_a_trainer_that_is_stopped_is_killed_with_6_and_leaves_nothing_behind(rl
     assert process.wait(60) == 6
     assert gone(pids)
     said = (rloo.folder / "out").read_text()
-    assert "no sign of" in said and "resume=auto" in said
+    assert "no heartbeat" in said and "resume=auto" in said
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def refused(*words: str) -> Problem:
 
 def test_a_run_that_cannot_fit_is_refused_with_two_keys_that_bring_most() -> None:
     error = refused("--gpu=24GiB")
-    assert "1 x GPU of 24GiB" in error.what and "GiB are usable" in error.why
+    assert "1 x GPU of 24GiB" in error.what and "GiB usable" in error.why
     keys = [line for line in error.fix.splitlines() if "=" in line and "--gpus" not in line]
     assert 1 <= len(keys) <= 2
     for line in keys:

@@ -304,7 +304,7 @@ def test_a_run_whose_reward_ends_its_process_is_no_success(ending: str, rloo: Rl
     assert (
         "a reward may not end the process"
         if caught
-        else "the process that does the work was killed by SIG"
+        else "the worker process was killed by SIG"
     ) in ended.said
     assert read_json(rloo.folder / "runs" / "smoke" / "run.json").get("state") != "finished"
 
