@@ -26,8 +26,8 @@ def run(args: list[str]) -> int:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
             why = f"found {' '.join(args[1:]) or 'nothing'}; expected a key without a value"
             refuse("command line", "rloo config explain needs a key", fix, why)
-        told = explain_key(options.key, options.overrides)
-        print(json.dumps(_explained_values(told), indent=2) if options.json else told)
+        explained = explain_key(options.key, options.overrides)
+        print(json.dumps(_explained_values(explained), indent=2) if options.json else explained)
     elif options.json:
         print(json.dumps(recipe_json_schema(options.overrides), indent=2))
     else:
@@ -116,9 +116,9 @@ def _default_text(shipped: SourceLocation | None, example: object) -> str:
     return f"{json.dumps(value)} ({shipped})"
 
 
-def _explained_values(told: str) -> dict[str, object]:
+def _explained_values(explained: str) -> dict[str, object]:
     """The lines of `explain_key` as values: name -> text, or a list if a name occurs twice."""
-    key, *lines = told.splitlines()
+    key, *lines = explained.splitlines()
     values: dict[str, object] = {"key": key}
     for line in lines:
         name, _, text = line.strip().partition(" ")

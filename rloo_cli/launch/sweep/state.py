@@ -74,7 +74,7 @@ class SweepState:
         return self.folder / "logs" / f"{trial.name}.log"
 
     def trial_steps(self, trial: Trial) -> int | None:
-        """The step at which a trial is finished; None while that is not known."""
+        """The step at which a trial is finished; None while unknown."""
         plan: JsonObject = read_json(self.trial_folder(trial) / "run.json").get("plan", {})
         return plan.get("max_steps")
 
@@ -94,9 +94,9 @@ class SweepState:
         return [override for override in trial.words if override not in common]
 
     def find_trial(self, name: str) -> Trial:
-        """A trial by its number, its name, or a piece of its name that no other has.
+        """A trial by its number, its name, or a unique part of its name.
 
-        Raises ConfigError where there is none, or more than one.
+        Raises ConfigError if it names none, or more than one.
         """
         exact = [m for m in self.trials if name in (m.name, str(m.number))]
         is_number = name.isdigit() and len(name) < 4
@@ -120,7 +120,7 @@ def read_sweep(folder: Path) -> SweepState:
 
 
 def running_process(folder: Path) -> JsonObject | None:
-    """The content of sweep.json where a process runs the sweep (`host`, `pid`); else None."""
+    """The content of sweep.json if a process runs the sweep (`host`, `pid`); else None."""
     values = read_json(folder / SWEEP_FILE)
     if values.get("state") not in ("training", "stopping"):
         return None
@@ -134,9 +134,9 @@ def find_sweep(name: str, verb: str) -> Path:
         if (folder / SWEEP_FILE).is_file():
             return folder
     names = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
-    why = f"sweeps here: {', '.join(names)}" if names else f"there is none in {ROOT}/"
+    why = f"known sweeps: {', '.join(names)}" if names else f"no sweeps in {ROOT}/"
     fix = f"rloo sweep {verb} {guess_name(Path(name).name, names, 'FOLDER')}"
-    refuse("command line", f"there is no sweep {name!r}", fix, why)
+    refuse("command line", f"sweep {name!r} not found", fix, why)
 
 
 def override_key(override: str) -> str:
@@ -145,7 +145,7 @@ def override_key(override: str) -> str:
 
 
 def quote_override(value: str) -> str:
-    """A value in quotes of Hydra's grammar, or as it is where nothing in it is special."""
+    """A value in quotes of Hydra's grammar, or unchanged if nothing in it is special."""
     if re.fullmatch(r"[A-Za-z_/.][\w./-]*", value, re.ASCII):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
