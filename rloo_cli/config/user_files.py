@@ -79,7 +79,7 @@ def unknown_choice_problem(
     if not close and group in ("model", "data"):
         near = f"{group}.path={choice}, for a name on the hub or a folder"
     return Problem(
-        f"{group}={choice}: {group} {choice!r} not found",
+        f"{group} {choice!r} not found",
         where,
         f"{group} is one of: {', '.join(sorted(choices))}",
         mistakes.suggest_for_choice(group, choice, value or choice) or near,

@@ -305,7 +305,7 @@ def test_a_config_is_data_and_checked_like_any_other(
         ("seed", None): ("${oc.env:PRIVATE}", "seed = '${oc.env:PRIVATE}' is not valid"),
         ("model", "_target_"): ("os.system", "cannot name Python objects"),
         ("eval", "surprise"): (1, "eval.surprise is not a key"),
-        ("reward", "state"): ({"type": "nothing"}, "there is no such reward"),
+        ("reward", "state"): ({"type": "nothing"}, "unknown reward"),
     }
     for (section, leaf), (value, said) in changes.items():
         values = json.loads(json.dumps(whole))

@@ -150,7 +150,7 @@ WORDS: dict[str, Case] = {
     "nothing": train("", fix="key=VALUE", rule=True),
     "an equals sign": train("=", key="before", fix="key=VALUE", rule=True),
     "a flag of Hydra's that is not ours": train("--hydra-help"),
-    "a package": train("model@x=tiny", key="no @", rule=True),
+    "a package": train("model@x=tiny", key="cannot contain @", rule=True),
     "a letter that is none": train("ålgorithm.beta=1", fix="plain letters", rule=True),
     "text without quotes": train("data.system=Ünï", fix="'data.system=\"Ünï\"'"),
     "a line's end": train("name=a\nb", fix='"a\\nb"'),

@@ -132,7 +132,7 @@ def try_hub() -> tuple[str, float]:
             socket.create_connection((host, port), HUB_TIMEOUT_S).close()
             failures[:] = [""]
         except OSError as error:
-            failures[:] = [f"{host}:{port}: {error}"]
+            failures[:] = [f"{host}:{port}: {error.strerror or error}"]
 
     # A resolver may take much longer than a connection, and has no timeout.
     thread = threading.Thread(target=connect, daemon=True, name="hub")
