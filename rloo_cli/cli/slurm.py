@@ -170,7 +170,7 @@ def submit_job(job: SlurmJob) -> list[str]:
     number = ended.stdout.strip().splitlines()[-1].partition(";")[0]
     log = job.log.replace("%x", str(job.config.name)).replace("%j", number).replace("%A", number)
     return [
-        f"job {number}: {job.kind} on {job.nodes} nodes",
+        f"job {number}: {job.kind} on {job.nodes} node{'s' * (job.nodes > 1)}",
         f"  run   {job.folder}",
         f"  log   {log}",
         f"  stop  scancel {number}",

@@ -26,7 +26,8 @@ class Partition:
     nodes: int
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.nodes} nodes, {time_limit_text(self.limit_s)})"
+        nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
+        return f"{self.name} ({nodes}, {time_limit_text(self.limit_s)})"
 
 
 def check_cluster_fits(job: SlurmJob) -> None:

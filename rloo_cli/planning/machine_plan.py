@@ -21,7 +21,7 @@ def plan_run(
     request = request or PlanOptions()
     if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
         why, fix = "distributed.engine = single uses one process", "distributed=ddp, zero2 or zero3"
-        refuse("command line", f"--gpus {request.gpus}: one is used", fix, why)
+        refuse("command line", f"--gpus {request.gpus} needs several processes", fix, why)
     small = settings.model.path.startswith(synthetic.MAKE_PREFIX)
     return plan.make_run_plan(settings, device.find_device(gpu, small, measured), request)
 

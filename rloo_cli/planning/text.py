@@ -93,7 +93,7 @@ def _engine(plan: RunPlan) -> Iterator[str]:
     engine, case = plan.sampler, plan.inputs
     if engine is None:
         return
-    section, where = "server", f"{_gpus(engine.extra_gpus)} of its own"
+    section, where = "server", f"{_gpus(engine.extra_gpus)} of their own"
     if engine.colocated:
         section, where = "colocate", "on the trainer's GPUs"
     weights, cache = format_gib(engine.weight_bytes), format_gib(max(engine.kv_cache_bytes, 0))

@@ -111,7 +111,7 @@ WRONG = {
     "--gpu=0GiB": "--gpu 0GiB",
     "--gpus=0": "--gpus",
     "--gpus=two": "--gpus",
-    "--gpus=4": "there is one",
+    "--gpus=4": "needs several processes",
     "--prompts=-1": "--prompts",
     "--gpuu=4": "--gpuu",
 }
