@@ -77,9 +77,7 @@ def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> Sl
     served = server is not None and server.num_nodes > 0
     kind = kind or ("train_and_serve" if served else "train")
     if kind == "train" and served:
-        what = (
-            f"generation.server.num_nodes = {server.num_nodes}, but a train job has no server nodes"
-        )
+        what = f"generation.server.num_nodes = {server.num_nodes}, but a train job has none"
         fix = "rloo slurm render train_and_serve ..., or generation.server.num_nodes=0"
         why = "only train_and_serve requests nodes for servers"
         refuse("generation.server.num_nodes", what, fix, why)

@@ -133,9 +133,7 @@ def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool
     _refuse_running_sweep(sweep_state.folder)
     _check_jobs(sweep_state.jobs, device_count.visible_gpus())
     left = [trial for trial in sweep_state.trials if trial.state in (*OPEN_STATES, "failed")]
-    others = [
-        trial for trial in left if trial.name not in configs
-    ]  # from earlier starts, and clones
+    others = [trial for trial in left if trial.name not in configs]  # earlier starts, clones
     jobs = [compose.compose_config([*trial.words, _name_override(trial.name)]) for trial in others]
     new_configs = rules.check_trial_configs(jobs)
     configs |= {trial.name: run for trial, run in zip(others, new_configs, strict=True)}

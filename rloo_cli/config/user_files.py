@@ -171,9 +171,7 @@ def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
             yield Problem(f"{bare} needs its values as one text", where, why, f'{key.value}: "a,b"')
         elif bare == key.value and bare not in groups:
             why = "without ++, a command-line override would not replace it"
-            yield Problem(
-                f"{bare} must be written ++{bare}", where, why, f"++{bare}: {value.value}"
-            )
+            yield Problem(f"{bare} must be ++{bare}", where, why, f"++{bare}: {value.value}")
 
 
 def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:

@@ -50,9 +50,7 @@ def find_samples_file(
         why = f"found none in {folder / 'samples'}"
         fix = "wait for the first step with samples (logging.samples_every)"
         if held_out:
-            fix = (
-                f"rloo samples {folder} for training samples; data.eval_split=NAME in the next run"
-            )
+            fix = f"rloo samples {folder} for training; data.eval_split=NAME in the next run"
         refuse("command line", f"{folder} has no {what}", fix, why)
     wanted = set_name or ("" if "" in files else next(iter(files)))
     if wanted not in files or (set_name is None and wanted and len(files) > 1):
@@ -80,9 +78,7 @@ def read_sample_records(path: Path) -> list[SampleRecord]:
             samples.append(_checked_sample(json.loads(line, parse_constant=lambda _: None)))
         except (ValueError, RecursionError) as error:
             fix = f"remove the file (rm {path}); other files are not affected"
-            refuse(
-                f"{path}:{number}", "a line is not a valid sample", fix, str(error), error=DataError
-            )
+            refuse(f"{path}:{number}", "a line is not a sample", fix, str(error), error=DataError)
     return samples
 
 

@@ -165,9 +165,7 @@ def replay_step(
     stand_ins = {name: RecordedScores(record, name) for name in callables}
     if callables:
         names = ", ".join(callables)
-        notes.append(
-            f"{names}: a Python callable that no longer exists; the recorded scores are used"
-        )
+        notes.append(f"{names}: a Python callable, now gone; the recorded scores are used")
     with tempfile.TemporaryDirectory(prefix="rloo-replay-") as place:
         on_progress(f"building the run at {base.name}")
         run = _build_at(Path(place), check.dump_config(settings), record, base, stand_ins)

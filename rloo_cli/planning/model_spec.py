@@ -97,9 +97,7 @@ def model_config_values(path: str, revision: str | None = None) -> JsonObject:
 
 
 def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]:
-    if (
-        base := hf_cache.adapter_base_path(path)
-    ) is not None:  # the adapter is merged into its base
+    if (base := hf_cache.adapter_base_path(path)) is not None:  # merged into its base
         path, revision = base, None
     if path.startswith(synthetic.MAKE_PREFIX):  # a plan does not build synthetic models
         return known_models()[path]["config"], "synthetic"

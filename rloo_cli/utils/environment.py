@@ -47,10 +47,7 @@ def check_environment_numbers(env: Environment) -> None:
     rank, size = env.get("RANK"), env.get("WORLD_SIZE")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if env.get(name) and environment_number(name, 1, env) == 0:
-            what, why = (
-                f"{name} = 0 is not a valid number of processes",
-                "a launcher sets 1 or more",
-            )
+            what, why = f"{name} = 0 is not a number of processes", "a launcher sets 1 or more"
             problems.append(Problem(what, "environment", why, f"unset {name}"))
     if rank and size and 0 < int(size) <= int(rank):
         what, why = f"RANK = {rank} is not below WORLD_SIZE = {size}", "ranks count from 0"

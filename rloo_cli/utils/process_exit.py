@@ -76,6 +76,4 @@ def silence_libraries() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if not torch.cuda.is_available():
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # else it probes other devices and prints messages
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it probes devices and prints

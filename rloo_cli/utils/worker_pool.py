@@ -128,10 +128,7 @@ class _Starter:
         its_start.close()
         os.close(its_pipe)
         self.control.settimeout(START_TIMEOUT_S)
-        with (
-            start,
-            contextlib.suppress(PeerGone),
-        ):  # it has already ended: the first fork reports it
+        with start, contextlib.suppress(PeerGone):  # already ended: the first fork reports it
             start.send_pickled((os.getcwd(), code))
 
     def fork(self) -> Worker:

@@ -276,9 +276,8 @@ def _ask_servers(
         client.close()
     for (url, _), (problem, seconds) in zip(servers, answers, strict=True):
         if problem is None:
-            lines.add_ok(
-                kind.noun, f"{url} answers ({1000 * seconds:.0f} ms) and accepts the token"
-            )
+            took = f"{1000 * seconds:.0f} ms"
+            lines.add_ok(kind.noun, f"{url} answers ({took}) and accepts the token")
         else:
             lines.add_problem(kind.noun, problem)
 

@@ -58,10 +58,7 @@ def _check_package(lines: CheckLines, requirement: Requirement) -> None:
     except metadata.PackageNotFoundError:
         lines.add_failure(name, f"not installed; rloo requires {range_text}", install)
         return
-    except (
-        InvalidVersion,
-        TypeError,
-    ):  # metadata without a version, from an interrupted installation
+    except (InvalidVersion, TypeError):  # no version, from an interrupted installation
         lines.add_failure(name, "unreadable version", f"{install} --force-reinstall")
         return
     floor, why = SECURITY_FLOORS.get(name, ("0", ""))

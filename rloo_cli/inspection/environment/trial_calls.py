@@ -144,9 +144,7 @@ def _try_reward(
         problem = error.problems[0]
         rows = problem.where.partition("step 1, ")[2] or problem.where
         what = f"{problem.what} ({reward.location}, {rows})"
-        lines.add_failure(
-            name, what, "fix the reward: test it with rloo reward test, or call it by hand"
-        )
+        lines.add_failure(name, what, "fix the reward: rloo reward test, or call it by hand")
         return
     except RunError as error:
         for problem in error.problems:
