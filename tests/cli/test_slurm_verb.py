@@ -192,7 +192,7 @@ REFUSED = {
     "render +recipe=smoke slurm.time=soon": "slurm.time",
     "render +recipe=smoke slurm.time=14400": "slurm.time = 14400",
     "render +recipe=smoke slurm.options={Rm:1}": "slurm.options",
-    f"render train +recipe=smoke {' '.join(SERVED)}": "num_nodes = 1",
+    f"render train +recipe=smoke {' '.join(SERVED)}": "generation.server.num_nodes",
     "render sweep +recipe=smoke algorithm.beta=0.1,-1": "algorithm.beta",
     f"render +recipe=smoke {SERVED[0]} generation.server.num_nodes=1"
     " generation.server.base_url=http://a:1": "generation.server.num_nodes",
