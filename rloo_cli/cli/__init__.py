@@ -1,6 +1,6 @@
-"""Verbs of the command line, one file or folder each; `main` takes them off the command line.
+"""Verbs of the command line, one file or folder each; `main` dispatches to them.
 
-answers         the console of verbs, and their --json
+answers         console output of verbs, and --json
 compare/        rloo compare
 completion      rloo completion
 config          rloo config

@@ -1,7 +1,7 @@
-"""How verbs answer: on a console of stdout, or by `--json` with one value at the end.
+"""Output of verbs: a console on stdout, or with `--json` one value at the end.
 
-With `--json` a verb that says much while it works says it on stderr. The descriptor itself is
-turned, so that processes that the verb starts are heard there too.
+With `--json`, a verb's other output goes to stderr. The file descriptor itself is redirected, which
+also covers processes that the verb starts.
 """
 
 import contextlib
@@ -18,10 +18,9 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 @contextlib.contextmanager
 def json_answer(wanted: bool) -> Iterator[JsonObject]:
-    """What the block prints goes to stderr, then the values that it has filled in to stdout.
+    """Redirect the block's output to stderr, then print the values that it filled in to stdout.
 
-    Without `wanted` nothing is turned and nothing printed. Where the block raises, stdout has
-    nothing.
+    Without `wanted`, nothing is redirected or printed. If the block raises, stdout stays empty.
     """
     values: JsonObject = {}
     if not wanted:
@@ -36,7 +35,7 @@ def json_answer(wanted: bool) -> Iterator[JsonObject]:
 def _stdout_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
     kept: int | None = None
-    with contextlib.suppress(OSError):  # closed before we began: there is nothing to turn
+    with contextlib.suppress(OSError):  # already closed: nothing to redirect
         kept = os.dup(1)
     try:
         if kept is not None:
@@ -51,7 +50,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def run_values(folder: Path) -> JsonObject:
-    """What a program wants to know of a run that has ended: its state, step, code and scores."""
+    """The result of an ended run for programs: state, step, exit code and scores."""
     try:
         about, summary = read_json(folder / "run.json"), read_json(folder / "summary.json")
     except (OSError, ValueError):
@@ -70,13 +69,13 @@ def run_values(folder: Path) -> JsonObject:
 
 
 def answer_console(width_without_terminal: int) -> Console:
-    """A console on stdout; that wide (cells) where stdout is a file or a pipe.
+    """A console on stdout; `width` cells wide if stdout is a file or a pipe.
 
-    Characters that the terminal's encoding does not have are replaced. Brackets in a text are no
-    markup: it may be a model's, or come from another user's run.
+    Characters outside the terminal's encoding are replaced. Brackets in a text are not markup: the
+    text may come from a model or another user's run.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    # Both sizes are set, for TERM=dumb overrules a width alone.
+    # Set both sizes: TERM=dumb overrides a width alone.
     width, height = (None, None) if sys.stdout.isatty() else (width_without_terminal, 40)
     return Console(highlight=False, markup=False, emoji=False, width=width, height=height)

@@ -24,10 +24,10 @@ def run(args: list[str]) -> int:
     if options.action == "explain":
         if options.key is None:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
-            why = f"found {' '.join(args[1:]) or 'nothing'}, and a key without a value was expected"
+            why = f"found {' '.join(args[1:]) or 'nothing'}; expected a key without a value"
             refuse("command line", "rloo config explain needs a key", fix, why)
-        told = explain_key(options.key, options.overrides)
-        print(json.dumps(_explained_values(told), indent=2) if options.json else told)
+        explained = explain_key(options.key, options.overrides)
+        print(json.dumps(_explained_values(explained), indent=2) if options.json else explained)
     elif options.json:
         print(json.dumps(recipe_json_schema(options.overrides), indent=2))
     else:
@@ -51,19 +51,19 @@ def key_listing(overrides: list[str]) -> list[str]:
 
 
 def recipe_json_schema(overrides: list[str]) -> JsonObject:
-    """The JSON schema of a recipe: no key is required, for a recipe holds only what differs."""
+    """The JSON schema of a recipe: no key is required, since a recipe holds only differences."""
     _, model = every_key(overrides)
     schema = model.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         part.pop("required", None)
-    for table in ("Sets", "Mixture"):  # their entries may have any name
+    for table in ("Sets", "Mixture"):  # their entries can have any name
         part = schema["$defs"][table]
         part["additionalProperties"] = part["properties"].pop("NAME")
-    rewards = schema["$defs"]["Rewards"]  # `type` says which one of another name is
+    rewards = schema["$defs"]["Rewards"]  # `type` gives the kind of an entry with another name
     kinds = sorted({part["$ref"] for part in rewards["properties"].values()})
     rewards["additionalProperties"] = {"anyOf": [{"$ref": kind} for kind in kinds]}
     schema["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
-    params = _single_key_schema("params", {"type": "object"})  # a recipe may have its own sweep
+    params = _single_key_schema("params", {"type": "object"})  # a recipe can have its own sweep
     schema["properties"]["hydra"] = _single_key_schema("sweeper", params)
     return schema
 
@@ -74,7 +74,7 @@ def _single_key_schema(name: str, inside: JsonObject) -> JsonObject:
 
 
 def explain_key(key: str, overrides: list[str]) -> str:
-    """One key: what it is, its value here and where that is from, its default, whether it acts."""
+    """One key: meaning, value and its origin, default, and whether it has an effect."""
     composed, model = every_key(overrides)
     fields = schema_fields(model)
     chosen = compose_config(overrides)
@@ -98,14 +98,14 @@ def explain_key(key: str, overrides: list[str]) -> str:
     shipped = source.sources.shipped_location(key) or composed.sources.shipped_location(key)
     lines.append(f"  default  {_default_text(shipped, default)}")
     if key not in values:
-        lines.append("  note     nothing has this key here: its reward or section is not chosen")
+        lines.append("  note     this config lacks the key: its reward or section is not chosen")
     for why in idle_reasons(conditions, config):
-        lines.append(f"  idle     it has no effect: {why}")
+        lines.append(f"  idle     no effect: {why}")
     return "\n".join(lines)
 
 
 def _default_text(shipped: SourceLocation | None, example: object) -> str:
-    """The value in `conf/` as JSON, and where it stands. `example`: a value of the same kind."""
+    """The value in `conf/` as JSON, and its location. `example`: a value of the same kind."""
     if shipped is None or shipped.value == "???":
         return "-"
     value = shipped.value
@@ -116,9 +116,9 @@ def _default_text(shipped: SourceLocation | None, example: object) -> str:
     return f"{json.dumps(value)} ({shipped})"
 
 
-def _explained_values(told: str) -> dict[str, object]:
-    """The lines of `explain_key` as values: name -> text, or texts where a name is there twice."""
-    key, *lines = told.splitlines()
+def _explained_values(explained: str) -> dict[str, object]:
+    """The lines of `explain_key` as values: name -> text, or a list if a name occurs twice."""
+    key, *lines = explained.splitlines()
     values: dict[str, object] = {"key": key}
     for line in lines:
         name, _, text = line.strip().partition(" ")
@@ -130,7 +130,7 @@ def _explained_values(told: str) -> dict[str, object]:
 
 
 def every_key(overrides: list[str]) -> tuple[ComposedConfig, type[BaseModel]]:
-    """The chosen config with every section that it could have, and its schema.
+    """The chosen config with every possible section, and its schema.
 
     It has every shipped reward, a held-out set, a source of a mixture and a judge.
     """
@@ -154,7 +154,7 @@ def schema_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldIn
 
 
 def all_fields() -> dict[str, FieldInfo]:
-    """Every dotted key that a config may have, sections too -> its field."""
+    """Every dotted key that a config can have, sections included -> its field."""
     return schema_fields(every_key([])[1])
 
 
@@ -169,7 +169,7 @@ def _models(annotation: object) -> list[type[BaseModel]]:
 
 
 def field_type_text(field: FieldInfo) -> str:
-    """A field's type and limits as people write them: `int >= 1`, `a | b`, `float or null`."""
+    """A field's type and limits as text: `int >= 1`, `a | b`, `float or null`."""
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         return "section"
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -1,7 +1,7 @@
-"""`rloo doctor`: before a run, what the machine lacks for it; afterwards, what went wrong in it.
+"""`rloo doctor`: checks the machine before a run; diagnoses a run afterwards.
 
-Before a run each line is ok, warn or fail, with the fix; exits with 3 where one is fail. For a RUN
-it exits with 20 where something is found. Imports no torch but with --deep.
+Before a run, each line is ok, warn or fail, with the fix; exits with 3 if any line is fail. For a
+RUN it exits with 20 if it finds a problem. Imports torch only with --deep.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MAX_NAME_WIDTH = 24  # cells of a line's name
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for a run that is not there, and for a wrong config."""
+    """Run the verb. Raises ConfigError for an unknown run and an invalid config."""
     options = _parse_args(args)
     if options.kill_orphans is not None:
         return _kill_orphans(options.kill_orphans, options.json)
@@ -41,27 +41,28 @@ def run(args: list[str]) -> int:
 
 
 def _parse_args(args: list[str]) -> argparse.Namespace:
-    """The flags, RUN, and the overrides of a config: at most one of the three names a run."""
+    """The flags, RUN, and config overrides: at most one of them names a run."""
     options = parse_verb("doctor", args)
     both = [name for name in (options.run, options.kill_orphans) if name is not None]
     if len(both) > 1 or (both and (options.overrides or options.deep)):
-        what, why = "a RUN goes alone", "it has ended: no recipe, no key and no --deep change it"
+        what = "a RUN cannot be combined with a recipe, keys or --deep"
+        why = "for a RUN, doctor only reads the run's files"
         refuse("command line", what, f"rloo doctor {both[0]}", why)
     if options.deep and not options.overrides:
-        what, why = "--deep needs a run", "it looks at the data and the rewards of one"
+        what, why = "--deep needs a recipe", "it checks its data and rewards"
         refuse("command line", what, "rloo doctor +recipe=NAME --deep", why)
     return options
 
 
 def _inspect_environment(overrides: list[str], options: argparse.Namespace) -> int:
-    """Look at the machine, and at the run that these overrides are. -> 3 where a line is fail"""
+    """Check the machine, and the run of these overrides. -> 3 if a line is fail"""
     from rloo_cli.config import check, compose, hf_cache  # lazy: Hydra takes a third of a second
     from rloo_cli.inspection import environment  # lazy: a RUN needs none of it
 
     if overrides:
         composed = compose.compose_config(overrides)
         settings = check.check_config(composed)
-        # What libraries and rewards print is no part of the answer.
+        # Output of libraries and rewards does not belong on stdout.
         with (
             hf_cache.recorded_command(composed.user_overrides),
             contextlib.redirect_stdout(sys.stderr),
@@ -87,7 +88,7 @@ def _inspect_environment(overrides: list[str], options: argparse.Namespace) -> i
 
 
 def _kill_orphans(name: str, as_json: bool) -> int:
-    """End what the run has left running. Raises ConfigError for one that goes on, MachineError."""
+    """Kill leftover processes. Raises ConfigError for a run that is training, MachineError."""
     from rloo_cli.launch import leftovers  # lazy: one flag's
 
     folder = find_run_folder(name, "doctor --kill-orphans")
@@ -102,12 +103,12 @@ def _kill_orphans(name: str, as_json: bool) -> int:
         command = clean_line(process.command)[:120]
         print(f"ended process {process.pid}: {process.role} of {folder}: {command}")
     if not found and not as_json:
-        print(f"{folder}: nothing of this run is left running")
+        print(f"{folder}: no process of this run is left running")
     if stuck:
         pids = ", ".join(str(process.pid) for process in stuck)
-        why = "they take no SIGKILL: another user's, or waiting for a device or a file system"
-        fix = f"as their user: kill -9 {pids.replace(',', '')}; or start the machine again"
-        what = f"processes {pids} of {folder} would not end"
+        why = "SIGKILL had no effect: other user, or blocked on a device or file system"
+        fix = f"as their user: kill -9 {pids.replace(',', '')}; or reboot the machine"
+        what = f"processes {pids} of {folder} did not exit"
         refuse("command line", what, fix, why, error=MachineError)
     return 0
 
@@ -123,8 +124,8 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[Text]:
         lines.append(Text(f"  fix      {clean_line(finding.fix)}"))
         lines.append(Text(f"  more     rloo docs inspect#{finding.anchor}"))
     if not diagnosis.findings:
-        few = "too few steps to say much: " if record.last_step < 8 else ""
-        lines.append(Text(f"✓ {few}none of the known pathologies is in its files", "green"))
+        few = "few steps so far: " if record.last_step < 8 else ""
+        lines.append(Text(f"✓ {few}no known problem found in its files", "green"))
     for step, text in diagnosis.advice:
         lines.append(Text(f"  step {step} said: {clean_line(text)}", "bright_black"))
     return lines

@@ -1,9 +1,9 @@
-"""`rloo eval`: score a checkpoint, a finished run or any model on what its config holds out.
+"""`rloo eval`: score a checkpoint, a finished run or any model on held-out data.
 
 Results go to RUN/eval/<label>/, those of a recipe to <root>/eval/<name>/<label>/ (a folder
-<root>/<name> would be taken for a run): metrics.json, samples, and the config. The same command
-again writes to the same folder; new results are whole before they take the place of the old ones.
-The run's own files are left alone.
+<root>/<name> would look like a run): metrics.json, samples, and the config. Repeating the command
+writes to the same folder; complete new results replace the old ones atomically. The run's own files
+are not touched.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ STOPPED = 75
 
 
 def run(args: list[str]) -> int:
-    """The verb. Raises RunError; results that were there before are then left."""
+    """The verb. Raises RunError; earlier results are kept then."""
     options = parse_verb("eval", args)
     if options.run is None and not options.overrides:
-        why = "found no run, no checkpoint and no recipe"
+        why = "expected a run, a checkpoint or a recipe"
         refuse("command line", "rloo eval needs a model", USAGE, why)
     if options.run is not None:
         subject = eval_target_of_run(options.run, options.overrides)
@@ -48,9 +48,9 @@ def run(args: list[str]) -> int:
 
 
 def _evaluate(target: EvalTarget, ranks: int) -> int:
-    """Evaluate in processes of their own. -> their exit code. Results appear whole, or not at all.
+    """Evaluate in separate processes. -> their exit code. Results appear complete or not at all.
 
-    Each of several `ranks` has a whole model, and answers its share of the prompts.
+    Each of several `ranks` has the whole model and its share of the prompts.
     """
     place = target.output_dir
     _check_output_dir(place)
@@ -71,31 +71,31 @@ def _evaluate(target: EvalTarget, ranks: int) -> int:
             if code == 0:
                 _replace_results(folder, place)
     except OSError as error:
-        fix = f"free some space in {place.parent}, or let it be written; then run it again"
+        fix = f"free some space in {place.parent}, or make it writable; then run this again"
         refuse(str(place), "results cannot be written", fix, str(error), error=StorageError)
     if code == 0:
         print(f"results        {place}")
     elif code == STOPPED:
-        print("stopped: an evaluation that is not whole is not kept")
+        print("stopped: partial results are not kept")
     return code
 
 
 def _check_output_dir(output_dir: Path) -> None:
-    """Raise ConfigError if the folder holds something else than evaluation results."""
+    """Raise ConfigError if the folder holds anything but evaluation results."""
     if output_dir.is_dir() and (
         (output_dir / "about.json").is_file() or not [*output_dir.iterdir()]
     ):
         return
     if output_dir.exists() or output_dir.is_symlink():
-        why, fix = "it is not the results of an evaluation", f"mv {output_dir} {output_dir}.old"
+        why, fix = "it does not hold evaluation results", f"mv {output_dir} {output_dir}.old"
         refuse("name", f"{output_dir} exists", fix, why)
 
 
 @contextlib.contextmanager
 def temporary_output_dir(output_dir: Path) -> Iterator[Path]:
-    """A folder beside the output, removed at the end, with empty folders above it."""
+    """A folder beside the output, removed at the end with empty parent folders."""
     new = [p for p in output_dir.parents if not p.exists()]
-    for left in output_dir.parent.glob(f".tmp-{output_dir.name}-*"):  # of a process that was killed
+    for left in output_dir.parent.glob(f".tmp-{output_dir.name}-*"):  # left by a killed process
         number = left.name.rpartition("-")[2]
         ours = number.isdigit() and (
             (left / "config.yaml").exists() or (left / "training").exists()
@@ -114,7 +114,7 @@ def temporary_output_dir(output_dir: Path) -> Iterator[Path]:
 
 
 def _replace_results(folder: Path, output_dir: Path) -> None:
-    """Replace older results by complete new ones."""
+    """Replace older results with complete new ones."""
     old = folder.with_name(f".old-{output_dir.name}-{os.getpid()}")
     if output_dir.exists():
         output_dir.rename(old)

@@ -1,7 +1,7 @@
 """What `rloo eval` evaluates: a recipe's model, or a checkpoint with the config of its run.
 
-RUN/config.yaml is read as data: safe YAML, nothing in it is resolved, the same strict check. The
-label of the results names the model and, if there are overrides, their hash.
+RUN/config.yaml is read as data: safe YAML, no interpolation, the same strict check. The label of
+the results names the model and, if there are overrides, their hash.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 PlainConfig = JsonObject
 USAGE = "rloo eval RUN, rloo eval RUN/checkpoint-N, or rloo eval +recipe=NAME model.path=..."
-# Of a checkpoint these lie in its own folder; a reference is not looked at.
+# A checkpoint has these in its own folder; the reference is not used.
 CHECKPOINT_MODEL_KEYS = {
     "tokenizer": None,
     "chat_template": None,
@@ -43,11 +43,11 @@ CHECKPOINT_MODEL_KEYS = {
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """What is evaluated, and where the results go."""
+    """What to evaluate, and where the results go."""
 
     config: RunConfig
     output_dir: Path
-    provenance: PlainConfig  # of the run it is from: source, run, state, steps, prompts
+    provenance: PlainConfig  # of its run: source, run, state, steps, prompts
 
 
 # A recipe and a model.
@@ -97,7 +97,7 @@ def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
 
 
 def _model_section(section: PlainConfig, checkpoint: Path) -> PlainConfig:
-    """The section `model` of a run for one of its models: whole, or an adapter over model.path."""
+    """The `model` section for one of a run's models: full weights, or an adapter on model.path."""
     if not (checkpoint / hf_cache.ADAPTER_CONFIG_FILE).is_file():
         whole = {"path": str(checkpoint), "revision": None, "lora": None, "quantization": None}
         return section | CHECKPOINT_MODEL_KEYS | whole
@@ -107,7 +107,7 @@ def _model_section(section: PlainConfig, checkpoint: Path) -> PlainConfig:
 
 
 def _choose_judge(values: PlainConfig, overrides: Sequence[str]) -> None:
-    """Apply `judge=NAME`, the one group that evaluating a run may choose."""
+    """Apply `judge=NAME`, the only group choice allowed when evaluating a run."""
     known = paths.group_choices([])["judge"]
     for word in overrides:
         name = word.partition("=")[2]
@@ -116,16 +116,16 @@ def _choose_judge(values: PlainConfig, overrides: Sequence[str]) -> None:
                 unknown_choice_problem("judge", name, known, f"{COMMAND_LINE}: {word}")
             )
         values["eval"]["judge"] = judge.shipped_judge(name) if name in known else None
-    if overrides:  # what all rewards have, which a run's own entries hold already
+    if overrides:  # defaults of all rewards, which a run's own entries already contain
         values["reward_defaults"] = yaml.safe_load((paths.CONF / "config.yaml").read_text())[
             "reward_defaults"
         ]
 
 
 def _find_model_folder(run_path: str) -> Path:
-    """The folder of the model: a run's `final`, else its newest checkpoint; or the one named."""
+    """The model's folder: the named one, or a run's `final`, else its newest checkpoint."""
     path = next((p for p in (Path(run_path), run_folders.RUNS_ROOT / run_path) if p.is_dir()), None)
-    if path is None:  # refused there, with the names of the runs that there are
+    if path is None:  # refused there, with the names of existing runs
         path = run_folders.find_run_folder(run_path, "eval")
     if all((path / name).is_file() for name in ("run.json", "config.yaml")):
         if (path / "final" / "config.json").is_file():
@@ -134,18 +134,18 @@ def _find_model_folder(run_path: str) -> Path:
         for note in passed:
             print(note)
         if newest is None:
-            why = "no final model and no complete checkpoint"
-            fix = "train it on first, with resume=auto, to a checkpoint or its end"
-            refuse("command line", f"{path} has nothing to evaluate", fix, why)
+            why = "found no final model and no complete checkpoint"
+            fix = "train it to a checkpoint or to its end first, with resume=auto"
+            refuse("command line", f"{path} has no model to evaluate", fix, why)
         return newest
     is_saved = path.name == "final" or manifest.checkpoint_position(path) is not None
     if not is_saved or not (path.parent / "config.yaml").is_file():
-        why = "neither a run's folder, nor the final or checkpoint-N in one, beside its config.yaml"
+        why = "it is neither a run's folder, nor final or checkpoint-N in a run's folder"
         fix = f"rloo eval +recipe=NAME model.path={path}" if is_saved or _is_model(path) else USAGE
-        refuse("command line", f"{path} is not of a run", fix, why)
+        refuse("command line", f"{path} does not belong to a run", fix, why)
     why_not = manifest.checkpoint_problem(path) if path.name != "final" else None
     if why_not is not None:
-        fix = f"rloo eval {path.parent}, for its final model or newest whole checkpoint"
+        fix = f"rloo eval {path.parent}, for its final model or newest complete checkpoint"
         refuse("command line", f"{path} cannot be evaluated", fix, why_not)
     return path
 
@@ -155,7 +155,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _read_run_config(path: Path) -> PlainConfig:
-    """A run's config as plain values. Raises ConfigError for what is not one."""
+    """A run's config as plain values. Raises ConfigError for anything else."""
     read_user_yaml(path)
     try:
         values = yaml.safe_load(path.read_text())
@@ -163,7 +163,7 @@ def _read_run_config(path: Path) -> PlainConfig:
         raise ConfigError(broken_yaml_problem(path, error)) from None
     what, fix = f"{path} is not the config of a run", "name a run that `rloo runs` lists"
     if not isinstance(values, dict) or any(not isinstance(key, str) for key in values):
-        refuse(str(path), what, fix, "keys with values were expected")
+        refuse(str(path), what, fix, "expected keys with values")
     for key in ("algorithm", "generation", "data", "reward", "eval", "model"):
         if not isinstance(values.get(key), dict):
             refuse(key, what, fix, f"no {key}")
@@ -179,18 +179,18 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
         raise ConfigError(compose.hydra_problem(error, [override_text])) from None
     *sections, leaf = override.key_or_group.split(".")
     if override.key_or_group in paths.group_choices([]) or override.is_sweep_override():
-        why = "a run's config is evaluated as it is, with keys (and judge=) changed one by one"
-        fix = "one key with one value, such as eval.num_generations=8"
-        refuse(where, f"{override_text.lstrip('+')} is not one value of one key", fix, why)
+        why = "a run is evaluated with its own config; you can change single keys and judge="
+        fix = "one KEY=VALUE, such as eval.num_generations=8"
+        refuse(where, f"{override_text.lstrip('+')} is not a single key=value", fix, why)
     if override.key_or_group == "model.path":
-        why = "a run is evaluated with the model that it saved, and another one with a recipe"
+        why = "a run is evaluated with its saved model; use a recipe for another model"
         fix = "rloo eval +recipe=NAME model.path=..."
-        refuse(where, "model.path is the checkpoint's", fix, why)
+        refuse(where, "model.path cannot be changed", fix, why)
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
             why = f"{section} is not a section"
-            fix = f"leave {override.key_or_group} out; rloo config lists all keys"
+            fix = f"omit {override.key_or_group}; rloo config lists all keys"
             refuse(where, f"{override.key_or_group} is not a key", fix, why)
         values = inner
     if override.is_delete():
@@ -200,7 +200,7 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
 
 
 def _merged_value(old: object, new: object) -> object:
-    """As Hydra merges: a mapping adds to a mapping, every other value replaces the old one."""
+    """Merge as Hydra does: mappings are merged, every other value replaces the old one."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return old | {key: _merged_value(old.get(key), value) for key, value in new.items()}
@@ -209,7 +209,7 @@ def _merged_value(old: object, new: object) -> object:
 def _refuse_python_rewards(rewards: Mapping[str, RewardConfig]) -> None:
     gone = [n for n, e in rewards.items() if getattr(e, "path", "").startswith("python:")]
     if gone:
-        why = "it was trained from Python with a function that only that process had"
+        why = "the run was started from Python, with a function of that process"
         problems = [
             Problem(
                 f"reward {n} was not found", f"reward.{n}.path", why,
@@ -221,7 +221,7 @@ def _refuse_python_rewards(rewards: Mapping[str, RewardConfig]) -> None:
 
 
 def _run_provenance(checkpoint: Path) -> PlainConfig:
-    """The run's state, on which rewards may depend. Raises ConfigError if it is not known."""
+    """The run's state, on which rewards may depend. Raises ConfigError if it is unknown."""
     folder = checkpoint.parent
     facts = read_json(folder / "run.json")
     if manifest.checkpoint_position(checkpoint):
@@ -231,12 +231,12 @@ def _run_provenance(checkpoint: Path) -> PlainConfig:
         state, steps = facts.get("progress"), facts.get("plan", {}).get("max_steps")
         ended = read_json(folder / "summary.json")
         if isinstance(state, dict) and ended and ended["steps"] != state.get("step"):
-            # The run was made longer since, and has not come to its new end.
+            # The run was extended since, and has not reached its new end.
             state, steps = {"step": ended["steps"], "updates": ended["updates"]}, ended["steps"]
     if not isinstance(state, dict) or not isinstance(steps, int):
-        where, why = str(folder / "run.json"), "its progress and its plan.max_steps were expected"
+        where, why = str(folder / "run.json"), "expected progress and plan.max_steps"
         fix = f"rloo eval +recipe=NAME model.path={checkpoint}"
-        refuse(where, f"nothing says at which step {checkpoint} was made", fix, why)
+        refuse(where, f"the step of {checkpoint} is unknown", fix, why)
     prompts = facts.get("prompts", 0)
     return {"source": str(checkpoint), "run": str(folder), "state": state, "steps": steps,
             "prompts": prompts, "template_clock": facts.get("template_clock")}  # fmt: skip
@@ -253,7 +253,7 @@ def _require_held_out_set(held_out: Mapping[str, DataConfig], split: str) -> Non
     if not held_out:
         refuse(
             "data.eval_split, eval.sets",
-            "nothing is held out: there is nothing to evaluate on",
-            f"data.eval_split=test, or data.eval_split={split} for what it was trained on",
-            "data.eval_split is null, and eval.sets is empty",
+            "no held-out data to evaluate on",
+            f"data.eval_split=test, or data.eval_split={split} for the training data",
+            "data.eval_split is null and eval.sets is empty",
         )

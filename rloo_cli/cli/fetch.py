@@ -1,7 +1,7 @@
-"""`rloo fetch +recipe=NAME`: download what a run loads, so that it can start without a network.
+"""`rloo fetch +recipe=NAME`: download what a run loads, so that it can start offline.
 
-Models come as safetensors, configs and tokenizers: no pickles, and no Python unless the config
-trusts it. What lies in the cache is not downloaded again; what is made is made.
+Downloads models as safetensors, configs and tokenizers: no pickles, and Python code only if the
+config trusts it. Cached files are not downloaded again; make:NAME models are built.
 """
 
 import logging
@@ -31,13 +31,13 @@ class Artifact:
     path: str
     kind: str  # model, tokenizer or dataset
     revision: str | None
-    trust_remote_code: bool = False  # its Python is wanted too
+    trust_remote_code: bool = False  # fetch its Python code too
 
 
 def run(args: list[str]) -> int:
-    """The verb. Raises RunError with everything that was not found, and the first one's code.
+    """The verb. Raises RunError with everything not found, and the first one's exit code.
 
-    The code is 3 for what could not be downloaded, 4 for data that is not what the config says.
+    The code is 3 for failed downloads, 4 for data that does not match the config.
     """
     options = parse_verb("fetch", args)
     composed = compose.compose_config(options.overrides)
@@ -53,7 +53,7 @@ def run(args: list[str]) -> int:
 
 
 def _fetch_everything(settings: RunConfig, lost: list[RunError]) -> Iterator[dict[str, str]]:
-    """Fetch each thing, and print a line about it; errors are added to `lost`."""
+    """Fetch each thing, and print a line about it; add errors to `lost`."""
 
     def shown(key: str, path: str, size: str, place: object) -> dict[str, str]:
         print(f"{key:<22} {path:<40} {size:>9}  {place}", flush=True)
@@ -70,7 +70,7 @@ def _fetch_everything(settings: RunConfig, lost: list[RunError]) -> Iterator[dic
 
 
 def required_artifacts(named: Iterable[NamedPath], trust_remote_code: bool) -> list[Artifact]:
-    """Every model and tokenizer of a run, each once. `trust_remote_code`: of the policy."""
+    """Every model and tokenizer of a run, each once. `trust_remote_code`: for the policy."""
     found: dict[tuple[str, str | None, str], Artifact] = {}
     for key, path, revision, of in named:
         if of == "model":
@@ -81,14 +81,14 @@ def required_artifacts(named: Iterable[NamedPath], trust_remote_code: bool) -> l
 
 
 def _fetch_artifact(artifact: Artifact) -> tuple[Path, str]:
-    """The path of an artifact, once it is here, and its size. Raises MachineError."""
+    """Fetch an artifact. -> its path and size. Raises MachineError."""
     if not synthetic.is_hub_name(artifact.path):
         folder = Path(synthetic.resolve_model_path(artifact.path))
     else:
         folder = Path(_download_snapshot(artifact))
         if artifact.kind == "model" and not [*folder.glob("*.safetensors")]:
-            why = f"{folder} has none: other formats are pickles, which run code when they load"
-            fix = f"{artifact.key}=NAME of a model that has safetensors files"
+            why = f"found none in {folder}; other formats are pickles, which run code when loaded"
+            fix = f"{artifact.key}=NAME, a model with safetensors files"
             what = f"{artifact.path} has no safetensors"
             refuse(artifact.key, what, fix, why, error=MachineError)
     return folder, _format_size(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
@@ -140,7 +140,7 @@ def _fetch_advice() -> str:
 
 @dataclass(frozen=True)
 class LoadedSplit:
-    """A split that was loaded once, and so is in the cache."""
+    """A split that was loaded once and is therefore cached."""
 
     path: str
     size: str
@@ -150,7 +150,7 @@ class LoadedSplit:
 def _load_splits(
     data: DataConfig, held_out: Mapping[str, DataConfig], errors: list[RunError]
 ) -> Iterator[tuple[str, LoadedSplit]]:
-    """Load every split that a run reads; errors are added to `errors`."""
+    """Load every split that a run reads; add errors to `errors`."""
     sources = data.mixture_sources
     training = {f"data.mixture.{n}": s for n, s in sources.items()} or {"data": data}
     wanted: list[tuple[str, Any, str]] = [(key, of, of.split) for key, of in training.items()]
@@ -159,7 +159,7 @@ def _load_splits(
     gone: set[str] = set()
     for key, of, split in wanted:
         if of.path in gone:
-            continue  # asking again, for another split, would only take as long again
+            continue  # another split would fail after the same wait
         try:
             rows = dataset.load_split(of, split)
         except RunError as error:
@@ -167,7 +167,7 @@ def _load_splits(
             gone |= {of.path} if isinstance(error, MachineError) else set()
             continue
         files = [Path(f["filename"]) for f in rows.cache_files]
-        place = str(files[0].parent) if files else "made when it is read"
+        place = str(files[0].parent) if files else "generated on reading"
         yield key, LoadedSplit(f"{of.path} [{split}]", f"{len(rows)} rows", place)
 
 

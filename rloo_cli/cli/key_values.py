@@ -1,7 +1,7 @@
 """`python -m rloo_cli.cli.key_values`: every key of the config and its values, as JSON.
 
-For the shell's completion, which runs it once for each version of the code and keeps the answer:
-reading all schemas takes a second, too long for a key press.
+For shell completion, which runs it once for each version of the code and caches the output: reading
+all schemas takes a second, too long for a key press.
 """
 
 import json
@@ -13,7 +13,7 @@ from rloo_cli.cli.config import all_fields, field_type_text
 
 
 def config_key_values() -> dict[str, list[str]]:
-    """Every key that takes a value -> the values it may have; [] where they cannot be listed."""
+    """Every key that takes a value -> its possible values; [] if they cannot be listed."""
     return {
         key: _field_values(field)
         for key, field in all_fields().items()

@@ -1,4 +1,4 @@
-"""`rloo ledger RUN [--json]`: what became of every prompt of a run, over all epochs and in each.
+"""`rloo ledger RUN [--json]`: the fate of every prompt of a run, in total and per epoch.
 
 Imports no torch.
 """
@@ -13,7 +13,7 @@ from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
-MAX_EPOCH_COLUMNS = 6  # epochs shown beside each other
+MAX_EPOCH_COLUMNS = 6  # epochs shown side by side
 
 
 def run(args: list[str]) -> int:
@@ -21,8 +21,8 @@ def run(args: list[str]) -> int:
     options = parse_verb("ledger", args)
     folder = find_run_folder(options.run, "ledger")
     if not (folder / LEDGER_FILE).is_file():
-        why = "it has not begun its first step"
-        fix = f"wait for it; rloo doctor {folder} says what keeps it"
+        why = "it has not started its first step"
+        fix = f"wait for it; rloo doctor {folder} shows why"
         refuse("command line", f"{folder} has no {LEDGER_FILE}", fix, why)
     sums = read_ledger_sums(folder)
     if options.json:
@@ -34,14 +34,14 @@ def run(args: list[str]) -> int:
 
 
 def ledger_report(sums: JsonObject) -> list[str]:
-    """The sums as a table: fate, prompts, share, and a column for each epoch if there are few."""
+    """The sums as a table: fate, prompts, share, and a column per epoch if there are few."""
     fates, draws = sums["fates"], sums["draws"]
     epochs = sums["epochs"] if len(sums["epochs"]) <= MAX_EPOCH_COLUMNS else []
     steps = f"steps {sums['steps'][0]} to {sums['steps'][1]}" if draws else "no step yet"
     heads = "".join(f"{'epoch ' + str(epoch['epoch']):>11}" for epoch in epochs)
     lines = [
         f"{sums['data_rows']} rows = {sums['prompts']} prompts + {sums['filtered']} filtered as"
-        f" too long; {sums['cut']} prompts cut",
+        f" too long; {sums['cut']} prompts truncated",
         f"{steps}, {sums['updates']} updates; {sums['prompts_trained']} prompts trained on at"
         " least once",
         "",

@@ -17,7 +17,7 @@ from rloo_cli.cli.verbs import VERBS
 from rloo_cli.utils import console, environment, paths, redact
 from rloo_cli.utils.errors import Problem, StorageError, print_error, print_exit
 
-STOPPED = 75  # exit code of a run that was asked to end and has saved
+STOPPED = 75  # exit code of a run that saved after a request to stop
 STDOUT_ONLY_VERBS = (  # verbs that write no file
     "plan", "recipes", "config", "runs", "top", "doctor", "replay", "reward", "samples", "ledger",
     "compare", "migrate", "docs", "completion",
@@ -31,7 +31,7 @@ class ExitStatus:
 
 
 def main() -> None:
-    """The console script. Exits with the code of the first cause (docs/reference.md)."""
+    """The console script. Exits with the exit code of the first cause (docs/reference.md)."""
     console.open_descriptors()
     console.prepare_environment()
     if warning := paths.stand_in_for_home():
@@ -44,7 +44,7 @@ def main() -> None:
         code = status.code or _lost_output_code()
     if sys.flags.inspect:  # sys.exit would print a traceback and wait for input
         console.end_process(code)
-    if code == STOPPED:  # a second signal while Python ends would make the code 143
+    if code == STOPPED:  # a second signal during Python's shutdown would make the code 143
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(code)
 
@@ -71,19 +71,19 @@ def _strip_error_flags(args: list[str]) -> list[str]:
 
 
 def _lost_output_code() -> int:
-    """The code of a verb whose only work is its output, if that could not be printed."""
+    """The exit code of a verb that only prints, if its output was lost."""
     sys.stdout.flush()
     lost: Exception | None = getattr(sys.stdout, "write_error", None)
     writes_no_file = bool({*STDOUT_ONLY_VERBS} & {*sys.argv[1:2]})
     if lost is None or isinstance(lost, BrokenPipeError) or not writes_no_file:
         return 0
-    why = "what this verb prints is all that it does"
-    what, fix = f"stdout takes nothing more: {lost}", "send it to a disk with space: > FILE"
+    why = "this verb only prints"
+    what, fix = f"cannot write to stdout: {lost}", "send it to a disk with space: > FILE"
     return print_error(StorageError(Problem(what, "stdout", why, fix)))
 
 
 def find_verb(args: list[str]) -> Callable[[], int]:
-    """The verb that these arguments name; calling it runs it and returns the exit code.
+    """The verb in these arguments, as a function that runs it and returns the exit code.
 
     Raises ConfigError for an unknown verb.
     """
@@ -93,7 +93,7 @@ def find_verb(args: list[str]) -> Callable[[], int]:
     if verb == "--version":
         return _print_version
     if verb not in VERBS:
-        from rloo_cli.config.pasted import refuse_unknown_name  # lazy: only for a typing error
+        from rloo_cli.config.pasted import refuse_unknown_name  # lazy: only for a typo
 
         refuse_unknown_name("verb", verb, VERBS, "rloo NAME", "rloo --help")
     own_words = rest[:1] if verb == "migrate" else rest  # the others are an old command's
@@ -115,7 +115,7 @@ def _print_version() -> int:
 
 
 def _run_verb(verb: str, args: list[str]) -> int:
-    """Run `rloo VERB`, whose module is imported now: Hydra takes a third of a second."""
+    """Run `rloo VERB`, importing its module only now: Hydra takes a third of a second."""
     name = verb.replace("-", "_")
     if verb in ("sft", "reward-model"):  # a section of the config each
         code: int = import_module("rloo_cli.cli.supervised").run(name, args)

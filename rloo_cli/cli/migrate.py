@@ -1,12 +1,12 @@
-"""`rloo migrate`: turn a TRL or ms-swift command into a recipe that means the same.
+"""`rloo migrate`: turn a TRL or ms-swift command into an equivalent recipe.
 
 The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. For
-`trl vllm-serve`, `swift rollout` and TRL's generate_tldr.py it is a command of ours. The old tool's
-defaults are written out where they differ from ours, with what was corrected. If nothing says
-whether the old run was RLOO or GRPO, --from has to.
+`trl vllm-serve`, `swift rollout` and TRL's generate_tldr.py the output is an rloo command. Defaults
+of the old tool that differ from ours are written out, with corrections noted. If nothing shows
+whether the old run was RLOO or GRPO, --from must.
 
-A Python script runs here with one changed import, `from rloo_cli.compat.trl import ...`
-(docs/migrate.md). Runs of other trainers are refused, with the command to begin with.
+A Python script runs with one changed import, `from rloo_cli.compat.trl import ...`
+(docs/migrate.md). Runs of other trainers are refused, with a command to start from.
 """
 
 import argparse
@@ -33,10 +33,10 @@ FROM_CHOICES = [*DIALECTS, "swift", "rloo"]
 
 
 def run(args: list[str]) -> int:
-    """Print the recipe of an old run. Raises ConfigError for what cannot be read or converted."""
+    """Print the recipe of an old run. Raises ConfigError for unreadable or unconvertible input."""
     options = _read_arguments(args)
     if not options.command:
-        what, why = "rloo migrate needs an old run", "neither a file nor a command was given"
+        what, why = "rloo migrate needs an old run", "expected a file or a command"
         refuse("command line", what, USAGE, why)
     if (chosen := vars(options)["from"]) and chosen not in FROM_CHOICES:
         if title := next((t for t in OTHER_TRAINERS if t.lower() == chosen.lower()), None):
@@ -50,7 +50,7 @@ def run(args: list[str]) -> int:
 
 
 def _convert(old_args: list[str], chosen: str, options: argparse.Namespace) -> int:
-    """Print what these arguments become."""
+    """Print the conversion of these arguments."""
     words = split_command(old_args)
     if words and (command := convert_other_command(words)):
         return _print_answer("command", command, options)
@@ -79,19 +79,19 @@ def _read_arguments(args: list[str]) -> argparse.Namespace:
 
 
 def _world_size(options: argparse.Namespace, old_run: OldRun) -> int:
-    """W, the old run's processes: by --world-size, by its launcher, or 1 with a note."""
+    """W, the old run's processes: from --world-size, its launcher, or 1 with a note."""
     if text := options.world_size:
         if not text.isdigit() or int(text) < 1:
-            what = f"--world-size {text}: a whole number >= 1 is expected"
+            what = f"--world-size {text}: expected a whole number >= 1"
             fix = "--world-size N, the number of processes of the old run"
-            why = "the old run's batch is that of one process, times this number"
+            why = "the old run's batch is the batch of one process times this number"
             refuse("command line", what, fix, why)
         return int(text)
     if old_run.processes is None:
         old_run.notes.append(
-            "the old run's number of processes is not known: 1 is assumed. With more, the batch was"
+            "the old run's number of processes is unknown; assuming 1. With more, the batch was"
             " larger: rloo migrate --world-size N ..."
         )
         return 1
-    old_run.notes.append(f"{old_run.processes} processes, by {old_run.processes_from}")
+    old_run.notes.append(f"{old_run.processes} processes, from {old_run.processes_from}")
     return old_run.processes

@@ -1,9 +1,9 @@
-"""The jobs of `--multirun`: by Hydra's compose API, or by `hydra.main` for plug-ins of Hydra.
+"""The jobs of `--multirun`: by Hydra's compose API, or by `hydra.main` for Hydra plugins.
 
-A plug-in is a sweeper that chooses jobs by the results of earlier ones, or a launcher that runs
-them elsewhere, in processes of its own (submitit, joblib). The function of such a job is pickled
-with everything it holds, and what it changes there is lost. So each job writes its exit code to the
-sweep's folder, which the process that started the sweep reads.
+A plugin is a sweeper that chooses jobs by the results of earlier ones, or a launcher that runs them
+elsewhere, in other processes (submitit, joblib). A launcher pickles the job function with its data,
+and changes to it there are lost. So each job writes its exit code to the sweep's folder, and the
+process that started the sweep reads it.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ SUBMITIT_OVERRIDE = "hydra/launcher=submitit"
 SUBMITIT_FOLDER = ".submitit"  # in the root of runs: submitit's scripts, logs and pickles
 OPTUNA_OVERRIDE = "hydra/sweeper=optuna"
 OPTUNA_MODULE = "hydra_plugins.hydra_optuna_sweeper"
-OPTUNA_RESULTS = "optimization_results.yaml"  # its plugin writes it into the sweep's folder
-REQUEUE_WAIT_S = 120.0  # a requeued job is ended from outside
+OPTUNA_RESULTS = "optimization_results.yaml"  # written by its plugin into the sweep's folder
+REQUEUE_WAIT_S = 120.0  # Slurm ends a requeued job
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Job:
 
     @cached_property
     def composed(self) -> ComposedConfig:
-        """The composed config. Raises ConfigError for what cannot be resolved."""
+        """The composed config. Raises ConfigError for unresolvable values."""
         return self.read_config()
 
 
@@ -78,9 +78,9 @@ def single_job(arguments: Sequence[str]) -> Job:
 
 
 def sweep_jobs(arguments: Sequence[str]) -> list[Job]:
-    """A job for each combination of the values of these overrides and of the recipe's own sweep.
+    """A job for each combination of values in these overrides and the recipe's sweep.
 
-    They are those of Hydra's basic sweeper, in its order. Raises ConfigError.
+    The same as Hydra's basic sweeper, in the same order. Raises ConfigError.
     """
     overrides, dirs = compose.read_arguments(arguments)
     parser = OverridesParser.create()
@@ -112,10 +112,10 @@ def _with_swept_keys(composed: ComposedConfig, swept: Sequence[str]) -> Composed
 
 
 class PluginSweep:
-    """A sweep of another sweeper or launcher, which `hydra.main` runs.
+    """A sweep with another sweeper or launcher, run by `hydra.main`.
 
-    At the end `exit_codes` has those of jobs that the launcher ran, and `best_job` what a sweeper
-    that optimizes found.
+    At the end `exit_codes` has those of the jobs, and `best_job` the result of an optimizing
+    sweeper.
     """
 
     def __init__(self, arguments: Sequence[str]):
@@ -127,13 +127,13 @@ class PluginSweep:
         self.best_job = ""
 
     def run(self, task: Callable[[Job], float | None]) -> None:
-        """Call `task` once per job; a sweeper that optimizes gets what it returns. Raises what a
-        job raised, and ConfigError for Hydra's own errors."""
+        """Call `task` once per job; an optimizing sweeper gets its return value. Raises what a job
+        raised, and ConfigError for Hydra's own errors."""
 
         def of_hydra(cfg: DictConfig) -> float | None:
             with self._job(cfg) as job:
                 return task(job)
-            return None  # it raised what `_running` raises later
+            return None  # its error is raised later by `_running`
 
         with self._running():
             hydra.main(str(paths.CONF), "config", version_base="1.3")(of_hydra)()
@@ -141,9 +141,9 @@ class PluginSweep:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """A context around the call of Hydra. Raises what a job raised, and ConfigError for Hydra's
-        own errors, after Hydra has ended: else it would print a line of its own first."""
+        own errors, after Hydra has ended: else Hydra would first print its own line."""
         before = os.environ.get("HYDRA_FULL_ERROR")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions reach our own report
         with _sweep_output_dir(self.overrides) as (sweep, keys):
             self.launcher_jobs = LauncherJobs(sweep)
             added = [*compose.search_path_override(self.dirs), *keys]
@@ -165,12 +165,12 @@ class PluginSweep:
 
     @contextmanager
     def _job(self, cfg: DictConfig) -> Iterator[Job]:
-        """A context around one job. It keeps what the job raises for the end of the sweep."""
+        """A context around one job. It keeps the job's exception until the end of the sweep."""
         config = cast(DictConfig, HydraConfig.get())
         with self.launcher_jobs.record_exit_code(config) as note:
             try:
                 job = Job(partial(self._read_config, cfg.copy(), config), multirun=True)
-                yield job  # the config is read inside, so that its errors are kept, too
+                yield job  # the config is read inside, so that its errors are kept too
                 note(job.code)
             except Exception as error:
                 self.errors.append(error)
@@ -185,7 +185,7 @@ class PluginSweep:
 def _sweep_output_dir(overrides: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
     """A temporary folder for a sweep with these overrides, and Hydra's keys that name it.
 
-    If other machines run its jobs it lies in the root of the runs, which they share.
+    If other machines run its jobs, it lies in the shared root of the runs.
     """
     keys: list[str] = []
     shared = None
@@ -199,20 +199,20 @@ def _sweep_output_dir(overrides: Sequence[str]) -> Iterator[tuple[Path, list[str
 
 
 def swept_keys(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The keys among these overrides that have several values; () where they do not parse."""
+    """The keys among these overrides that have several values; () if they do not parse."""
     try:
         parsed = OverridesParser.create().parse_overrides([*overrides])
-    except (HydraException, ValueError, RecursionError):  # Hydra says so when it composes
+    except (HydraException, ValueError, RecursionError):  # Hydra reports it when it composes
         return ()
     return tuple(o.key_or_group for o in parsed if o.is_sweep_override())
 
 
 def objective_value(folder: Path, held_out: Iterable[str], objective: str | None) -> float | None:
-    """The value of a finished run for a sweeper that optimizes: the last value of a metric.
+    """The value of a finished run for an optimizing sweeper: the last value of a metric.
 
-    It is that of `objective` (logging.objective), else the mean held-out score of the first set,
-    else the training reward; None if these were never known. The sweeper must know whether more is
-    better. Raises ConfigError if no line has `objective`.
+    The metric is `objective` (logging.objective), else the mean held-out score of the first set,
+    else the training reward; None if none of these is known. The sweeper must know whether higher
+    is better. Raises ConfigError if no line has `objective`.
     """
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
@@ -232,17 +232,17 @@ def objective_value(folder: Path, held_out: Iterable[str], objective: str | None
 
 
 def check_sweeper(overrides: Sequence[str]) -> None:
-    """Raises MachineError for Optuna's sweeper where it is not installed."""
+    """Raises MachineError for Optuna's sweeper if it is not installed."""
     for word in overrides:
         if word.lstrip("+") == OPTUNA_OVERRIDE:
-            why = "Optuna's sweeper is in it"
+            why = "it contains Optuna's sweeper"
             require_package(word, "hydra-optuna-sweeper", "optuna", why, module=OPTUNA_MODULE)
 
 
 def best_job(folder: Path) -> str:
-    """What a sweeper that optimizes wrote of its best jobs, in one line; "" if it wrote nothing.
+    """An optimizing sweeper's result about its best jobs, in one line; "" without a result.
 
-    `folder`: the sweep's, which is removed after it.
+    `folder`: of the sweep, removed afterwards.
     """
     path = folder / OPTUNA_RESULTS
     if not path.is_file():
@@ -263,7 +263,7 @@ def _quoted(path: str) -> str:
 
 
 class LauncherJobs:
-    """The jobs of one sweep that other processes run. It is pickled with each job."""
+    """The jobs of one sweep in other processes. It is pickled with each job."""
 
     def __init__(self, folder: Path):
         self.folder, self.pid, self.files = folder, os.getpid(), dict(user_files.USER_RECIPE_FILES)
@@ -272,12 +272,12 @@ class LauncherJobs:
     def record_exit_code(self, config: Any) -> Iterator[Callable[[int], None]]:
         """A context around one job; yields the function to call with its exit code.
 
-        A job of Slurm that was told to stop is requeued, and goes on later.
+        A Slurm job that was asked to stop is requeued and resumes later.
         """
         if os.getpid() == self.pid:
             yield lambda code: None
             return
-        user_files.USER_RECIPE_FILES.update(self.files)  # recipes that are files of the user's
+        user_files.USER_RECIPE_FILES.update(self.files)  # recipes in the user's files
         codes: list[int] = []
         with redact.redacted_console():
             yield codes.append
@@ -292,7 +292,7 @@ class LauncherJobs:
 
 
 def requeue_slurm_job() -> None:
-    """Requeue our own Slurm job, and wait for the end; nothing outside of one or if cancelled."""
+    """Requeue our own Slurm job and wait for its end; no-op outside Slurm or if cancelled."""
     number = os.environ.get("SLURM_JOB_ID")
     if number is None:
         return
@@ -305,20 +305,20 @@ def requeue_slurm_job() -> None:
 
 
 def submitit_error(error: Exception) -> RunError | None:
-    """The error of submitit itself as one of ours; None for any other error."""
+    """submitit's own error as a RunError; None for any other error."""
     kind = type(error).__name__
     said = "\n".join([line for line in str(error).splitlines() if line.strip()][:8])
     if kind == "FailedSubmissionError":
-        fix = "correct the hydra.launcher key that Slurm names, as hydra.launcher.partition=NAME"
-        what = "the jobs of the sweep are not taken"
+        fix = "correct the hydra.launcher key that Slurm names, e.g. hydra.launcher.partition=NAME"
+        what = "Slurm refuses the jobs of the sweep"
         error_type: type[RunError] = MachineError
     elif kind in ("UncompletedJobError", "FailedJobError"):
-        what = "a job of the sweep ended without a word: killed, or at its time limit"
-        fix = "resume=auto goes on with it; hydra.launcher.timeout_min=N for a longer limit"
+        what = "a job of the sweep exited without an error: killed, or at its time limit"
+        fix = "resume=auto resumes it; hydra.launcher.timeout_min=N sets a longer limit"
         error_type = GenerationError
-    elif kind == "RuntimeError" and "srun" in said:  # submitit looks for it before anything else
-        fix = "on a login node of the cluster, or leave hydra/launcher out"
-        error_type, what = MachineError, "there is no Slurm here"
+    elif kind == "RuntimeError" and "srun" in said:  # submitit checks for it first
+        fix = "on a login node of the cluster, or omit hydra/launcher"
+        error_type, what = MachineError, "Slurm not found"
     else:
         return None
     return error_type(Problem(what, "hydra/launcher", said, fix))

@@ -1,8 +1,8 @@
-"""`rloo plan +recipe=NAME`: memory, disk, tokens, steps and time of a run, before it is started.
+"""`rloo plan +recipe=NAME`: memory, disk, tokens, steps and time of a run, before it starts.
 
-Needs neither a GPU nor weights; torch only for a model that is not among the built-in ones, whose
-parameters are counted, and for a CPU, which is measured. `rloo train --dry-run` checks the data's
-first rows and the rewards as well, and prints the plan's head and the resolved config.
+Needs neither a GPU nor weights. Imports torch only to count the parameters of a model that is not
+built in, and to measure a CPU. `rloo train --dry-run` also checks the data's first rows and the
+rewards, and prints the plan's summary and the resolved config.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
-# Sections that no training run reads.
+# Sections that a training run does not use.
 SECTIONS_NOT_READ = ("sft", "reward_model", "slurm")
-HIDDEN_SECTIONS_TEXT = "sft, reward_model and slurm, which a run does not read,"
+HIDDEN_SECTIONS_TEXT = "sft, reward_model and slurm, not used by a run,"
 
 
 def run(args: list[str]) -> int:
@@ -52,20 +52,20 @@ def run(args: list[str]) -> int:
 
 
 def _require_agent(has_agent: bool) -> None:
-    """Raises ConfigError where flags of episodes are given for a run of single answers."""
+    """Raises ConfigError for episode flags on a run without an agent."""
     if not has_agent:
-        what = "--turns and --observation-tokens are of episodes"
-        fix = "agent=tools, or without these flags"
-        refuse("command line", what, fix, "agent is null: a completion is one answer, of one turn")
+        what = "--turns and --observation-tokens need an agent"
+        fix = "agent=tools, or omit these flags"
+        refuse("command line", what, fix, "agent is null: each completion is a single turn")
 
 
 def dry_run_text(run: RunConfig) -> str:
-    """The batch arithmetic, the length of the run, its plan, and the resolved config."""
+    """Batch arithmetic, length of the run, its plan, and the resolved config."""
     shown = {k: v for k, v in check.dump_config(run).items() if k not in SECTIONS_NOT_READ}
     k, p = run.algorithm.num_generations, run.train.prompts_per_step
     rows = run.episodes_per_step
     size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
-    forward = f"{places} rows" if places else "what the memory holds"
+    forward = f"{places} rows" if places else "as many as fit in memory"
     if size is not None:
         forward = f"{size // k} groups = {size} completions"
     updates = run.updates_per_step
@@ -74,7 +74,7 @@ def dry_run_text(run: RunConfig) -> str:
     elif run.total_episodes is not None:
         steps = f"{run.num_steps()} (total_episodes {run.total_episodes} / {rows})"
     else:
-        steps = f"{run.train.epochs} epochs x prompts / {p}, known when the data is loaded"
+        steps = f"{run.train.epochs} epochs x prompts / {p}, computed when the data is loaded"
     lines = [
         f"run        {run.root}/{run.name}",
         f"step       {p} prompts x {k} completions = {rows} completions",
@@ -87,13 +87,13 @@ def dry_run_text(run: RunConfig) -> str:
         *_plan_summary(run),
         "",
         yaml.safe_dump(shown, sort_keys=False)
-        + f"# {HIDDEN_SECTIONS_TEXT} are not shown: --cfg job has all",
+        + f"# {HIDDEN_SECTIONS_TEXT} are hidden: --cfg job prints all",
     ]
     return "\n".join(lines)
 
 
 def dry_run_values(run: RunConfig) -> JsonObject:
-    """What `rloo train --dry-run --json` says: the run's folder, its plan and its whole config."""
+    """The output of `rloo train --dry-run --json`: the run's folder, plan and whole config."""
     try:
         values: JsonObject = planning_text.plan_values(plan_on_this_machine(run))
     except RunError as error:
@@ -102,13 +102,13 @@ def dry_run_values(run: RunConfig) -> JsonObject:
 
 
 def _plan_summary(run: RunConfig) -> list[str]:
-    """The plan in short. What it does not know is no reason to refuse a dry run."""
+    """The plan's summary. Unknown figures do not fail a dry run."""
     try:
         found = plan_on_this_machine(run)
         other = " (for a GPU: --gpu NAME)" if found.inputs.device.kind == "cpu" else ""
         return [
             *planning_text.plan_summary(found),
-            f"plan       rloo plan tells it part by part{other}",
+            f"plan       details: rloo plan{other}",
         ]
     except RunError as error:
         unknown = f"plan       {error.problems[0].what}: {error.problems[0].why}"
@@ -122,7 +122,7 @@ def dry_run(composed: ComposedConfig, multirun: bool = False) -> int:
     fault_injection.arm_faults()
     run = check.check_config(launcher.name_sweep_job(composed) if multirun else composed)
     preflight.check_machine(run, downloads=False)
-    with contextlib.redirect_stdout(sys.stderr):  # what a reward's file prints
+    with contextlib.redirect_stdout(sys.stderr):  # output of a reward's file
         notes = experiment_data.check_first_rows(run)
     print("".join(f"{note}\n" for note in notes) + dry_run_text(run))
     idle = idle_notes(composed.changed_keys, type(run), check.dump_config(run))

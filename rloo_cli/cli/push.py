@@ -1,7 +1,7 @@
-"""`rloo push RUN`: the trained model with its card to a hub, private unless it is said otherwise.
+"""`rloo push RUN`: upload the trained model with its card to the hub, private by default.
 
-The token is the hub's own (`hf auth login`, or HF_TOKEN). It may be repeated: what is there already
-is not sent again. Exits with 10 where the hub refuses.
+The token comes from `hf auth login` or HF_TOKEN. You can repeat it: existing files are not sent
+again. Exits with 10 if the hub refuses.
 """
 
 import json
@@ -17,11 +17,11 @@ from rloo_cli.utils.errors import TrackerError, refuse
 from rloo_cli.utils.files import JsonObject
 
 CARD_FILE = "README.md"
-LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only a resume needs
+LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: only needed to resume
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError (no run, no model, a public one), TrackerError (the hub)."""
+    """Run the verb. Raises ConfigError (run, model, public repository), TrackerError (hub)."""
     options = parse_verb("push", args)
     folder = find_run_folder(options.run, "push")
     model = _model_folder(folder, options.checkpoint)
@@ -29,20 +29,20 @@ def run(args: list[str]) -> int:
     whole_name = options.repo if "/" in (options.repo or "/") else f"me/{options.repo}"
     if not options.dry_run and not HUB_NAME.fullmatch(whole_name or ""):
         what = (
-            f"--repo {options.repo!r} is not a repository" if options.repo else "which repository?"
+            f"--repo {options.repo!r} is not a valid name" if options.repo else "--repo is missing"
         )
-        why = "its name is ORG/NAME, or NAME for your own account"
+        why = "write ORG/NAME, or NAME for your own account"
         refuse("command line", what, f"rloo push {folder.name} --repo ORG/{folder.name}", why)
-    told = {"repo": options.repo, "files": sorted(files), "private": not options.public}
+    sent = {"repo": options.repo, "files": sorted(files), "private": not options.public}
     if options.dry_run:
         shown = (
-            json.dumps(told | {"card": card}, indent=2) if options.json else _listing(card, files)
+            json.dumps(sent | {"card": card}, indent=2) if options.json else _listing(card, files)
         )
         print(shown)
         return 0
     commit = {"commit_message": options.message, "revision": options.revision}
-    told["url"] = _send_model(options.repo, options.public, card, files, commit)
-    print(json.dumps(told, indent=2) if options.json else told["url"])
+    sent["url"] = _send_model(options.repo, options.public, card, files, commit)
+    print(json.dumps(sent, indent=2) if options.json else sent["url"])
     return 0
 
 
@@ -72,7 +72,7 @@ def _listing(card: str, files: dict[str, Path]) -> str:
 def _send_model(
     repo: str, public: bool, card: str, files: dict[str, Path], commit: JsonObject
 ) -> str:
-    """Send everything as one commit, which has a message and a branch. -> the repository"""
+    """Upload everything as one commit. -> the repository"""
     from huggingface_hub import CommitOperationAdd, HfApi  # lazy: one verb's
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # lazy: one verb's
 
@@ -81,20 +81,20 @@ def _send_model(
     adds += [CommitOperationAdd(name, path) for name, path in files.items()]
     try:
         url = api.create_repo(repo, private=not public, exist_ok=True)
-        repo = url.repo_id  # with the account's name, which the hub adds where there is none
+        repo = url.repo_id  # with the account name, which the hub adds if missing
         if not public and not api.repo_info(repo).private:
-            what = f"{repo} is public, and --public was not said"
-            why = "without --public a model is sent only where not everybody can see it"
+            what = f"{repo} is public, but --public is not given"
+            why = "without --public, a model is only sent to a private repository"
             refuse("command line", what, "--public, or another --repo", why)
         if commit["revision"] is not None:
             api.create_branch(repo, branch=commit["revision"], exist_ok=True)
         api.create_commit(repo, adds, **commit)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        fix = "hf auth login, or HF_TOKEN; the token needs the right to write"
+        fix = "hf auth login, or HF_TOKEN; the token needs write access"
         if isinstance(error, HFValidationError):
-            fix = "--repo ORG/NAME, of letters, digits, -, _ and ."
-        elif not isinstance(error, HfHubHTTPError):  # the hub has not answered
-            fix = "push again where the hub can be reached, without HF_HUB_OFFLINE"
-        refuse("command line", f"the hub does not take {repo}", fix, why, error=TrackerError)
+            fix = "--repo ORG/NAME, using letters, digits, -, _ and ."
+        elif not isinstance(error, HfHubHTTPError):  # the hub did not answer
+            fix = "push again with network access, without HF_HUB_OFFLINE"
+        refuse("command line", f"the hub refuses {repo}", fix, why, error=TrackerError)
     return str(url)

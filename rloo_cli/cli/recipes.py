@@ -12,7 +12,7 @@ from rloo_cli.utils.errors import refuse
 
 
 def run(args: list[str]) -> int:
-    """The verb. Raises ConfigError for an unknown recipe, or a file that is there already."""
+    """The verb. Raises ConfigError for an unknown recipe, or an existing file."""
     options = parse_verb("recipes", args)
     if options.action == "show":
         text = _recipe_file(options.recipe).read_text()
@@ -44,11 +44,11 @@ def _recipe_file(name: str) -> Path:
 def _copy_recipe(source: Path, target: Path) -> None:
     if target.suffix not in (".yaml", ".yml"):
         fix = f"rloo recipes copy {source.stem} {target}.yaml"
-        why = f"a recipe is a file of YAML: found {target.suffix or 'no ending'}"
+        why = f"a recipe is a YAML file; found {target.suffix or 'no ending'}"
         refuse("command line", f"{target} does not end in .yaml", fix, why)
     if target.exists():
         fix = f"rloo recipes copy {source.stem} {target.with_stem(f'{target.stem}_2')}"
-        refuse("command line", f"{target} exists", fix, "it is left as it is")
+        refuse("command line", f"{target} exists", fix, "existing files are not overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    print(f"{target} is yours: rloo train +recipe={target}")
+    print(f"wrote {target}. Next: rloo train +recipe={target}")

@@ -1,7 +1,7 @@
-"""`rloo replay RUN`: recorded steps of a run, computed once more, or under another reward.
+"""`rloo replay RUN`: recompute recorded steps of a run, or score them with another reward.
 
 A run records its rollouts with logging.rollouts_every=1. Nothing in the run's folder is changed.
-Exits with 20 where a step comes out differently.
+Exits with 20 if a step differs.
 """
 
 import json
@@ -20,7 +20,7 @@ from rloo_cli.reporting.panel import clean_line
 from rloo_cli.utils.errors import FOUND_CODE, ConfigError
 from rloo_cli.utils.files import JsonObject
 
-EXAMPLE_CHARACTERS = 300  # of a prompt and of a completion that are shown
+EXAMPLE_CHARACTERS = 300  # shown of a prompt and of a completion
 
 
 def run(args: list[str]) -> int:
@@ -42,7 +42,7 @@ def _print_progress(text: str) -> None:
 
 
 def _show_steps(folder: Path, as_json: bool) -> int:
-    """List what is recorded, and from where each step can be computed."""
+    """List the recorded steps, and where each can be computed from."""
     from rloo_cli.inspection import step_replay  # lazy: it imports torch
 
     bases = step_replay.replay_bases(folder)
@@ -54,7 +54,7 @@ def _show_steps(folder: Path, as_json: bool) -> int:
         return 0
     ranges = rollout_files.step_ranges
     print(f"recorded steps        {ranges(files)} ({size / 1e6:.3g} MB)")
-    print(f"can be computed again {ranges(bases)}")
+    print(f"can be recomputed     {ranges(bases)}")
     for name in dict.fromkeys(base.name for base in bases.values()):
         print(f"  from {name}: {ranges(s for s, b in bases.items() if b.name == name)}")
     if not files:
@@ -63,7 +63,7 @@ def _show_steps(folder: Path, as_json: bool) -> int:
 
 
 def _show_step(folder: Path, step: int, tolerance: float | None, as_json: bool) -> int:
-    """Compute a step again, and say where it differs."""
+    """Recompute a step and print where it differs."""
     from rloo_cli.inspection.step_replay import replay_step  # lazy: it imports torch
 
     found = replay_step(folder, step, tolerance, _print_progress)
@@ -75,9 +75,7 @@ def _show_step(folder: Path, step: int, tolerance: float | None, as_json: bool) 
     before = ""
     if found.updated_before:
         before = f", with the updates of steps {rollout_files.step_ranges(found.updated_before)}"
-    console.print(
-        f"step {step} of {folder}, computed again from {found.base}{before}", markup=False
-    )
+    console.print(f"step {step} of {folder}, recomputed from {found.base}{before}", markup=False)
     table = Table("", "numbers", "differ", "largest difference", box=None, pad_edge=False)
     for what, count in comparison.compared.items():
         differ, gap = comparison.differing.get(what, 0), comparison.largest.get(what)
@@ -98,7 +96,7 @@ def _show_step(folder: Path, step: int, tolerance: float | None, as_json: bool) 
 def _show_reward(
     folder: Path, spec: str, step: int | None, num_examples: int, as_json: bool
 ) -> int:
-    """Say what another reward would have taught."""
+    """Print what another reward would have taught."""
     from rloo_cli.inspection.reward_what_if import judge_reward  # lazy: it imports torch
 
     verdict = judge_reward(folder, spec, None if step is None else [step], _print_progress)

@@ -1,7 +1,7 @@
-"""`rloo report RUN`: one HTML page that shows a run, to open in any browser, offline.
+"""`rloo report RUN`: one HTML page about a run, to open in any browser, offline.
 
-Verdict, curves with the run's own advice, scores, best and worst samples, seconds, memory, ledger
-and environment, of a run that goes on, has ended or is damaged. Imports no torch.
+Verdict, curves with the run's own advice, scores, best and worst samples, times, memory, ledger and
+environment of a run that is training, has ended or is damaged. Imports no torch.
 """
 
 import json
@@ -18,13 +18,13 @@ REPORT_FILE = "report.html"
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError (no run, another kind of file), StorageError."""
+    """Run the verb. Raises ConfigError (no run, wrong file type), StorageError."""
     options = parse_verb("report", args)
     folder = find_run_folder(options.run, "report")
     out = Path(options.out) if options.out else folder / REPORT_FILE
     if out.suffix.lower() not in (".html", ".htm"):
         what = f"{out} does not end in .html"
-        why = f"a report is one page of HTML: found {out.suffix or 'no ending'}"
+        why = f"a report is an HTML page; found {out.suffix or 'no ending'}"
         refuse("command line", what, f"--out {out.with_suffix('.html')}", why)
     page, figures = make_report(folder)
     if options.json:
@@ -34,7 +34,7 @@ def run(args: list[str]) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, page)
     except OSError as error:
-        fix = f"--out FOLDER/{out.name}, in a folder that can be written"
+        fix = f"--out FOLDER/{out.name}, with a writable FOLDER"
         refuse("command line", f"{out} cannot be written", fix, str(error), error=StorageError)
     print(show_control_characters(str(out)))
     return 0

@@ -1,7 +1,7 @@
-"""`rloo runs [FOLDER] [--json]`: the runs in a folder, the one written last first.
+"""`rloo runs [FOLDER] [--json]`: the runs in a folder, newest write first.
 
-Each has a line: its state, its age, its steps, its last held-out score, and its size. A run whose
-process is gone without having said so is `killed`. Reads files only, and imports no torch.
+Each line shows state, age, steps, last held-out score, and size. A run whose process ended without
+recording why is `killed`. Only reads files; imports no torch.
 """
 
 import json
@@ -21,17 +21,17 @@ STATE_STYLES = {"finished": "green", "training": "cyan", "failed": "red", "damag
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for a folder that is not there."""
+    """Run the verb. Raises ConfigError for a missing folder."""
     options = parse_verb("runs", args)
     root = Path(options.folder) if options.folder else RUNS_ROOT
     if options.folder and not root.is_dir():
-        why, fix = f"looked at {root.absolute()}", "rloo runs FOLDER, with one that exists"
-        refuse("command line", f"there is no folder {root}", fix, why)
+        why, fix = f"looked at {root.absolute()}", "rloo runs FOLDER, with an existing folder"
+        refuse("command line", f"folder {root} does not exist", fix, why)
     runs = list_runs(root)
     if options.json:
         print(json.dumps([run.to_json() for run in runs], indent=2))
     elif not runs:
-        print(f"no runs in {root}/; rloo train +recipe=quickstart makes one in two minutes")
+        print(f"no runs in {root}/; rloo train +recipe=quickstart trains one in two minutes")
     else:
         answer_console(140).print(_runs_table(runs, root))
     return 0
@@ -60,7 +60,7 @@ def _runs_table(runs: list[RunSummary], root: Path) -> Table:
 
 
 def format_size(size: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least one."""
+    """Bytes in the largest unit whose value is at least one."""
     number, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1024 and len(units) > 1:
         number, units = number / 1024, units[1:]

@@ -1,7 +1,7 @@
-"""`rloo samples RUN`: show completions that a run wrote, the worst or the best of a step first.
+"""`rloo samples RUN`: show a run's completions, worst or best of a step first.
 
-Completions without a score come last and have a dash. Control characters in the texts of the model
-and the data are made visible. Imports no torch.
+Completions without a score come last, with a dash. Control characters in texts of the model and the
+data are made visible. Imports no torch.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from rloo_cli.reporting.conversation import conversation_parts, episode_end
 from rloo_cli.reporting.panel import clean_line, format_number, wrap_text
 
 MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all of it
-# Of an episode's parts: the style, and the lines that are shown.
+# Parts of an episode: style, and number of lines shown.
 PART_STYLES = {"told": ("green", 8), "said": ("bold", 24), "called": ("cyan", 8)}
 HEAD_WIDTH = 11  # cells before a text
 IMAGE_CELLS = 20  # of an image's longer side
 OPTIONAL_FIELDS = ("kl", "reward", "advantage")
-SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs to see
+SHOWN_FIELDS = {  # fields shown on a separate line, or not at all
     "set", "draw", "k", "prompt", "completion", "rewards", "score", "shaped", *OPTIONAL_FIELDS,
     "terminated", "finish_reason", "greedy", "prompt_length", "completion_length", "seed",
     "weight_version", "row", "token_strip", "turns", "episode", "failed", "images",
@@ -40,7 +40,7 @@ SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs t
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for samples not found and flags not understood."""
+    """Run the verb. Raises ConfigError for missing samples and invalid flags."""
     options = parse_verb("samples", args)
     folder = find_run_folder(options.run, "samples")
     path = find_samples_file(folder, options.step, options.eval, options.set)
@@ -57,12 +57,12 @@ def run(args: list[str]) -> int:
 
 
 def rank_samples(samples: list[SampleRecord], options: argparse.Namespace) -> list[SampleRecord]:
-    """All samples in the order that was asked for; those without a value last."""
+    """All samples in the requested order; those without a value last."""
     if not (options.worst or options.best):
         return sorted(samples, key=lambda sample: sample.get("k", 0))
     names = list(dict.fromkeys(n for sample in samples for n in sample.get("rewards") or {}))
     if options.reward is not None and options.reward not in names:
-        fix = "--reward NAME" if names else "leave --reward out"
+        fix = "--reward NAME" if names else "omit --reward"
         refuse_unknown_name("reward", options.reward, names, fix)
     sign = -1.0 if options.best else 1.0
 
@@ -118,7 +118,7 @@ def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
 
 
 def _image_lines(sample: SampleRecord) -> list[Text]:
-    """The prompt's images in small, two rows of pixels in a line; how many without Pillow."""
+    """The prompt's images, two pixel rows per line; without Pillow, their number."""
     urls = [str(url) for url in sample.get("images") or []]
     try:
         images = [read_thumbnail(url) for url in urls]
@@ -145,7 +145,7 @@ def _pixel_colour(image: Any, x: int, y: int) -> Color:
 
 
 def _turn_lines(sample: SampleRecord, width: int) -> list[Text]:
-    """An episode as a conversation: what the model said and called, and what it was told."""
+    """An episode as a conversation: what the model wrote and called, and what it received."""
     lines: list[Text] = []
     for part in conversation_parts(sample):
         style, limit = PART_STYLES[part.kind]
@@ -156,7 +156,7 @@ def _turn_lines(sample: SampleRecord, width: int) -> list[Text]:
 
 
 def _paragraph(head: str, text: str, width: int, max_lines: int, style: str = "") -> list[Text]:
-    """The first lines of a text beside its heading, or the last lines for a prompt."""
+    """The first lines of a text after its heading; for a prompt the last lines."""
     tail, lines = head == "prompt", []
     for part in text.replace("\r\n", "\n").split("\n"):
         lines += wrap_text(part, width - HEAD_WIDTH, max_lines, from_end=tail)

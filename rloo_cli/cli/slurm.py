@@ -1,7 +1,7 @@
-"""`rloo slurm`: a recipe as a batch job of Slurm, printed or sent.
+"""`rloo slurm`: a recipe as a Slurm batch job, printed or submitted.
 
-KIND: train; train_and_serve, with rollout servers on nodes of their own (taken by itself where
-generation.server.num_nodes says so); sweep, one task per combination of key=a,b; eval, which also
+KIND: train; train_and_serve, with rollout servers on separate nodes (chosen automatically if
+generation.server.num_nodes is set); sweep, one task per combination of key=a,b; eval, which also
 takes a run: `rloo slurm render eval runs/NAME`.
 """
 
@@ -24,7 +24,7 @@ from rloo_cli.config.user_files import USER_RECIPE_FILES
 from rloo_cli.utils.errors import ConfigError, MachineError, refuse
 
 USAGE = "rloo slurm render|submit [train|train_and_serve|sweep|eval] +recipe=NAME [key=value ...]"
-# The batch script adds these itself, from the nodes that it gets.
+# The batch script adds these itself, from its allocated nodes.
 SCRIPT_KEYS = ("slurm", "distributed.num_nodes", "generation.server.num_nodes", "recipe")
 SBATCH_TIMEOUT_S = 60.0
 
@@ -57,14 +57,14 @@ def run(args: list[str]) -> int:
 
 
 def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> SlurmJob:
-    """The job that these arguments ask for; `run`: of an evaluation. Raises ConfigError."""
+    """The job for these arguments; `run`: of an evaluation. Raises ConfigError."""
     wrong = kind if kind and kind not in SLURM_JOB_KINDS else run if run and kind != "eval" else ""
     if wrong:
         refuse_unknown_name(
             "kind of job", wrong, SLURM_JOB_KINDS, "rloo slurm render NAME ...", USAGE
         )
     if not run and not any(w.lstrip("+").startswith("recipe=") for w in overrides):
-        why = "a batch script's first word is a recipe"
+        why = "the batch script starts with a recipe"
         refuse("command line", "rloo slurm needs a recipe", USAGE, why)
     if run:
         settings = eval_target.eval_target_of_run(run, overrides).config
@@ -77,9 +77,9 @@ def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> Sl
     served = server is not None and server.num_nodes > 0
     kind = kind or ("train_and_serve" if served else "train")
     if kind == "train" and served:
-        what = f"{server.num_nodes} nodes are to serve, and a job of kind train has none"
+        what = f"generation.server.num_nodes = {server.num_nodes}, but a train job has none"
         fix = "rloo slurm render train_and_serve ..., or generation.server.num_nodes=0"
-        why = "only train_and_serve asks Slurm for nodes of servers"
+        why = "only train_and_serve requests nodes for servers"
         refuse("generation.server.num_nodes", what, fix, why)
     return SlurmJob(kind, settings, _recipe(composed), _script_overrides(composed.user_overrides))
 
@@ -87,7 +87,7 @@ def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> Sl
 def _composed(kind: str | None, overrides: list[str]) -> compose.ComposedConfig:
     composed = compose.compose_config(overrides)
     if kind == "train_and_serve" and composed.values["generation"]["backend"] != "vllm_server":
-        # As the script itself and `rloo vllm-serve` do: a server is what this is about.
+        # The script and `rloo vllm-serve` choose the server backend too.
         own = [w for w in overrides if not w.startswith("generation=")]
         composed = compose.compose_config([*own, "generation=vllm_server"])
     return composed
@@ -100,7 +100,7 @@ def _recipe(composed: compose.ComposedConfig) -> str:
 
 
 def _script_overrides(overrides: Any) -> list[str]:
-    """Overrides of the run that the script does not pass itself."""
+    """The run's overrides, without those that the script passes itself."""
     bare = {w: w.lstrip("+~").partition("=")[0] for w in overrides if not w.startswith("hydra.")}
     return [w for w, key in bare.items() if not any(key == o or key.startswith(f"{o}.")
                                                     for o in SCRIPT_KEYS)]  # fmt: skip
@@ -115,15 +115,15 @@ def _sweep_job(overrides: list[str]) -> SlurmJob:
         raise ConfigError(compose.hydra_problem(error, plain)) from None
     several = {word: p for word, p in zip(plain, parsed, strict=True) if p.is_sweep_override()}
     if not several:
-        what, fix = "a sweep needs a key of several values", "algorithm.beta=0.01,0.05"
-        refuse("command line", what, fix, f"found one value of each key: {' '.join(plain)}")
+        what, fix = "a sweep needs a key with several values", "algorithm.beta=0.01,0.05"
+        refuse("command line", what, fix, f"found one value for each key: {' '.join(plain)}")
     values = [
         [f"{word.partition('=')[0]}={v}" for v in p.sweep_string_iterator()]
         for word, p in several.items()
     ]
     fixed = [w for w in overrides if w not in several]
     lines = [" ".join(map(_xargs_quoted, each)) for each in itertools.product(*values)]
-    for each in itertools.product(*values):  # each is checked: a wrong one costs a job
+    for each in itertools.product(*values):  # check each: an invalid one costs a job
         composed = compose.compose_config([*fixed, *each])
         settings = check.check_config(composed)
     words = [w for w in composed.user_overrides if w not in {*each}]
@@ -140,20 +140,20 @@ def _xargs_quoted(override: str) -> str:
 def make_log_folder(job: SlurmJob) -> str:
     """Make the folder of the job's log if it is missing. -> a line about it, or ""
 
-    Slurm opens the log before the script begins, and if its folder is missing the log is lost.
+    Slurm opens the log before the script starts; without its folder the log is lost.
     """
     folder = Path(job.log).parent
-    if "%" in str(folder) or folder.is_dir():  # of a job's number: Slurm makes none of these
+    if "%" in str(folder) or folder.is_dir():  # contains the job id: Slurm creates no such folder
         return ""
     try:
         folder.mkdir(parents=True)
-        return f"{folder} was made for the job's log: sbatch the script from this folder"
+        return f"created {folder} for the job's log: run sbatch in this folder"
     except OSError as error:
         return f"warning: the job's log needs the folder {folder}: mkdir -p {folder} ({error})"
 
 
 def submit_job(job: SlurmJob) -> list[str]:
-    """Submit the job. -> lines that say where it is. Raises MachineError with sbatch's error."""
+    """Submit the job. -> lines that describe it. Raises MachineError with sbatch's error."""
     make_log_folder(job)
     ended = subprocess.run(
         ["sbatch", "--parsable"],
@@ -163,12 +163,12 @@ def submit_job(job: SlurmJob) -> list[str]:
         timeout=SBATCH_TIMEOUT_S,
     )
     if ended.returncode:
-        fix = "correct the key of slurm that it names; `rloo slurm render` prints the script"
+        fix = "correct the slurm key that it names; `rloo slurm render` prints the script"
         refuse("slurm", "sbatch refuses the job", fix, ended.stderr.strip(), error=MachineError)
     number = ended.stdout.strip().splitlines()[-1].partition(";")[0]
     log = job.log.replace("%x", str(job.config.name)).replace("%j", number).replace("%A", number)
     return [
-        f"job {number}: {job.kind} on {job.nodes} nodes",
+        f"job {number}: {job.kind} on {job.nodes} node{'s' * (job.nodes > 1)}",
         f"  run   {job.folder}",
         f"  log   {log}",
         f"  stop  scancel {number}",

@@ -1,4 +1,4 @@
-"""What the cluster here has, by `sinfo`, and why a job would wait there for ever."""
+"""The cluster's partitions, by `sinfo`, and why a job would never start."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, refuse
 
 SINFO_TIMEOUT_S = 30.0
-ELSEWHERE = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
+ELSEWHERE = "run this on a login node of the cluster; `rloo slurm render` works anywhere"
 SECONDS_PER_UNIT = (1, 60, 3600, 86400)
 
 
@@ -26,14 +26,15 @@ class Partition:
     nodes: int
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.nodes} nodes, {time_limit_text(self.limit_s)})"
+        nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
+        return f"{self.name} ({nodes}, {time_limit_text(self.limit_s)})"
 
 
 def check_cluster_fits(job: SlurmJob) -> None:
-    """Raises MachineError (exit 3) with everything that keeps this job from running here."""
+    """Raises MachineError (exit 3) with every reason why this job cannot run here."""
     if shutil.which("sbatch") is None:
-        why = f"none of these folders has it: {os.environ.get('PATH', '')}"
-        refuse("PATH", "there is no sbatch here", ELSEWHERE, why, error=MachineError)
+        why = f"looked in {os.environ.get('PATH', '')}"
+        refuse("PATH", "sbatch not found", ELSEWHERE, why, error=MachineError)
     found = cluster_partitions()
     if problems := [*_problems(job, found)]:
         raise MachineError(*problems)
@@ -47,18 +48,18 @@ def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
         if name not in [p.name for p in partitions]:
             close = nearest_names(name, [p.name for p in partitions])
             fix = f"slurm.partition={close[0] if close else 'null'}"
-            yield Problem(f"there is no partition {name!r}", "slurm.partition", facts, fix)
+            yield Problem(f"partition {name!r} does not exist", "slurm.partition", facts, fix)
     limits = [p.limit_s for p in mine]
     if mine and job.nodes > max(p.nodes for p in mine):
         where = "generation.server.num_nodes" if job.serving_nodes else "distributed.num_nodes"
         parts = f"{job.nodes - job.serving_nodes} to train"
         parts += f" and {job.serving_nodes} to serve" if job.serving_nodes else ""
         fix = _nodes_fix(job, partitions, max(p.nodes for p in mine))
-        yield Problem(f"it takes {job.nodes} nodes: {parts}", where, facts, fix)
+        yield Problem(f"the job needs {job.nodes} nodes: {parts}", where, facts, fix)
     longest = None if None in limits else max((n for n in limits if n is not None), default=None)
     asked_s = parse_slurm_time(asked.time) if asked.time else None
     if asked_s is not None and longest is not None and asked_s > longest:
-        what = f"slurm.time = {asked.time} is more than the partition allows"
+        what = f"slurm.time = {asked.time} exceeds the partition's time limit"
         yield Problem(what, "slurm.time", facts, f"slurm.time={format_slurm_time(longest)}")
     limit = asked_s if asked_s is not None else longest
     if limit is not None and limit <= job.lead_s:
@@ -66,24 +67,24 @@ def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
 
 
 def _short_limit_problem(job: SlurmJob, limit_s: int, facts: str = "") -> Problem:
-    """The problem of a time limit that is over before the early warning may come."""
+    """The problem of a time limit shorter than the early warning."""
     what = f"a time limit of {time_limit_text(limit_s)} is too short for this job"
-    why = f"a run is told to save {job.lead_s} s before the limit: at once, in each attempt{facts}"
+    why = f"the run saves {job.lead_s} s before the limit: each attempt would stop at once{facts}"
     longer = format_slurm_time(job.lead_s * 2)
     fix = f"slurm.time={longer}, or slurm.lead_s={max(1, limit_s // 2)}"
     return Problem(what, "slurm.time", why, fix)
 
 
 def check_time_limit(job: SlurmJob) -> str:
-    """A note where the job has no time limit of its own; else "". Needs no Slurm.
+    """A note if the job sets no time limit; else "". Needs no Slurm.
 
-    Raises ConfigError where the limit is not longer than the early warning.
+    Raises ConfigError if the limit is not longer than the early warning.
     """
     given = job.config.slurm.time
     if given is None:
         return (
-            "slurm.time is not set: the partition's limit holds, and a shorter one, such as"
-            " slurm.time=04:00:00, may start earlier"
+            "slurm.time is not set: the partition's limit applies; a shorter one, such as"
+            " slurm.time=04:00:00, may start sooner"
         )
     given_s = parse_slurm_time(given)
     if given_s is not None and given_s <= job.lead_s:
@@ -92,7 +93,7 @@ def check_time_limit(job: SlurmJob) -> str:
 
 
 def _nodes_fix(job: SlurmJob, partitions: list[Partition], most: int) -> str:
-    """A partition with enough nodes for a job, else as many nodes as its own has, `most`."""
+    """A partition with enough nodes for a job, else as many nodes as its partition has, `most`."""
     larger = [p.name for p in partitions if p.nodes >= job.nodes]
     if larger:
         return f"slurm.partition={larger[0]}"
@@ -103,14 +104,14 @@ def _nodes_fix(job: SlurmJob, partitions: list[Partition], most: int) -> str:
 
 
 def cluster_partitions() -> list[Partition]:
-    """Every partition. Raises MachineError where the controller does not answer."""
+    """Every partition. Raises MachineError if the controller does not answer."""
     words = ["sinfo", "--noheader", "--format=%P|%l|%D"]
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=SINFO_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         refuse("PATH", "sinfo does not answer", ELSEWHERE, str(error), error=MachineError)
     if ended.returncode:
-        fix = "try again once `sinfo` by itself answers"
+        fix = "try again when `sinfo` answers"
         refuse("PATH", "sinfo does not answer", fix, ended.stderr.strip(), error=MachineError)
     found: dict[str, Partition] = {}
     for line in ended.stdout.splitlines():
@@ -140,7 +141,7 @@ def format_slurm_time(time_s: int) -> str:
 
 
 def time_limit_text(limit_s: int | None) -> str:
-    """A time limit in words."""
+    """A time limit as text."""
     if limit_s is None:
         return "no limit"
     return f"{limit_s / 3600:.3g} h" if limit_s >= 3600 else f"{limit_s / 60:.3g} min"

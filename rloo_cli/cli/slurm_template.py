@@ -1,7 +1,7 @@
 """Fills one of the batch scripts of scripts/slurm from a recipe's config.
 
-The script stays one that `sbatch` takes as it is: options at its head are replaced, and the run's
-overrides take the place of the line `#rloo: words`.
+The result can be passed to `sbatch` directly: the options at its head are replaced, and the line
+`#rloo: words` is replaced by the run's overrides.
 """
 
 import re
@@ -19,7 +19,7 @@ from rloo_cli.utils.files import read_json
 
 SLURM_JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")
 ARGUMENTS_MARK = "#rloo: words"
-DEFAULT_LEAD_S = 300  # where nothing was measured: steps and saves of large models take minutes
+DEFAULT_LEAD_S = 300  # without measurements: steps and saves of large models take minutes
 SIGNAL_MARGIN_S = 60  # the manual's allowance for a signal that comes early or late
 
 
@@ -29,9 +29,9 @@ class SlurmJob:
 
     kind: str
     config: RunConfig
-    subject: str  # the script's first word: a recipe, or what is evaluated
+    subject: str  # the script's first argument: a recipe, or the evaluation target
     overrides: Sequence[str]  # its further words
-    sweep_lines: Sequence[str] = ()  # of a sweep: the words of each of its runs
+    sweep_lines: Sequence[str] = ()  # of a sweep: the arguments of each run
 
     @property
     def serving_nodes(self) -> int:
@@ -49,12 +49,12 @@ class SlurmJob:
 
     @property
     def gpus(self) -> int | None:
-        """GPUs to ask for on each node; None = none."""
+        """GPUs to request per node; None = none."""
         spread, asked = self.config.distributed, self.config.slurm
         if asked.gpus_per_node is not None:
             return asked.gpus_per_node or None
         ours = 1 if spread.engine == "single" else spread.num_processes or 1
-        if self.serving_nodes:  # on other nodes, which are asked for alike
+        if self.serving_nodes:  # all nodes request the same number
             ours = max(ours, device_count.gpus_per_server(self.config.generation))
         else:
             ours += device_count.local_server_gpus(self.config.generation)
@@ -62,7 +62,7 @@ class SlurmJob:
 
     @property
     def cpus(self) -> int | None:
-        """CPUs to ask for on each node; None = the cluster's default, or those of a whole node."""
+        """CPUs to request per node; None = the cluster's default, or all of a node."""
         asked = self.config.slurm
         if asked.cpus_per_task is not None or asked.exclusive or self.gpus is None:
             return asked.cpus_per_task
@@ -70,7 +70,7 @@ class SlurmJob:
 
     @property
     def memory(self) -> str | None:
-        """Memory to ask for on each node; None = the cluster's default."""
+        """Memory to request per node; None = the cluster's default."""
         asked = self.config.slurm
         if asked.mem is not None or asked.exclusive:
             return asked.mem or "0"
@@ -88,15 +88,15 @@ class SlurmJob:
 
     @property
     def log(self) -> str:
-        """Where the job's output goes, in sbatch's words."""
+        """The job's log file, as sbatch's pattern."""
         plain = f"{self.config.root}/slurm/%x-{'%A_%a' if self.kind == 'sweep' else '%j'}.log"
         return self.config.slurm.output or plain
 
 
 def measured_lead_s(folder: Path) -> int | None:
-    """Seconds that a save and the slowest of the last steps took in an earlier run, and a margin.
+    """Seconds that a save and the slowest recent step took in an earlier run, plus a margin.
 
-    None where there was none. Raises ConfigError for files of it that cannot be read.
+    None without an earlier run. Raises ConfigError if its files cannot be read.
     """
     save, file = read_json(folder / "run.json").get("save_seconds"), folder / "metrics.jsonl"
     if not isinstance(save, int | float) or not file.is_file():
@@ -119,7 +119,7 @@ def fill_batch_script(job: SlurmJob) -> str:
 
 
 def sbatch_options(job: SlurmJob) -> list[str]:
-    """sbatch's options: its defaults of ours, then what the config says."""
+    """sbatch options: rloo's defaults, then the config's."""
     asked = job.config.slurm
     given: list[tuple[str, object]] = [
         ("job-name", job.config.name),
@@ -148,7 +148,7 @@ def _quoted(value: object) -> str:
 
 
 def _argument_lines(job: SlurmJob) -> list[str]:
-    """The lines that give the script its words; what sbatch is given beside comes after them."""
+    """The lines that set the script's arguments; further arguments of sbatch follow them."""
     words = [job.subject]
     lines: list[str] = []
     if job.kind == "train_and_serve":

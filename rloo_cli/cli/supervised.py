@@ -1,11 +1,11 @@
-"""`rloo sft` and `rloo reward-model`: the two trainings before RLOO, from the same recipe.
+"""`rloo sft` and `rloo reward-model`: supervised training before RLOO, from the same recipe.
 
     rloo sft +recipe=NAME [key=value ...]            -> <root>/sft/<name>
     rloo reward-model +recipe=NAME [key=value ...]   -> <root>/reward_model/<name>
 
-The folder is a model's, for `from_pretrained`, model.path or reward.NAME.path; `training/` in it
-has the config, metrics.jsonl and a summary. It is there when it is whole, or not at all: what is
-stopped begins anew.
+The folder holds a model for `from_pretrained`, model.path or reward.NAME.path; its subfolder
+`training/` has the config, metrics.jsonl and a summary. It appears when it is complete: a stopped
+training starts over.
 """
 
 import shlex
@@ -54,7 +54,7 @@ def run(section: str, args: list[str]) -> int:
                 else _train_in_subprocess(training, values, settings.distributed, ranks)
             )
         if is_there:
-            print(f"{place} is there already: nothing to do (name=... for another)")
+            print(f"{place} already exists: nothing to do (name=... for another)")
         elif code == 0:
             _print_results(training, settings.rewards, composed.user_overrides)
         summary = read_json(place / "training" / "summary.json") if code == 0 else {}
@@ -63,7 +63,7 @@ def run(section: str, args: list[str]) -> int:
 
 
 def _refuse(problems: Iterable[Problem], sources: ConfigSources) -> None:
-    """Raise ConfigError for problems, with the places where their keys were set."""
+    """Raise ConfigError for problems, with the locations that set their keys."""
     if placed := [messages.locate_problem(p, sources) for p in problems]:
         raise ConfigError(*placed)
 
@@ -71,7 +71,7 @@ def _refuse(problems: Iterable[Problem], sources: ConfigSources) -> None:
 def _train_in_subprocess(
     training: SupervisedTraining, values: JsonObject, distributed: DistributedConfig, ranks: int
 ) -> int:
-    """Do it in so many processes of their own; their exit code. `values`: those of the config."""
+    """Train in this many separate processes. -> their exit code. `values`: of the config."""
     output_dir = training.folder
     try:
         with temporary_output_dir(output_dir) as folder:
@@ -84,15 +84,15 @@ def _train_in_subprocess(
             if code == 0:
                 folder.rename(output_dir)
     except OSError as error:
-        fix = "free some space, or root=FOLDER that can be written; then run it again"
+        fix = "free some space, or set root to a writable folder; then run this again"
         refuse(str(output_dir), "the model cannot be written", fix, str(error), error=StorageError)
     if code in STOPPED_CODES:
-        print(f"stopped: nothing of it is kept, and the same command begins anew ({output_dir})")
+        print(f"stopped: nothing is kept; the same command starts over ({output_dir})")
     return code
 
 
 def _is_trained(output_dir: Path, now: JsonObject, section: str) -> bool:
-    """Whether this very training is there. Raises ConfigError where something else is.
+    """Whether this training is already there. Raises ConfigError if something else is.
 
     `now`: the config's values.
     """
@@ -102,12 +102,12 @@ def _is_trained(output_dir: Path, now: JsonObject, section: str) -> bool:
     try:
         before = yaml.safe_load(written.read_text()) if written.is_file() else None
     except YAML_ERRORS:
-        before = None  # a damaged one is not this training's
+        before = None  # a damaged file is not this training's
     parts = ("seed", "model", "data", section)
     if isinstance(before, dict) and all(before.get(p) == now[p] for p in parts):
         return True
     other = [p for p in parts if isinstance(before, dict) and before.get(p) != now[p]]
-    why = f"it was trained with another {' and '.join(other)}" if other else "it is something else"
+    why = f"it was trained with another {' and '.join(other)}" if other else "not a trained model"
     fix = f"name=OTHER, or root=OTHER, or move it away: mv {output_dir} {output_dir}.old"
     refuse("name", f"{output_dir} exists", fix, why)
 
@@ -115,7 +115,7 @@ def _is_trained(output_dir: Path, now: JsonObject, section: str) -> bool:
 def _print_results(
     training: SupervisedTraining, rewards: Mapping[str, RewardConfig], overrides: Sequence[str]
 ) -> None:
-    """What was reached, where the model is, and what to do with it."""
+    """The result, the model's folder, and the next command."""
     output_dir = training.folder
     overrides = [w for w in overrides if not w.lstrip("+").startswith(("sft.", "reward_model."))]
     summary: JsonObject = read_json(output_dir / "training" / "summary.json")

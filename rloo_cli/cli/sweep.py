@@ -1,7 +1,7 @@
-"""`rloo sweep`: several configurations of one experiment side by side, in chunks of steps.
+"""`rloo sweep`: trains several configurations of one experiment interleaved, in chunks of steps.
 
-Its members, called trials in the code, are the jobs that `--multirun` would run one after the
-other: each is a run, in root/<its name>.
+Its trials are the jobs that `--multirun` would run one after the other. Each is a run, in
+root/<its name>.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,17 +70,17 @@ def default_jobs() -> int:
 
 
 def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
-    """Raises ConfigError for more trials at a time than GPUs: each plans for a whole GPU."""
+    """Raises ConfigError for more concurrent trials than GPUs: each needs a whole GPU."""
     if gpus and jobs > len(gpus):
-        why = f"{len(gpus)} GPUs are visible, and each member takes one with all its memory"
-        what = f"{jobs} members cannot train at the same time"
+        why = f"{len(gpus)} GPUs are visible, and each trial takes one with all its memory"
+        what = f"{jobs} trials cannot train at the same time"
         refuse("--jobs", what, f"--jobs {len(gpus)}", why)
 
 
 def _trials_that_fit(jobs: int, gpus: Sequence[str], with_engines: bool = False) -> int | None:
     """How many trials the GPUs in use can hold; None without a GPU.
 
-    `with_engines`: an inference engine is on the device of a trial.
+    `with_engines`: a trial's inference engine shares its device.
     """
     if not gpus:
         return None
@@ -90,23 +89,23 @@ def _trials_that_fit(jobs: int, gpus: Sequence[str], with_engines: bool = False)
 
 
 def _trial_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a job that are its config's, not the sweep's or Hydra's."""
+    """A job's overrides, without those of the sweep and of Hydra."""
     keys = {w: override_key(w) for w in overrides}
     return [w for w in overrides if keys[w] not in SWEEP_KEYS and not keys[w].startswith("hydra")]
 
 
 def _resumed_checkpoint(resume: str) -> str | None:
-    """The path of the checkpoint that a trial begins from; None if `resume` names none."""
+    """The path of the checkpoint that a trial starts from; None if `resume` names none."""
     if resume in ("auto", "never"):
         return None
     return str(Path(resume).expanduser().absolute())
 
 
 def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedConfig]) -> Path:
-    """The sweep's folder: named after its trials and its overrides, so that it is found again."""
+    """The sweep's folder, named after its trials and overrides, so that it is found again."""
     roots = sorted({str(job.values["root"]) for job in jobs})
     if len(roots) > 1:
-        refuse("root", "a sweep has one root", "root=FOLDER", f"found {', '.join(roots)}")
+        refuse("root", "a sweep needs a single root", "root=FOLDER", f"found {', '.join(roots)}")
     base = jobs[0].values.get("name") or "sweep"
     return Path(roots[0], name or f"{base}-sweep-{rules.overrides_digest(overrides)}")
 
@@ -114,27 +113,27 @@ def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedCon
 def _existing_or_new_sweep(folder: Path, overrides: list[str], trials: list[Trial]) -> SweepState:
     """The sweep in this folder, or a new one. Raises ConfigError if it has other overrides."""
     if not folder.exists():
-        return SweepState(folder, overrides, os.getcwd(), members=trials)
+        return SweepState(folder, overrides, os.getcwd(), trials=trials)
     fix = f"--name OTHER, or move it away: mv {folder} {folder}.old"
     if not (folder / state.SWEEP_FILE).is_file():
-        refuse("--name", f"{folder} exists", fix, "it is not a sweep")
+        refuse("--name", f"{folder} exists", fix, "it does not hold a sweep")
     found = state.read_sweep(folder)
     if rules.overrides_digest(found.words) != rules.overrides_digest(overrides):
         fix = f"rloo sweep resume {folder}, or {fix}"
         what = f"{folder} is a sweep with other overrides"
         refuse("--name", what, fix, f"it was started with: {' '.join(found.words)}")
     overrides_now = {trial.name: trial.words for trial in trials}
-    for trial in found.members:  # keys that are not part of a name may have changed, like logging
+    for trial in found.trials:  # keys outside the name may have changed, like logging
         trial.words = overrides_now.get(trial.name, trial.words)
     return found
 
 
 def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool = False) -> int:
-    """Check every trial that is to go on, then run the sweep, and return its exit code."""
+    """Check every trial with steps left, then run the sweep and return its exit code."""
     _refuse_running_sweep(sweep_state.folder)
     _check_jobs(sweep_state.jobs, device_count.visible_gpus())
-    left = [trial for trial in sweep_state.members if trial.state in (*OPEN_STATES, "failed")]
-    others = [trial for trial in left if trial.name not in configs]  # of earlier starts, and clones
+    left = [trial for trial in sweep_state.trials if trial.state in (*OPEN_STATES, "failed")]
+    others = [trial for trial in left if trial.name not in configs]  # earlier starts, clones
     jobs = [compose.compose_config([*trial.words, _name_override(trial.name)]) for trial in others]
     new_configs = rules.check_trial_configs(jobs)
     configs |= {trial.name: run for trial, run in zip(others, new_configs, strict=True)}
@@ -152,7 +151,7 @@ def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool
     show = SweepDisplay(sweep_state)
     if dry or not left:
         show.console.print(show.current_table())
-        print(f"{sweep_state.folder}: " + ("it would start" if left else "nothing to do"))
+        print(f"{sweep_state.folder}: " + ("would start" if left else "nothing to do"))
         return 0
     new_root = not sweep_state.folder.exists()
     sweep_state.folder.mkdir(parents=True, exist_ok=True)
@@ -170,29 +169,29 @@ def _name_override(name: str) -> str:
 
 def _refuse_running_sweep(folder: Path) -> None:
     if facts := state.running_process(folder):
-        what = f"{folder} is being run by process {facts['pid']} on {facts['host']}"
-        why = "a second process would train the same members again"
+        what = f"{folder} is already run by process {facts['pid']} on {facts['host']}"
+        why = "a second process would train the same trials again"
         refuse("command line", what, f"rloo sweep show {folder}", why)
 
 
 def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> None:
     if show.screen is None:
         show.console.print(show.current_table())
-    failed = sum(trial.state == "failed" for trial in sweep_state.members)
-    left = sum(trial.state in OPEN_STATES for trial in sweep_state.members)
+    failed = sum(trial.state == "failed" for trial in sweep_state.trials)
+    left = sum(trial.state in OPEN_STATES for trial in sweep_state.trials)
     if left or failed:
-        print(f"go on   rloo sweep resume {sweep_state.folder}")
-    waiting = f", {left} to go on with" if left else ""
-    print(f"{len(sweep_state.members)} members, {failed} failed{waiting}")
+        print(f"resume  rloo sweep resume {sweep_state.folder}")
+    waiting = f", {left} waiting" if left else ""
+    print(f"{len(sweep_state.trials)} trials, {failed} failed{waiting}")
 
 
 def _sweep_values(sweep: SweepState) -> JsonObject:
     """The whole state of a sweep as plain values."""
-    return asdict(sweep) | {"folder": str(sweep.folder)}
+    return sweep.as_values() | {"folder": str(sweep.folder)}
 
 
 def _resume_sweep(options: argparse.Namespace, answer: JsonObject) -> int:
-    """`rloo sweep resume SWEEP`: go on with all trials that are not stopped or finished."""
+    """`rloo sweep resume SWEEP`: resume all trials that are not stopped or finished."""
     folder = state.find_sweep(options.sweep, "resume").absolute()
     sweep = state.read_sweep(folder)
     with contextlib.chdir(sweep.cwd):
@@ -204,7 +203,7 @@ def _resume_sweep(options: argparse.Namespace, answer: JsonObject) -> int:
 
 
 def _relative_folder(folder: Path) -> Path:
-    """The path from the working folder if it is below it."""
+    """The path relative to the working folder if it is below it."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
@@ -227,7 +226,7 @@ def _show_sweep(options: argparse.Namespace) -> int:
 def _running_sweep_and_trial(options: argparse.Namespace) -> tuple[SweepState, Trial]:
     """The sweep and the trial that a command names."""
     found = state.read_sweep(state.find_sweep(options.sweep, options.action))
-    trial = found.find_trial(options.member)
+    trial = found.find_trial(options.trial)
     if not state.running_process(found.folder):
         changes = getattr(options, "overrides", [])
         _refuse_stopped_sweep(options.action, found, trial, changes)
@@ -237,34 +236,34 @@ def _running_sweep_and_trial(options: argparse.Namespace) -> tuple[SweepState, T
 def _refuse_stopped_sweep(
     verb: str, sweep_state: SweepState, trial: Trial, changes: list[str]
 ) -> NoReturn:
-    """Refuse a command to a sweep that does not run, with what to do instead."""
-    fix = f"rloo sweep resume {sweep_state.folder}, then this again"
+    """Refuse a command for a sweep that is not running, with the alternative."""
+    fix = f"rloo sweep resume {sweep_state.folder}, then repeat this"
     if verb == "stop":
-        fix = "nothing: it does not train"
+        fix = "nothing: it is not training"
     if verb == "clone":
         overrides = " ".join(commands.replace_overrides(trial.words, changes))
-        fix += f", or for one run: rloo train {overrides} name=OTHER"
+        fix += f", or as a single run: rloo train {overrides} name=OTHER"
         fix += f" resume={sweep_state.trial_folder(trial)}/checkpoint-STEP"
         fix += " resume_allow_changes=true"
-    why = f"it is {_sweep_status(sweep_state)}"
+    why = f"its state is {_sweep_status(sweep_state)}"
     refuse("command line", f"{sweep_state.folder} is not running", fix, why)
 
 
 def _sweep_status(sweep_state: SweepState) -> str:
-    """The state of a sweep that no process runs."""
+    """The state of a sweep that is not running."""
     return "killed" if sweep_state.state in ("training", "stopping") else sweep_state.state
 
 
 def _send_command(options: argparse.Namespace, answer: JsonObject) -> int:
-    """`rloo sweep stop|promote SWEEP MEMBER`."""
+    """`rloo sweep stop|promote SWEEP TRIAL`."""
     sweep, trial = _running_sweep_and_trial(options)
-    answer["said"] = commands.send_request(sweep.folder, do=options.action, member=trial.number)
+    answer["said"] = commands.send_request(sweep.folder, do=options.action, trial=trial.number)
     print(answer["said"])
     return 0
 
 
 def _clone_trial(options: argparse.Namespace, answer: JsonObject) -> int:
-    """Compose and check the clone's config, then tell the sweep of it."""
+    """Compose and check the clone's config, then send it to the sweep."""
     sweep, trial = _running_sweep_and_trial(options)
     changes = options.overrides
     folder = sweep.folder.absolute()
@@ -277,17 +276,17 @@ def _clone_trial(options: argparse.Namespace, answer: JsonObject) -> int:
         (settings,) = rules.check_trial_configs([job])
         problems = []
         if Path(settings.root).resolve() != folder.parent.resolve():
-            what, why = "a clone stays in its sweep's root", f"it is {folder.parent}"
-            problems.append(Problem(what, "root", why, "leave root out"))
+            what, why = "a clone must use its sweep's root", f"that is {folder.parent}"
+            problems.append(Problem(what, "root", why, "omit root"))
         if not changes:
             fix = f"rloo sweep clone {options.sweep} {trial.number} train.learning_rate=3e-5"
-            given = " ".join(options.overrides) or "nothing, as it is given,"
-            what, why = "a clone needs a changed key", f"{given} changes no training"
+            given = " ".join(options.overrides) or "no override"
+            what, why = "a clone needs a changed key", f"found {given}; it does not change training"
             problems.append(Problem(what, "command line", why, fix))
         if problems:
             raise ConfigError(*problems)
     request: JsonObject = {"name": str(settings.name), "words": overrides}
-    answer["said"] = commands.send_request(folder, do="clone", member=trial.number, **request)
+    answer["said"] = commands.send_request(folder, do="clone", trial=trial.number, **request)
     print(answer["said"])
     return 0
 

@@ -1,6 +1,6 @@
-"""`rloo top [RUN]`: a screen of a run that goes on, or of one that has ended.
+"""`rloo top [RUN]`: a live screen of a run, or the last state of one that has ended.
 
-Reads files only, and imports no torch.
+Only reads files; imports no torch.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # lazy: textual takes a third of a second
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for a run that is not there."""
+    """Run the verb. Raises ConfigError for an unknown run."""
     options = parse_verb("top", args)
     screen = RunScreen(_chosen_folder(options.run))
     if options.json:
@@ -35,15 +35,15 @@ def run(args: list[str]) -> int:
 
 
 def _chosen_folder(name: str | None) -> Path:
-    """The run that is named, or the one that was written last."""
+    """The named run, or the one written last."""
     if name is None and (runs := list_runs(RUNS_ROOT)):
         return Path(runs[0].run)
     return find_run_folder(name, "top")
 
 
 def run_screen_app(screen: RunScreen, every_s: float) -> "App[None]":
-    """The textual application: one frame, drawn again every `every_s` seconds."""
-    from textual.app import App, ComposeResult  # lazy: only where there is a terminal to draw on
+    """The textual application: one frame, redrawn every `every_s` seconds."""
+    from textual.app import App, ComposeResult  # lazy: only with a terminal
     from textual.containers import VerticalScroll
     from textual.widgets import Footer, Static
 

@@ -9,7 +9,7 @@ from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
 from rloo_cli.utils.files import JsonObject
 
-STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
+STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to stop
 
 
 def run(args: list[str]) -> int:
@@ -42,7 +42,7 @@ def run(args: list[str]) -> int:
 
 
 class JobResults:
-    """Runs jobs, or plans them, and keeps their exit codes and what --json says of each."""
+    """Runs or plans jobs, and keeps their exit codes and --json results."""
 
     def __init__(self, dry: bool, as_json: bool):
         self.dry, self.as_json = dry, as_json
@@ -50,8 +50,8 @@ class JobResults:
         self.values: list[JsonObject] = []
 
     def run(self, job: Job) -> float | None:
-        """Run one job. -> the value that a sweeper which optimizes gets"""
-        if self.codes and self.codes[-1] in STOPPED_CODES:  # a sweep that was asked to stop
+        """Run one job. -> the value for an optimizing sweeper"""
+        if self.codes and self.codes[-1] in STOPPED_CODES:  # the sweep was asked to stop
             return None
         value = None
         try:
@@ -75,7 +75,7 @@ class JobResults:
 
 
 def _check_jobs(jobs: list[Job]) -> None:
-    """Raises ConfigError with everything that is wrong with any job of a sweep."""
+    """Raises ConfigError with all problems of all jobs of a sweep."""
     problems: list[Problem] = []
     for job in jobs:
         try:
@@ -87,7 +87,7 @@ def _check_jobs(jobs: list[Job]) -> None:
 
 
 def _run_plugin_sweep(overrides: list[str], jobs: JobResults) -> str:
-    """Run a sweep of another sweeper or launcher. -> its best job, if it names one"""
+    """Run a sweep with another sweeper or launcher. -> its best job, if it names one"""
     sweep = multirun.PluginSweep(overrides)
     try:
         sweep.run(jobs.run)
@@ -100,6 +100,6 @@ def _run_plugin_sweep(overrides: list[str], jobs: JobResults) -> str:
 
 
 def _sweeper_error(num_jobs: int, found: Problem) -> ConfigError:
-    what = f"Hydra's sweeper gave up after {num_jobs} jobs"
-    fix = found.fix or "correct what the failed jobs above say, then run it again"
+    what = f"Hydra's sweeper stopped after {num_jobs} jobs"
+    fix = found.fix or "fix the errors of the failed jobs above, then run it again"
     return ConfigError(Problem(what, "hydra/sweeper", found.what, fix))

@@ -1,6 +1,6 @@
-"""One argparse parser of each verb of `verbs.py`: its help, its flags anywhere among its words.
+"""An argparse parser for each verb of `verbs.py`: help, and flags anywhere among the words.
 
-What it cannot read is a ConfigError (exit 2), which names the nearest flag.
+Invalid arguments raise ConfigError (exit 2), which names the nearest flag.
 """
 
 import argparse
@@ -10,18 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rloo_cli.cli.verbs import COMMON_FLAGS, GROUPS, NEW, VERBS, WORD_HELP
-from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, refuse
 
-ASKED_BY_VERB = ("RUN", "SHELL", "TRACKER", "KEY")  # words whose lack the verb itself explains
-WIDTH, FLAG_WIDTH = 100, 34  # characters of a line of help, and of a flag before what it does
+ASKED_BY_VERB = ("RUN", "SHELL", "TRACKER", "KEY")  # the verb itself reports when these are missing
+WIDTH, FLAG_WIDTH = 100, 34  # characters of a help line, and of its flag column
 
 
 class VerbParser(argparse.ArgumentParser):
     """The parser of a verb, or of one of its actions: `rloo sweep`, `rloo sweep show`."""
 
     def __init__(self, verb: str, action: str | None = None, with_words: bool = True):
-        """Without an action: of the whole verb, for its help."""
+        """Without an action: for the whole verb, for its help."""
         known, self.verb, self.action = VERBS[verb], verb, action
         usages = {a: w for a, w in known.words.items() if action in (None, a)}
         self.forms = [" ".join(filter(None, ("rloo", verb, *pair))) for pair in usages.items()]
@@ -64,15 +63,15 @@ class VerbParser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """Every flag as it is typed, in its long and its short spelling."""
+        """Every flag as typed, in its long and short spelling."""
         return [flag for action in self._actions for flag in action.option_strings]
 
     def parse_words(self, args: Sequence[str]) -> argparse.Namespace:
-        """The flags, wherever they stand, then the words. Raises ConfigError.
+        """The flags, in any position, then the words. Raises ConfigError.
 
         `overrides` begins with each --config-dir=DIR, as `compose_config` takes it.
         """
-        if self.takes_command:  # it has flags of its own, and begins at the first that is not ours
+        if self.takes_command:  # the command's own flags start at the first that is not ours
             end = self._end_of_flags(args)
             options = self.parse_args(args[:end])
             options.command = [*args[end:]]
@@ -88,7 +87,7 @@ class VerbParser(argparse.ArgumentParser):
             raise ConfigError(*[unknown_flag_problem(words[at:], others, *known) for at in places])
         options, more = self.parse_known_args(words, options)
         if more:
-            self.error(f"{more[0]!r} is one word too many")
+            self.error(f"{more[0]!r} is an extra word")
         self._check_needs(options)
         if "overrides" in self.words:
             self._sort_words(options)
@@ -104,7 +103,7 @@ class VerbParser(argparse.ArgumentParser):
         return end
 
     def _check_needs(self, options: argparse.Namespace) -> None:
-        """Raises ConfigError for a flag without the one that it needs beside it."""
+        """Raises ConfigError for a flag without a flag that it needs."""
         flags = {flag: action for action in self._actions for flag in action.option_strings}
         values = {flag: getattr(options, action.dest, None) for flag, action in flags.items()}
         given = {flag for flag, value in values.items() if value != flags[flag].default}
@@ -115,14 +114,14 @@ class VerbParser(argparse.ArgumentParser):
                 refuse("command line", f"{flag} needs {' or '.join(others)}", fix, why)
 
     def _check_recipe(self, options: argparse.Namespace) -> None:
-        """Raises ConfigError where the usage has +recipe=NAME, and nothing is to be composed."""
+        """Raises ConfigError if the usage has +recipe=NAME but the arguments have no override."""
         if options.overrides or " +recipe=NAME " not in self.forms[0] or getattr(options, "run", 0):
             return
-        what, why = f"{self.prog} takes a recipe and keys", "found no +recipe=NAME and no key=value"
+        what, why = f"{self.prog} needs a recipe or keys", "found no +recipe=NAME and no key=value"
         refuse("command line", what, self.forms[0], why)
 
     def _sort_words(self, options: argparse.Namespace) -> None:
-        """Give the first words that are not key=value their names, wherever they stand."""
+        """Name the first words that are not key=value, in any position."""
         names = [name for name in self.words if name != "overrides"]
         words = [w for name in names if (w := getattr(options, name)) is not None]
         words += options.overrides
@@ -139,7 +138,7 @@ class VerbParser(argparse.ArgumentParser):
         wrong = re.match(r"argument (\S+?)[:/]", message)
         why, fix = f"its flags are {', '.join(self.flags)}", self.forms[0]
         if not wrong:
-            why = f"it takes {self.forms[0].removeprefix(self.prog).strip() or 'no word'}"
+            why = f"it takes {self.forms[0].removeprefix(self.prog).strip() or 'no words'}"
         for action in self._actions if wrong else ():
             if wrong and wrong[1] in action.option_strings:
                 why = f"{wrong[1]} {action.metavar or ''}: {self._help_of(action)}"
@@ -173,7 +172,7 @@ def is_bare(word: str) -> bool:
 def _number_type(
     name: str, kind: type[int] | type[float], is_allowed: Callable[[float], bool]
 ) -> Callable[[str], float]:
-    """What reads the number of a flag, and raises ValueError; argparse says `name` of it."""
+    """A function that parses a flag's number or raises ValueError; argparse reports `name`."""
 
     def read_number(text: str) -> float:
         value = kind(text)
@@ -185,14 +184,14 @@ def _number_type(
     return read_number
 
 
-TYPES: dict[str, Callable[[str], object]] = {  # what a flag's value is called -> how it is read
+TYPES: dict[str, Callable[[str], object]] = {  # name of a flag's value -> how to parse it
     "N": _number_type("count", int, lambda value: 0 < value <= 10**12),
     "STEP": _number_type("whole_number", int, lambda value: 0 <= value <= 10**12),
     "MEAN": _number_type("mean_count", float, lambda value: 1 <= value <= 10**6),
     "X": _number_type("tolerance", float, lambda value: 0 <= value < 1),
     "SECONDS": _number_type("seconds", float, lambda value: value > 0),
 }
-EXAMPLE_VALUES = {"X": " FLAG 1e-5", "SECONDS": " FLAG 2"}  # what a value is called -> as pasted
+EXAMPLE_VALUES = {"X": " FLAG 1e-5", "SECONDS": " FLAG 2"}  # name of a value -> as pasted
 
 
 def _add_flag(group: argparse._ArgumentGroup, spec: str, text: str) -> None:
@@ -250,13 +249,11 @@ def verb_help(verb: str) -> str:
 
 
 def help_overview() -> str:
-    """The text of `rloo --help`: the verbs in groups, and the recipes."""
+    """The text of `rloo --help`: the verbs in groups."""
     width = max(map(len, VERBS))
     lines = ["usage: rloo VERB [+recipe=NAME] [key=value ...] [flags]"]
     for group in GROUPS:
         verbs = {name: verb.summary for name, verb in VERBS.items() if verb.group == group}
         lines += ["", f"{group}:", *[f"  {name:<{width}}  {text}" for name, text in verbs.items()]]
-    recipes = textwrap.wrap(", ".join(paths.recipe_files()), WIDTH - 2, break_on_hyphens=False)
-    lines += ["", "recipes (rloo recipes says what each is):", *[f"  {line}" for line in recipes]]
-    lines += ["", "rloo VERB --help has the flags and examples of a verb."]
-    return "\n".join([*lines, "Begin with: rloo train +recipe=quickstart"])
+    lines += ["", "rloo VERB --help shows flags and examples; rloo recipes lists the recipes."]
+    return "\n".join([*lines, "Start with: rloo train +recipe=quickstart"])

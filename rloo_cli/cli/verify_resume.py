@@ -1,6 +1,6 @@
-"""`rloo verify-resume +recipe=NAME [key=value ...]`: does a killed run end as one left alone?
+"""`rloo verify-resume +recipe=NAME`: checks that a killed and resumed run equals an unbroken one.
 
-On the user's own recipe and machine. Exits with 20 where anything differs, and says what first.
+Runs the user's recipe on this machine. Prints the first difference and exits with 20 if any.
 """
 
 import argparse
@@ -19,9 +19,9 @@ USAGE = "rloo verify-resume +recipe=NAME [key=value ...] [--steps N] [--kill-in-
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for words that `rloo train` would refuse too."""
+    """Run the verb. Raises ConfigError for arguments that `rloo train` refuses too."""
     options, words = read_words(args)
-    # Checked before anything trains, with the words that both runs get.
+    # Checked before training, with the arguments of both runs.
     composed = compose.compose_config(proof_words(words, options.steps, Path("runs")))
     config = check.check_config(composed)
     root = Path(config.root)
@@ -55,24 +55,24 @@ def run(args: list[str]) -> int:
 
 
 def read_words(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The verb's flags, and the words of the recipe."""
+    """The verb's flags, and the recipe's arguments."""
     options = parse_verb("verify-resume", args)
     words = options.overrides
     if options.kill_in_step is None:
         options.kill_in_step = options.steps - 1
     if options.steps < MIN_STEPS or not 1 <= options.kill_in_step <= options.steps:
         what = f"--steps {options.steps} --kill-in-step {options.kill_in_step}"
-        why = f"at least {MIN_STEPS} steps, and killed in one of them"
+        why = f"expected at least {MIN_STEPS} steps, and a kill in one of them"
         refuse("command line", what, "--steps 6 --kill-in-step 5", why)
     if not any(word.lstrip("+").startswith("recipe=") for word in words):
-        why = f"found {' '.join(words) or 'nothing'}, and no +recipe=NAME"
+        why = f"found {' '.join(words) or 'nothing'}, expected +recipe=NAME"
         refuse("command line", "rloo verify-resume needs a recipe", USAGE, why)
     return options, words
 
 
 def _proof_lines(proof: ResumeProof, folder: Path | None) -> list[str]:
     where = f"killed in step {proof.killed_in_step} of {proof.steps}"
-    lines = [f"{where}, went on from {proof.resumed_from}"]
+    lines = [f"{where}, resumed from {proof.resumed_from}"]
     if proof.exact:
         lines.append("equal: metrics, samples, ledger and final weights")
     else:

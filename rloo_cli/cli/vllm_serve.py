@@ -1,8 +1,8 @@
-"""`rloo vllm-serve`: a rollout server for a run, that `rloo train` with the same words finds.
+"""`rloo vllm-serve`: a rollout server for a run, which `rloo train` with the same arguments finds.
 
-For a sampler on GPUs, a node or a job of its own. It writes `server.json` and logs into the run's
-folder and nothing else, so the run can begin there later. Without a recipe it serves model.path
-for any run, which then names its address. Imports neither torch nor vLLM.
+For a sampler on separate GPUs, another node or a separate job. It only writes `server.json` and
+logs into the run's folder, so the run can start there later. Without a recipe it serves model.path
+for any run that sets its address. Imports neither torch nor vLLM.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Ru
 from rloo_cli.utils.files import JsonObject
 
 BACKEND_OVERRIDE = "generation=vllm_server"
-# What a config has to say and a server does not read, where no recipe says it.
+# Keys that a config needs and a server ignores, for use without a recipe.
 UNREAD_OVERRIDES = {
     "data.path": "data.path=make:tiny", "reward": "reward=length_chars", "max_steps": "max_steps=1",
 }  # fmt: skip
 
 
 def run(args: list[str]) -> int:
-    """The verb: serve until asked to end; the exit code. Raises RunError."""
+    """The verb: serve until asked to stop. -> exit code. Raises RunError."""
     options = parse_verb("vllm-serve", args)
     args, as_json = options.overrides, options.json
     out = sys.stderr if as_json else sys.stdout
@@ -47,14 +47,14 @@ def run(args: list[str]) -> int:
         args = server_words(args)
     composed = compose_config(args)
     if composed.values.get("generation", {}).get("backend") != "vllm_server":
-        print(f"{BACKEND_OVERRIDE}: added, for a server is what this serves", file=out)
+        print(f"{BACKEND_OVERRIDE}: added, because this verb starts a server", file=out)
         args = [*[w for w in args if not w.startswith("generation=")], BACKEND_OVERRIDE]
         composed = compose_config(args)
     settings = check.check_config(composed)
     if not settings.generation.is_server:
         why = f"the backend is {settings.generation.backend!r}"
         refuse(
-            "generation", f"{BACKEND_OVERRIDE} does not hold", "a recipe that leaves it open", why
+            "generation", f"{BACKEND_OVERRIDE} has no effect", "a recipe that does not set it", why
         )
     with hf_cache.recorded_command(composed.user_overrides):
         folder = settings.folder
@@ -65,19 +65,19 @@ def run(args: list[str]) -> int:
             return _serve(settings, composed, as_json, is_alone)
         except RunError as error:
             keys: Any = settings.generation
-            if keys.server.num_nodes:  # the trainer on another node waits for this one
+            if keys.server.num_nodes:  # a trainer on another node waits for it
                 server_file.write_server_failure(folder, "vllm-serve", error, folder / SERVER_LOGS)
             raise
 
 
 def server_words(args: list[str]) -> list[str]:
-    """The words of a server for any run. Raises ConfigError where they do not say the model."""
+    """The arguments of a server for any run. Raises ConfigError if the model is missing."""
     keys = {word.partition("=")[0].lstrip("+"): word for word in args}
     model = keys.get("model.path", "").partition("=")[2]
     if not model and "model" not in keys:
         fix = "rloo vllm-serve model.path=ORG/NAME, or +recipe=NAME"
-        why = f"found {' '.join(args) or 'nothing'}: no model.path, and no recipe that has one"
-        refuse("model.path", "which model is to be served?", fix, why)
+        why = f"found {' '.join(args) or 'nothing'}; expected model.path or a recipe"
+        refuse("model.path", "no model to serve", fix, why)
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model or keys["model"].partition("=")[2]).strip("-.")
     more = [word for key, word in UNREAD_OVERRIDES.items() if key not in keys]
     more += [] if "name" in keys else [f"name=serve-{slug}"]
@@ -87,9 +87,9 @@ def server_words(args: list[str]) -> list[str]:
 def _serve(
     settings: RunConfig, composed: ComposedConfig, as_json: bool, is_alone: bool = False
 ) -> int:
-    """Serve until a signal. With `as_json` stdout has one value, once the server answers.
+    """Serve until a signal. With `as_json`, stdout gets one JSON value when the server answers.
 
-    `is_alone`: there is no recipe, and runs have to name the server's address.
+    `is_alone`: without a recipe, so runs must set the server's address.
     """
     out = sys.stderr if as_json else sys.stdout
     folder = settings.folder
@@ -97,8 +97,8 @@ def _serve(
     keys: Any = settings.generation
     limit = keys.server.ready_timeout_s
     if keys.server.host not in LOOPBACK_HOSTS:
-        what = "its weights can be replaced, and it can be asked, by whoever has the token"
-        print(f"{keys.server.host} is reached from other machines: {what}", file=out)
+        what = "anyone with the token can send requests and replace its weights"
+        print(f"{keys.server.host} is reachable from other machines: {what}", file=out)
     with _stop_signals() as heard:
         process = rollout_server.start_server(folder, check.dump_config(settings), "vllm-serve")
         try:
@@ -118,34 +118,34 @@ def _serve(
         died, last = process.exit_code, rollout_server.server_log_tail(process)
         left = rollout_server.stop_server(process)
     if left or not heard:
-        what, why = f"the server's process ended by itself, with {died}", last
-        fix, more = "correct what its log says, then start it again", f"log: {process.log}"
+        what, why = f"the server exited with code {died}", last
+        fix, more = "fix the error in its log, then start it again", f"log: {process.log}"
         if left:
-            what = f"processes {', '.join(map(str, left))} of the server would not end"
+            what = f"processes {', '.join(map(str, left))} of the server did not exit"
             fix = f"kill -9 {' '.join(map(str, left))}"
-            why = "they were killed, and are still there 10 seconds later"
+            why = "they are still running 10 seconds after SIGKILL"
         refuse("generation.server", what, fix, why, more=more, error=GenerationError)
-    print(f"{folder}: the server has ended, as it was asked to", file=out)
+    print(f"{folder}: the server has stopped", file=out)
     return 0
 
 
 def _check_no_other_server(folder: Path) -> None:
-    """Raises ConfigError where this run has a server."""
+    """Raises ConfigError if this run has a server."""
     there = server_file.running_server(folder)
     if there is not None and (there.is_alive() or _is_healthy(there.url)):
         why = f"process {there.pid} on {there.host}, at {there.url}, started by {there.by}"
-        refuse("name", f"{folder} has a server already", f"kill {there.pid}, or name=OTHER", why)
+        refuse("name", f"{folder} already has a server", f"kill {there.pid}, or name=OTHER", why)
 
 
 def _is_healthy(url: str) -> bool:
-    """Whether the server of another machine is there: a node that went down leaves its file."""
+    """Whether a server on another machine answers: a crashed node leaves its file."""
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
     return False
 
 
 def _server_values(server: server_file.ServerRecord, folder: Path) -> JsonObject:
-    """What a program needs in order to use the server; its token stays in the file."""
+    """The server's data for programs; its token stays in the file."""
     place = server_file.server_file_path(folder)
     return {"url": server.url, "model": server.model, "dtype": server.dtype, "vllm": server.vllm,
             "pid": server.pid, "run": str(folder), "server_file": str(place)}  # fmt: skip
@@ -165,38 +165,38 @@ def _server_text(
     lines = [
         f"{server.url}: answers",
         f"  model    {server.model} ({server.dtype}, vLLM {server.vllm})",
-        f"  GPUs     {', '.join(server.devices) or 'none: it computes on the CPU'}",
-        f"  token    in {server_file.server_file_path(folder)}, which you alone can read",
+        f"  GPUs     {', '.join(server.devices) or 'none (CPU)'}",
+        f"  token    in {server_file.server_file_path(folder)}, readable only by you",
         f"  train    {train}",
-        "  end      Ctrl-C",
+        "  stop     Ctrl-C",
     ]
     return "\n".join(lines)
 
 
 def _remove_new_files(process: rollout_server.ServerProcess, new_folders: list[Path]) -> None:
-    """After a refusal: take away its log, and the folders that were made for it."""
+    """After a refusal: remove its log and the folders created for it."""
     logs = process.log.parent
     process.log.unlink(missing_ok=True)
     if logs in new_folders and not [*logs.glob("*server_*.log")]:
         for given in logs.glob("*config.yaml"):
             given.unlink(missing_ok=True)
     for folder in new_folders:
-        with contextlib.suppress(OSError):  # there is something in it
+        with contextlib.suppress(OSError):  # it is not empty
             folder.rmdir()
 
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """While inside, INT and TERM are only noted, USR1 and USR2 are not heard."""
+    """While inside, INT and TERM are only recorded; USR1 and USR2 are ignored."""
     heard: list[int] = []
 
     def hear(number: int, frame: object) -> None:
         if not heard:
-            print("ending the server", file=sys.stderr, flush=True)
+            print("stopping the server", file=sys.stderr, flush=True)
         heard.append(number)
 
     before = {n: signal.signal(n, hear) for n in (signal.SIGINT, signal.SIGTERM)}
-    # Slurm's early warning reaches every step of a job: it is the trainer's, which needs us yet.
+    # Slurm's early warning reaches every job step: the trainer acts on it and still needs us.
     early = (signal.SIGUSR1, signal.SIGUSR2)
     before |= {n: signal.signal(n, signal.SIG_IGN) for n in early}
     try:

@@ -1,9 +1,9 @@
 """Reads a config file of `accelerate config` (`distributed.accelerate_config`), without accelerate.
 
-Its distributed type, processes, machines and offload become the keys of `distributed`. What stands
-elsewhere in our config (the norm that gradients are clipped to, half precision, checkpointing) is
-compared with it: a file that says something else is refused, and never half obeyed. Settings that
-change no number of ours are left to us: `IGNORED` says why.
+Its distributed type, processes, machines and offload become the keys of `distributed`. Settings
+that exist elsewhere in our config (gradient clipping, half precision, checkpointing) are compared
+with it, and a file that differs is refused. Settings that do not change results are ignored:
+`IGNORED` gives the reasons.
 """
 
 import json
@@ -21,7 +21,7 @@ ENGINES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp
 ZERO_ENGINES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 SHARDED_STRATEGIES = ("FULL_SHARD", "HYBRID_SHARD", "1", "4", "None")
-# What a file may say that needs nothing of us: how it was asked for, what rloo does by itself
+# Settings of a file that we can ignore: how it was created, things that rloo does by itself
 # (micro-batches, gathering, wrapping decoder layers, loading on rank 0), and other hardware's.
 IGNORED = frozenset({
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "gpu_ids",
@@ -36,31 +36,31 @@ KNOWN = frozenset({
 
 
 def apply_accelerate_file(values: JsonObject, overrides: Iterable[str]) -> JsonObject:
-    """The config with the keys that `distributed.accelerate_config` stands for filled in.
+    """The config with the keys from `distributed.accelerate_config` filled in.
 
-    A key on the command line wins over the file. The result names no file any more: it holds what
-    the file said, wherever it is read again. Raises ConfigError.
+    A key on the command line wins over the file. The result no longer names the file: it contains
+    its settings, wherever it is read again. Raises ConfigError.
     """
     distributed = values.get("distributed")
     name = distributed.get("accelerate_config") if isinstance(distributed, dict) else None
     if not isinstance(distributed, dict) or not isinstance(name, str):
         return values
     file = AccelerateFile(name)
-    told = {override.partition("=")[0].lstrip("+") for override in overrides}
-    if "distributed" in told and file.keys["engine"] != distributed.get("engine"):
-        why = f"{name} says {file.keys['engine']}, distributed={distributed.get('engine')} another"
-        fix = f"leave one of the two out; distributed.engine={distributed.get('engine')} wins"
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if "distributed" in given and file.keys["engine"] != distributed.get("engine"):
+        why = f"{name} sets {file.keys['engine']}, the command line {distributed.get('engine')}"
+        fix = f"remove one of the two; distributed.engine={distributed.get('engine')} wins"
         refuse(KEY, "the engine is set twice", fix, why)
     if problems := [*file.contradictions(values)]:
         raise ConfigError(*problems)
-    keys = {k: v for k, v in file.keys.items() if f"distributed.{k}" not in told}
+    keys = {k: v for k, v in file.keys.items() if f"distributed.{k}" not in given}
     return values | {"distributed": distributed | keys | {"accelerate_config": None}}
 
 
 class AccelerateFile:
-    """One config file of accelerate. Raises ConfigError where it cannot be read or understood.
+    """One config file of accelerate. Raises ConfigError if it is unreadable or unsupported.
 
-    `keys`: those of `distributed` that it sets.
+    `keys`: the keys of `distributed` that it sets.
     """
 
     def __init__(self, name: str):
@@ -69,15 +69,15 @@ class AccelerateFile:
         unknown = sorted(set(self.content) - IGNORED - KNOWN)
         filled = [key for key in unknown if self.content[key] not in (None, "", {}, "no")]
         if filled:
-            why = f"{filled[0]} = {self.content[filled[0]]!r}: rloo has nothing that does this"
-            raise self._error(f"{filled[0]} is not understood", why, "take it out of the file")
+            why = f"{filled[0]} = {self.content[filled[0]]!r}: rloo does not support this"
+            raise self._error(f"{filled[0]} is not supported", why, "remove it from the file")
         self.deepspeed = self._section("deepspeed_config")
         self.fsdp = self._section("fsdp_config")
         self.zero = self._read_deepspeed_file()
         self.keys = self._read_keys()
 
     def contradictions(self, values: JsonObject) -> Iterator[Problem]:
-        """What the file says of keys outside `distributed`, where they have another value."""
+        """The file's settings outside `distributed` that differ from the config."""
         clip = self.deepspeed.get("gradient_clipping", self.zero.get("gradient_clipping"))
         said: list[tuple[str, str, object]] = []
         if isinstance(clip, int | float):
@@ -86,7 +86,7 @@ class AccelerateFile:
         if precision in HALF_PRECISION:
             said.append(("model.dtype", "mixed_precision", HALF_PRECISION[precision]))
         elif precision not in ("no", "None", "False"):
-            yield self._problem(f"mixed_precision: {precision}", "it is not offered", "no or bf16")
+            yield self._problem(f"mixed_precision: {precision}", "not supported", "no or bf16")
         if self.fsdp.get("fsdp_activation_checkpointing") is True:
             name = "fsdp_activation_checkpointing"
             said.append(("model.gradient_checkpointing", name, True))
@@ -95,8 +95,8 @@ class AccelerateFile:
             ours = (values.get(section) or {}).get(leaf)
             if ours != value and ours != "auto":
                 shown = "null" if value is None else str(value).lower()
-                why = f"the file says {value}, the config {ours}"
-                fix = f"{key}={shown}, or take {setting} out of the file"
+                why = f"the file has {value}, the config {ours}"
+                fix = f"{key}={shown}, or remove {setting} from the file"
                 yield self._problem(f"{setting} and {key} differ", why, fix)
 
     def _read_keys(self) -> JsonObject:
@@ -113,13 +113,13 @@ class AccelerateFile:
                 keys["offload"] = "parameters" if offload else "none"
         else:
             fix = f"one of {', '.join([*ENGINES, 'DEEPSPEED'])}"
-            raise self._error(f"distributed_type: {kind}", "rloo has no such engine", fix)
+            raise self._error(f"distributed_type: {kind}", "unknown engine", fix)
         # TRL's file for one GPU says NO and num_processes: 8; accelerate starts one.
         processes = 1 if keys["engine"] == "single" else self._count("num_processes")
         if processes % machines:
-            why = f"num_processes: {processes} are all of them, on num_machines: {machines}"
+            why = f"num_processes: {processes} is the total, over num_machines: {machines}"
             fix = f"num_processes: {max(machines, processes - processes % machines)}"
-            raise self._error("machines would have unequal numbers of processes", why, fix)
+            raise self._error("machines would have different numbers of processes", why, fix)
         keys["num_processes"] = processes // machines
         address, port = (self.content.get(f"main_process_{part}") for part in ("ip", "port"))
         if machines > 1 and address and port:
@@ -131,7 +131,7 @@ class AccelerateFile:
         stage = self.deepspeed.get("zero_stage", zero.get("stage"))
         if stage not in ZERO_ENGINES or isinstance(stage, bool):
             why = f"zero_stage: {stage}"
-            raise self._error("DeepSpeed's stage is not known", why, "zero_stage: 1, 2 or 3")
+            raise self._error("unknown DeepSpeed stage", why, "zero_stage: 1, 2 or 3")
         return ZERO_ENGINES[stage]
 
     def _zero_offload(self) -> str:
@@ -142,7 +142,7 @@ class AccelerateFile:
             devices[part] = str(device or "none")
             if devices[part] not in ("none", "cpu"):
                 why = f"offload_{part}_device: {device}"
-                raise self._error("offload is to the CPU's memory only", why, "cpu or none")
+                raise self._error("offload only supports CPU memory", why, "cpu or none")
         if devices["param"] == "cpu":
             return "parameters"
         return "optimizer" if devices["optimizer"] == "cpu" else "none"
@@ -150,26 +150,26 @@ class AccelerateFile:
     def _check_fsdp(self) -> None:
         strategy = str(self.fsdp.get("fsdp_sharding_strategy"))
         if strategy not in SHARDED_STRATEGIES:
-            why = f"fsdp_sharding_strategy: {strategy}; fsdp2 shards all of weights and optimizer"
-            raise self._error("this strategy is not offered", why, "FULL_SHARD, or zero_stage: 2")
+            why = f"fsdp_sharding_strategy: {strategy}; fsdp2 shards weights and optimizer"
+            raise self._error("this strategy is not supported", why, "FULL_SHARD, or zero_stage: 2")
 
     def _count(self, key: str) -> int:
         value = self.content.get(key)
         if value is None:
             return 1
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._error(f"{key} is not a number of them", f"{key}: {value!r}", "1 or more")
+            raise self._error(f"{key} is not a valid number", f"{key}: {value!r}", "1 or more")
         return value
 
     def _section(self, key: str) -> JsonObject:
         section = self.content.get(key) or {}
         if not isinstance(section, dict):
-            fix = f"`name: value` lines below {key}, or leave it out"
+            fix = f"`name: value` lines below {key}, or omit it"
             raise self._error(f"{key} is not a section", f"{key}: {section!r}", fix)
         return section
 
     def _read_deepspeed_file(self) -> JsonObject:
-        """DeepSpeed's own JSON, where the file names one; "auto" leaves a value to us."""
+        """DeepSpeed's own JSON, if the file names one; "auto" leaves a value to rloo."""
         name = self.deepspeed.get("deepspeed_config_file")
         if not name:
             return {}

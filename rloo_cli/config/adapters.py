@@ -1,7 +1,7 @@
 """The keys of adapters (`model.lora`) and of the quantised weights below them. Imports no torch.
 
-They are peft's and bitsandbytes' arguments, by the names that these have where one word has one
-meaning; `rules_lora` says what does not go together.
+They are peft's and bitsandbytes' arguments under their original names, if the name is unambiguous;
+`rules_lora` has the conflicts.
 """
 
 from typing import ClassVar, Literal
@@ -18,22 +18,22 @@ class LoraConfig(Frozen):
     }
 
     peft_type: Literal["LORA", "LOHA", "LOKR", "IA3", "OFT", "HRA", "MISS", "ROAD"] = key(
-        "Kind of peft's adapters; what is not LORA takes its arguments from kwargs"
+        "peft adapter type; types other than LORA take their arguments from kwargs"
     )
     r: Positive = key("Rank of the adapters")
     alpha: float = key("Scale: adapters are multiplied by alpha / r", gt=0)
     dropout: float = key(
         "Dropout before the adapters; more than 0 adds noise to the ratio", ge=0, lt=1
     )
-    target_modules: list[NotEmpty] | Literal["all-linear"] = key("Layers that get an adapter")
-    exclude_modules: list[NotEmpty] = key("Layers that get no adapter")
-    modules_to_save: list[NotEmpty] = key("Layers that are trained whole")
-    bias: Literal["none", "all", "lora_only"] = key("Biases that are trained")
+    target_modules: list[NotEmpty] | Literal["all-linear"] = key("Layers with an adapter")
+    exclude_modules: list[NotEmpty] = key("Layers without an adapter")
+    modules_to_save: list[NotEmpty] = key("Layers to train fully")
+    bias: Literal["none", "all", "lora_only"] = key("Biases to train")
     use_rslora: bool = key("Scale by alpha / sqrt(r) instead (arXiv 2312.03732)")
     use_dora: bool = key("Train magnitudes too: DoRA")
-    path: PathText | None = key("Adapter to go on from; null = a new one")
+    path: PathText | None = key("Adapter to continue training; null = a new one")
     kwargs: JsonObject = key(
-        "More arguments of peft's config of that kind, e.g. {r: 8, alpha: 16} of LOHA"
+        "Further arguments of that type's peft config, e.g. {r: 8, alpha: 16} of LOHA"
     )
 
 

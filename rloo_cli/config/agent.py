@@ -1,7 +1,7 @@
-"""The keys of `agent` that every kind has, and what follows from them for lengths.
+"""Common keys of every kind of `agent`, and the lengths that follow from them.
 
-A kind of agent is a file of rloo_cli/agents with a `Config` of its own; `agent: null` is one answer
-to each prompt, as ever.
+A kind of agent is a file of rloo_cli/agents with its own `Config`; `agent: null` is one answer to
+each prompt.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,62 +38,62 @@ TEMPLATE_TOKENS = 64  # for what a chat template puts around an observation
 class EpisodeConfig(Frozen):
     """Keys of every kind; a kind adds its own."""
 
-    kind: str = key("Which agent: a file of rloo_cli/agents")
-    max_turns: Positive = key("Most sampled turns of an episode (TRL's iterations of calls + 1)")
+    kind: str = key("Kind of agent: a file of rloo_cli/agents")
+    max_turns: Positive = key("Most sampled turns per episode (TRL's iterations of calls + 1)")
     max_episode_tokens: Positive | None = key(
-        "Most tokens of an episode, those of tools too; null = what the context allows"
+        "Most tokens of an episode, including tool output; null = what the context allows"
     )
     renderer: RendererName = key(
-        "Ids between two turns: difference = of the chat template with and without what is new;"
-        " renderers = by the rules that the package renderers has for model.path; renderers:NAME"
-        " = by those of that name"
+        "Ids between two turns: difference = from the chat template with and without the new"
+        " messages; renderers = by the rules of the package renderers for model.path;"
+        " renderers:NAME = by the rules NAME"
     )
 
     def code_specs(self) -> dict[str, str]:
-        """Key -> `file.py:name` of the user's code that runs."""
+        """Key -> `file.py:name` of the user code that runs."""
         return {}
 
     def scores_episodes(self) -> bool:
-        """Whether an episode may have a reward of its own (`reward=environment`)."""
+        """Whether an episode can have its own reward (`reward=environment`)."""
         return False
 
     def opens_prompts(self) -> bool:
-        """Whether an environment may say all of an episode's first turn."""
+        """Whether an environment can provide the whole first turn."""
         return False
 
     def reward_columns(self) -> list[str]:
-        """Columns beside the data set's that rewards get, a value for each episode."""
+        """Columns that rewards get in addition to the data set's, a value per episode."""
         return []
 
 
 class ParsedConfig(EpisodeConfig):
-    """Keys of the kinds whose turns are read for calls."""
+    """Keys of kinds whose turns are parsed for calls."""
 
     parser: (
         Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] | VllmParser
     ) = key(
-        "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
+        "Format of calls: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
         " tokenizer's own parse_response; vllm:NAME = vLLM's parser NAME; auto = by the chat"
         " template"
     )
 
 
 class AgentConfig(ParsedConfig):
-    """Keys of the kinds whose calls the run makes; an agent behind the proxy makes its own."""
+    """Keys of kinds whose calls the run makes; an agent behind the proxy makes its own."""
 
-    max_tool_s: float = key("Seconds a call may take; then its process is killed", gt=0, le=1e6)
+    max_tool_s: float = key("Timeout of a call in seconds; its process is killed", gt=0, le=1e6)
     max_observation_tokens: Positive = key(
-        "Most tokens of the texts that tools answer between two turns; the rest is cut off"
+        "Most tokens of tool output between two turns; the rest is cut off"
     )
     on_tool_error: Literal["tell", "mask"] = key(
-        "After an error in a tool: tell the model, or leave the row out of baseline and loss"
+        "After a tool error: tell the model, or exclude the row from baseline and loss"
     )
     on_bad_call: Literal["tell", "end"] = key(
-        "After a call that cannot be read, or of a tool that does not exist: tell, or end there"
+        "After an unparsable call or an unknown tool: tell the model, or end the episode"
     )
 
     def kept_processes(self) -> int:
-        """Processes that are kept ready for calls; 0 = none."""
+        """Processes kept ready for calls; 0 = none."""
         return 0
 
 
@@ -101,14 +101,14 @@ class ProcessAgentConfig(AgentConfig):
     """Keys of kinds whose tools run in processes of this machine."""
 
     workers: int = key(
-        "Processes kept ready for calls of functions (an environment has one of its own);"
-        " 0 = threads of this one, which no deadline can kill",
+        "Processes kept ready for function calls (an environment has its own process);"
+        " 0 = threads of this process, which a timeout cannot kill",
         ge=0,
         le=1024,
     )
 
     def kept_processes(self) -> int:
-        """Processes that are kept ready for calls; 0 = threads of this one."""
+        """Processes kept ready for calls; 0 = threads of this process."""
         return self.workers
 
 
@@ -143,11 +143,11 @@ def sampled_token_limit(agent: EpisodeConfig | None, length: int) -> int:
 
 
 def completion_token_limit(agent: EpisodeConfig | None, length: int, room: int | None) -> int:
-    """The most tokens of one completion, with what tools and environments say in it.
+    """The most tokens of one completion, with the output of tools and environments.
 
     `length`: generation.max_completion_length, of one turn. `room`: what the context leaves beside
-    the prompt; None = not known. What an agent behind the proxy says has no limit of its own: the
-    context's, or else as much as its turns may have.
+    the prompt; None = unknown. Output of an agent behind the proxy is only limited by the context,
+    or else counts as much as its turns.
     """
     if agent is None:
         return length
@@ -159,10 +159,10 @@ def completion_token_limit(agent: EpisodeConfig | None, length: int, room: int |
 
 
 def observation_token_limit(agent: EpisodeConfig | None, length: int) -> int:
-    """The most tokens of what tools say between two turns.
+    """The most tokens of tool output between two turns.
 
-    `length`: generation.max_completion_length. What an agent behind the proxy says has no limit of
-    its own; it counts as much as a turn.
+    `length`: generation.max_completion_length. Output of an agent behind the proxy has no limit; it
+    counts as much as a turn.
     """
     return agent.max_observation_tokens if isinstance(agent, AgentConfig) else length
 
@@ -172,21 +172,21 @@ def agent_section(values: JsonObject) -> type[Frozen]:
     agent = values.get("agent")
     kind = agent.get("kind") if isinstance(agent, dict) else None
     names = registry.registry_names("agents")
-    known = isinstance(kind, str) and kind in names  # a list or a mapping may stand there, too
+    known = isinstance(kind, str) and kind in names  # it may also be a list or a mapping
     return registry.config_class("agents", str(kind)) if known else EpisodeConfig
 
 
 def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
-    """What has to be right before the schema can be put together."""
+    """Problems found before the schema can be built."""
     agent = values.get("agent")
     if not isinstance(agent, dict):
         return
     kind, names = agent.get("kind"), registry.registry_names("agents")
     if kind is None:
         name = f"agent.{next(iter(agent), 'kind')}"
-        why = "agent=null is one answer to each prompt, and +debug=cpu leaves an agent out"
-        fix = f"agent=NAME too, one of: {', '.join(names)}"
-        yield Problem(f"{name} is set, and there is no agent", name, why, fix)
+        why = "agent=null means one answer per prompt; +debug=cpu drops the agent"
+        fix = f"add agent=NAME, one of: {', '.join(names)}"
+        yield Problem(f"{name} is set without an agent", name, why, fix)
     elif not isinstance(kind, str) or kind not in names:
         gone = find_old_name(f"agent={kind}")
         fix = gone.fix if gone is not None else f"agent={guess_name(str(kind), names)}"
@@ -196,68 +196,68 @@ def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
 def agent_reward_problems(
     agent: EpisodeConfig | None, rewards: Mapping[str, RewardConfig]
 ) -> Iterator[Problem]:
-    """A reward that an environment gives, and no environment."""
+    """A reward from an environment, without an environment."""
     asked = [name for name, entry in rewards.items() if entry.type == "environment"]
     if asked and (agent is None or not agent.scores_episodes()):
-        what = f"reward.{asked[0]} asks an environment, and there is none"
+        what = f"reward.{asked[0]} needs an environment"
         why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
-        fix = "agent=class or agent=proxy, which may have one"
+        fix = "agent=class or agent=proxy, which can have one"
         yield Problem(what, f"reward.{asked[0]}.type", why, fix)
 
 
 def agent_problems(
     agent: EpisodeConfig | None, generation: GenerationConfig, distributed: DistributedConfig
 ) -> Iterator[Problem]:
-    """What is wrong with an agent whose keys are each right on their own."""
+    """Problems of an agent whose keys are each valid by themselves."""
     if agent is None:
         return
     yield from _rank_problems(distributed, agent)
     least, most = generation.max_completion_length, agent.max_episode_tokens
     if most is not None and most < least:
-        why = f"a turn may have {least} tokens (generation.max_completion_length)"
-        yield value_problem("agent.max_episode_tokens", most, "holds no turn", 8 * least, why)
+        why = f"one turn can have {least} tokens (generation.max_completion_length)"
+        yield value_problem("agent.max_episode_tokens", most, "is under one turn", 8 * least, why)
     if generation.ignore_eos:
-        why = "a turn ends with an EOS, or is cut off and the episode's last"
-        what = "leaves an episode one turn"
+        why = "a turn without an EOS is cut off and ends the episode"
+        what = "limits an episode to one turn"
         yield value_problem("generation.ignore_eos", "true", what, "false", why)
 
 
 def prompt_problems(
     agent: EpisodeConfig | None, data: DataConfig, held_out: Mapping[str, DataConfig]
 ) -> Iterator[Problem]:
-    """Data without prompts, and no environment that says them."""
+    """Data without prompts, and no environment that provides them."""
     splits = [data, *data.mixture_sources.values(), *held_out.values()]
     if all(split.prompt_column is not None for split in splits):
         return
     if agent is None or not agent.opens_prompts():
-        what = "data.prompt_column is null, and there is no environment whose reset says a prompt"
+        what = "data.prompt_column is null, and no environment provides prompts"
         why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
         fix = "data.prompt_column=COLUMN, or agent=class"
         yield Problem(what, "data.prompt_column", why, fix)
 
 
 def _rank_problems(config: DistributedConfig, agent: EpisodeConfig) -> Iterator[Problem]:
-    """What is wrong with an agent where several ranks sample, each its share of the prompts."""
+    """Problems of an agent if several ranks sample, each its share of the prompts."""
     local = config.num_processes or (1 if config.engine == "single" else 2)  # null: one per GPU
     ranks = local * config.num_nodes
     if ranks == 1:
         return
     if (port := getattr(agent, "port", 0)) and local > 1:
-        why = "each of them has a proxy of its own, and a port has one listener"
+        why = "each process has its own proxy, and only one can listen on a port"
         yield value_problem("agent.port", port, "does not go with several processes", 0, why)
     if hasattr(agent, "command") and agent.command is None:
         what = f"does not go with {ranks if config.num_processes else 'several'} ranks"
-        why = "each has a proxy of its own, and agents that come by themselves know one address"
+        why = "each rank has its own proxy, and external agents know only one address"
         yield value_problem("agent.command", "null", what, "'python agent.py'", why)
     name, seconds = _longest_pause(agent)
     if seconds >= config.timeout_s:
         what = f"{name} is not less than distributed.timeout_s = {config.timeout_s:g}"
-        why = "the other ranks wait so long for one whose episode takes its time, and then give up"
+        why = "other ranks wait that long for a slow episode, then give up"
         yield Problem(what, name.partition(" ")[0], why, f"distributed.timeout_s={2 * seconds:g}")
 
 
 def _longest_pause(agent: EpisodeConfig) -> tuple[str, float]:
-    """The most seconds of an episode outside of the sampler, with the keys that say so."""
+    """The most seconds of an episode outside the sampler, with the keys that set them."""
     if isinstance(agent, AgentConfig):
         seconds = agent.max_turns * agent.max_tool_s
         return f"agent.max_tool_s = {agent.max_tool_s:g} times {agent.max_turns} turns", seconds

@@ -35,13 +35,13 @@ from rloo_cli.utils.errors import ConfigError, refuse
 from rloo_cli.utils.files import JsonObject
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-# What a run may change and still be the same experiment (docs/reference.md).
+# Keys that a run can change and remain the same experiment (docs/reference.md).
 KEYS_NOT_HASHED = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs", "sft", "reward_model", "distributed", "slurm",
     "guards", "generation.max_sampling_mask_ids",
 )  # fmt: skip
-# Where and how an inference engine runs, not what it computes: no part of the experiment either.
+# Where and how an inference engine runs, not what it computes: not part of the experiment either.
 ENGINE_SECTIONS = ("generation.server", "generation.colocate", "algorithm.teacher")
 ENGINE_PLACEMENT_KEYS = (
     "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
@@ -70,13 +70,13 @@ def check_config(composed: ComposedConfig, needs_reward: bool = True) -> RunConf
         try:
             run = build_run_config(values)
         except ValidationError as error:
-            told = {p.where for p in problems} | {
+            reported = {p.where for p in problems} | {
                 k for k, value in messages.walk_values(values) if value == "???"
             }
             found = messages.validation_problems(error, values, run_config_class(values), sources)
             # The section of a misspelt key is not a second mistake.
             problems += [
-                p for p in found if not any(f"{k}.".startswith(f"{p.where}.") for k in told)
+                p for p in found if not any(f"{k}.".startswith(f"{p.where}.") for k in reported)
             ]
         else:
             if problems:
@@ -87,7 +87,7 @@ def check_config(composed: ComposedConfig, needs_reward: bool = True) -> RunConf
             problems = list(rules.run_problems(run, needs_reward))
     problems += messages.underflow_problems(values, sources)
     if problems:
-        problems.sort(key=lambda p: sources.sort_key(p.where))  # as they were written
+        problems.sort(key=lambda p: sources.sort_key(p.where))  # in the order they were written
         raise ConfigError(*[messages.locate_problem(p, sources) for p in problems])
     return run
 
@@ -96,9 +96,9 @@ def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> 
     """Fill in what sections leave out: rewards, mixture sources, held-out sets, the judge, debug.
 
     An entry of `reward` gets the defaults common to all rewards and those of its type. `reward=...`
-    on the command line replaces a recipe's rewards, and `override /reward: ...` those of the recipe
-    that it is based on: what was said about those that are gone goes with them. Raises ConfigError
-    for a section that is not a section (`train: 5`).
+    on the command line replaces a recipe's rewards, and `override /reward: ...` those of its base
+    recipe; keys of replaced rewards are dropped. Raises ConfigError for a section that is not a
+    section (`train: 5`).
     """
     sources = sources or ConfigSources()
     if problems := [*messages.section_problems(values)]:
@@ -156,8 +156,8 @@ def _over(common: JsonObject, entry: JsonObject) -> JsonObject:
 def _with_sets(values: JsonObject) -> JsonObject:
     """Fill in what a held-out set leaves out: it is as in `data`.
 
-    A set with a path of its own takes nothing that says where data.path is. Its split, left out,
-    is data.eval_split or test; with a path of its own test, and for a single file train.
+    A set with its own path inherits nothing about the location of data.path. Its split defaults to
+    data.eval_split or test; with its own path to test, and for a single file to train.
     """
     evaluation, data = values.get("eval"), values.get("data")
     if not isinstance(evaluation, dict) or not isinstance(data, dict):
@@ -240,11 +240,11 @@ def read_config(path: Path) -> RunConfig:
 
 # What a damaged file, or one of another version, makes PyYAML, pydantic and `prepare` raise.
 UNREADABLE_CONFIG = (*YAML_ERRORS, KeyError, TypeError, AttributeError)
-WRITTEN_BY = re.compile(r"# Written by rloo (\S+)\n")  # the first line of a run's config.yaml
+WRITTEN_BY = re.compile(r"# Written by rloo (\S+)\n")  # first line of a run's config.yaml
 
 
 def written_version(path: Path) -> str | None:
-    """The version of rloo that wrote this config.yaml; None where it does not say so."""
+    """The version of rloo that wrote this config.yaml; None if it is missing."""
     try:
         with path.open(encoding="utf-8") as file:
             found = WRITTEN_BY.match(file.readline())
@@ -254,7 +254,7 @@ def written_version(path: Path) -> str | None:
 
 
 def check_other_version(path: Path, values: JsonObject) -> None:
-    """Raises ConfigError where another minor version wrote a config that is not valid in this one.
+    """Raises ConfigError if another minor version wrote a config that this version does not accept.
 
     `path`: of the run's config.yaml, which says the version. `values`: its values, or those that a
     checkpoint of the run has. A config of this minor version is compared key by key elsewhere.
@@ -265,13 +265,13 @@ def check_other_version(path: Path, values: JsonObject) -> None:
     try:
         build_run_config(values)
     except UNREADABLE_CONFIG as error:
-        what = f"{path} was written by rloo {version}, and is not valid in this version"
-        fix = f"go on with rloo {version}, or begin anew with this one: name=OTHER"
+        what = f"{path} was written by rloo {version} and is not valid in this version"
+        fix = f"resume with rloo {version}, or start over with this version: name=OTHER"
         refuse(str(path), what, fix, _invalid_keys(error))
 
 
 def _invalid_keys(error: Exception) -> str:
-    """The keys that are missing, unknown or have another type, a line each."""
+    """Missing, unknown and mistyped keys, a line each."""
     if not isinstance(error, ValidationError):
         return f"{type(error).__name__}: {error}"
     lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
@@ -284,7 +284,7 @@ def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
         return build_run_config(prepare(yaml.safe_load(path.read_text())))
     except UNREADABLE_CONFIG as error:
         what = f"{path} is not a config of this version"
-        fix = "use the version of rloo that wrote it"
+        fix = "use the rloo version that wrote it"
         refuse(str(path), what, fix, str(error))
 
 
@@ -326,12 +326,12 @@ def config_text(run: RunConfig) -> str:
         for leaf, now in leaves.items():
             if not leaf or now != before[leaf]:
                 lines.append(f"#   algorithm.{key}{leaf and '.' + leaf}: {now}\n")
-    head = "# Trained with, where the values above stand for something else:\n"
+    head = "# Trained with these values, which the keys above stand for:\n"
     return text + (head if lines else "") + "".join(lines)
 
 
 def config_hash(run: RunConfig) -> str:
-    """6 hex digits of all that the experiment depends on; KEYS_NOT_HASHED are left out."""
+    """6 hex digits of everything the experiment depends on, without KEYS_NOT_HASHED."""
     values = dump_config(run)
     for key in KEYS_NOT_HASHED:
         section, _, leaf = key.partition(".")

@@ -1,7 +1,7 @@
-"""Finds the value that a key of the config names: a column, or a field inside of one.
+"""Finds the value that a config key names: a column, or a field inside one.
 
-`answer` is a column. `labels.truth` is the column of that exact name if there is one,
-else the field `truth` of the objects in the column `labels`.
+`answer` is a column. `labels.truth` is the column with that exact name if it exists, else the field
+`truth` of the objects in the column `labels`.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping
@@ -14,20 +14,20 @@ from rloo_cli.utils.errors import DataError, refuse
 def refuse_unknown_column(
     key: str, name: str, columns: Collection[str], in_braces: bool = False
 ) -> NoReturn:
-    """Raise DataError: `key` names a column that the data does not have. `in_braces`: it is the
+    """Raise DataError: `key` names a column missing in the data. `in_braces`: it is in the
     text of a template."""
-    shown, fix = repr(name), f"leave {name} out of {key}"
+    shown, fix = repr(name), f"remove {name} from {key}"
     if in_braces:
-        shown, fix = f"{{{name}}}", "{{ and }} where braces are meant"
+        shown, fix = f"{{{name}}}", "{{ and }} for literal braces"
     if close := nearest_names(name, columns):
         near = close[0]
-        fix = f"{{{near}}} in its place" if in_braces else f"{near} in place of {name} in {key}"
+        fix = f"{{{near}}} instead" if in_braces else f"{near} instead of {name} in {key}"
     what = f"{key} names {shown}, which is not a column"
     refuse(key, what, fix, f"columns: {', '.join(columns)}", error=DataError)
 
 
 def field_value(row: Mapping[str, object], name: str) -> object:
-    """The value of a column or nested field; None where an object on the way is None.
+    """The value of a column or nested field; None if an object on the path is None.
 
     Raises KeyError for a name that is neither a column nor a field of one.
     """
@@ -45,7 +45,7 @@ def field_value(row: Mapping[str, object], name: str) -> object:
 
 
 def field_or_none(row: Mapping[str, object], name: str) -> object:
-    """The value of a column or nested field; None where this row has none."""
+    """The value of a column or nested field; None if this row has none."""
     try:
         return field_value(row, name)
     except KeyError:
@@ -82,7 +82,7 @@ def _has_field(row: Mapping[str, object], name: str) -> bool:
 
 
 def _split_name(columns: Container[str], name: str) -> tuple[str, list[str]]:
-    """The longest column that the dotted name begins with, and the fields after it."""
+    """The longest column name that the dotted name starts with, and the fields after it."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         if (column := ".".join(parts[:count])) in columns:

@@ -1,8 +1,8 @@
 """Composes overrides and YAML groups into one plain dictionary, by Hydra.
 
-Hydra's own grammar, groups, sweeps and interpolation hold. Two things differ, and are handled here
-before Hydra: a plain override `key=value` reaches Hydra as `++key=value`, so that our check (and
-not Hydra's advice to add a +) answers an unknown key; a recipe may also be a file's path.
+Hydra's own grammar, groups, sweeps and interpolation apply. Two differences are handled here before
+Hydra: a plain override `key=value` becomes `++key=value`, so that our check (and not Hydra's advice
+to add a +) reports an unknown key; and a recipe can be a file path.
 """
 
 import pickle
@@ -50,7 +50,7 @@ GROUP_OF_KEY = {"algorithm.dialect": "algorithm/dialect"}
 def check_group_choices(
     values: Mapping[str, object], choices: Mapping[str, object], sources: ConfigSources
 ) -> None:
-    """Raises ConfigError for a recipe that sets the name of a group's choice without choosing it.
+    """Raises ConfigError for a recipe that sets a group's name as a plain key.
 
     `choices`: group -> the choice that Hydra composed.
     """
@@ -59,14 +59,14 @@ def check_group_choices(
         inside = values.get(section)
         value = inside.get(leaf) if isinstance(inside, dict) else None
         if value is not None and value != choices.get(group):
-            why = f"{key} is only the name of a file of keys, which would not be read"
+            why = f"{key} names a file of keys, which would not be loaded"
             fix = f"defaults: [override /{group}: {value}] at the recipe's head"
             what, where = f"{key} is set as a plain key", sources.location_of(key)
             refuse(where, what, fix, why)
 
 
 def base_files(choices: dict[str, Path], choice: str) -> list[Path]:
-    """The files that the file of `choice` is based on (its `defaults`), nearest first.
+    """The base files of `choice` (its `defaults`), nearest first.
 
     `choices`: choice of the group -> its file.
     """
@@ -85,11 +85,11 @@ def _first_base(path: Path, state: tuple[int, int, int]) -> str:
     return next((d for d in bases if d != "_self_"), "")
 
 
-# Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
+# Hydra's keys for users: how a sweep is split into jobs, and where they run.
 HYDRA_SWEEP_KEYS = re.compile(
     r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.(?!params\b)[\w.]+)"
 )
-# What Hydra raises for overrides and files that do not compose; some are plain Python's.
+# What Hydra raises for overrides and files that do not compose, including built-in exceptions.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError)
 
 
@@ -100,16 +100,16 @@ class ComposedConfig:
     values: JsonObject
     sources: ConfigSources
     recipe: str | None = None
-    user_overrides: tuple[str, ...] = ()  # as a person writes them; they compose it again
-    swept_keys: tuple[str, ...] = ()  # keys that the sweep of the recipe and the words goes over
-    changed_keys: tuple[str, ...] = ()  # keys that overrides or the recipe set to another value
+    user_overrides: tuple[str, ...] = ()  # as typed; they recompose it
+    swept_keys: tuple[str, ...] = ()  # keys swept by the recipe and the overrides
+    changed_keys: tuple[str, ...] = ()  # keys that overrides or the recipe change
 
 
 def rewrite_overrides(overrides: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
-    """Overrides as people write them -> as Hydra takes them, recipe first and debug last.
+    """Overrides as typed -> as Hydra expects them, recipe first and debug last.
 
     Raises ConfigError for an argument that is not an override, an unknown choice of a group, a
-    secret, and a recipe file that cannot be read; all of them at once.
+    secret, and an unreadable recipe file; all at once.
     """
     groups = paths.group_choices(list(config_dirs))
     problems: list[Problem] = []
@@ -125,24 +125,23 @@ def rewrite_overrides(overrides: Iterable[str], config_dirs: Sequence[Path] = ()
     if len(recipes) > 1:
         what, why = (
             f"{len(recipes)} recipes are given",
-            "a run has one; a recipe may extend another",
+            "a run takes one recipe; a recipe can extend another",
         )
         where = f"{COMMAND_LINE}: {' '.join(map(_as_typed, recipes))}"
-        fix = "defaults: [NAME] at the head of your own recipe, or -m +recipe=a,b for one run each"
+        fix = "defaults: [NAME] at the head of your recipe, or -m +recipe=a,b for one run each"
         problems.append(Problem(what, where, why, fix))
     if problems:
         raise ConfigError(*problems)
     overrides = [override for _, override in sorted(ranked, key=lambda pair: pair[0])]
     small = any(override.startswith("+debug=") for override in overrides)
     if small and not any(override.startswith("generation=") for override in overrides):
-        overrides.insert(0, "generation=transformers")  # needs nothing, whatever the recipe takes
+        overrides.insert(0, "generation=transformers")  # it needs nothing, whatever the recipe uses
     return overrides
 
 
 def _unknown_plugin_keys_problems(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Keys of `hydra.sweeper` and `hydra.launcher` that the chosen sweeper or launcher does not
-    have. Hydra itself accepts them, and finds out when it starts the jobs, or never.
-    """
+    """Keys of `hydra.sweeper` and `hydra.launcher` that the chosen plugin lacks. Hydra accepts them
+    and fails when it starts the jobs, or never."""
     for override in overrides:
         bare = override.partition("=")[0].lstrip("+")
         if not HYDRA_SWEEP_KEYS.fullmatch(bare) or "/" in bare:
@@ -150,22 +149,22 @@ def _unknown_plugin_keys_problems(overrides: Sequence[str]) -> Iterator[Problem]
         _, part, name, *_ = bare.split(".")
         chosen = [w.partition("=")[2] for w in overrides if w.startswith(f"hydra/{part}=")]
         choice = (chosen or ["basic"])[-1]
-        Plugins.instance()  # the import of a plugin declares its keys
+        Plugins.instance()  # importing a plugin declares its keys
         try:
             declared = ConfigStore.instance().load(f"hydra/{part}/{choice}.yaml").node
         except HydraException:
-            continue  # Hydra says that there is no such plugin; one in YAML declares no keys
+            continue  # Hydra reports a missing plugin; a YAML plugin declares no keys
         keys = [str(key) for key in declared if key != "_target_"]
         if name not in keys:
             key, close = f"hydra.{part}.{name}", nearest_names(name, keys)
             meant = " or ".join(f"hydra.{part}.{near}" for near in close)
             why = f"hydra/{part}={choice} has {', '.join(keys) if keys else 'no keys'}"
-            fix = f"did you mean {meant}?" if close else f"leave {key} out"
+            fix = f"did you mean {meant}?" if close else f"omit {key}"
             yield Problem(f"{key} is not a key", f"{COMMAND_LINE}: {override}", why, fix)
 
 
 def _rewrite_override(override: str, groups: dict[str, dict[str, Path]]) -> tuple[int, str]:
-    """An override -> its rank in the order, and the form that Hydra takes."""
+    """An override -> its rank in the order, and Hydra's form."""
     name, equals, value = override.partition("=")
     bare = name.lstrip("+~")
     where = f"{COMMAND_LINE}: {override}"
@@ -173,19 +172,20 @@ def _rewrite_override(override: str, groups: dict[str, dict[str, Path]]) -> tupl
     if (bare == "hydra" or bare.startswith(("hydra.", "hydra/"))) and (
         not HYDRA_SWEEP_KEYS.fullmatch(bare) or name.startswith("~") or "_target_" in override
     ):
-        why = "a run is written to root/name; of Hydra only its sweeps can be set"
+        why = "a run writes to root/name; only Hydra's sweep keys can be set"
         fix = "root=FOLDER, or hydra/launcher=NAME, hydra.launcher.KEY=VALUE"
         if bare.startswith("hydra.sweeper.params"):
-            why, fix = "a recipe has it; here a key has several values", "--multirun KEY=A,B"
+            why = "sweep keys belong in a recipe; on the command line, give several values"
+            fix = "--multirun KEY=A,B"
         refuse(where, f"{bare} is not a key of rloo", fix, why)
     if name.startswith("~") and bare:
         return 1, override
     if not equals or not bare or "@" in bare:
-        fix, why = "key=VALUE", "the name of a key has no @"
+        fix, why = "key=VALUE", "key names cannot contain @"
         if not equals:
-            why = "it has no equals sign"
+            why = "the equals sign is missing"
         elif not bare:
-            why = "no key stands before its equals sign"
+            why = "the key before the equals sign is missing"
         if bare and not equals:
             fix = mistakes.suggest_for_bare_argument(override, groups["recipe"])
         refuse(where, f"{override!r} is not key=value", fix, why)
@@ -200,9 +200,9 @@ def _rewrite_override(override: str, groups: dict[str, dict[str, Path]]) -> tupl
 def _rewrite_choice(
     group: str, value: str, groups: dict[str, dict[str, Path]], where: str
 ) -> tuple[int, str]:
-    """`group=choice` -> its rank in the order, and the form that Hydra takes."""
+    """`group=choice` -> its rank in the order, and Hydra's form."""
     if value.startswith("{"):
-        why, fix = f"{group} takes the name of a choice", f"{group}.KEY=VALUE for one of its keys"
+        why, fix = f"{group} needs the name of a choice", f"{group}.KEY=VALUE for one of its keys"
         refuse(where, f"{group}={value} is not a choice", fix, why)
     if group == "recipe":
         return 0, f"+recipe={','.join(_recipe_choice(v, groups, where) for v in value.split(','))}"
@@ -225,7 +225,7 @@ def _recipe_choice(choice: str, groups: dict[str, dict[str, Path]], where: str) 
 
 
 def search_path_override(config_dirs: Sequence[Path]) -> list[str]:
-    """The override that makes Hydra look for groups in the user's folders too."""
+    """The override that adds the user's folders to Hydra's search path."""
     escaped = [str(d.resolve()).replace("\\", "\\\\").replace("'", "\\'") for d in config_dirs]
     folders = ",".join(f"'file://{d}'" for d in escaped)
     return [f"hydra.searchpath=[{folders}]"] if escaped else []
@@ -248,7 +248,7 @@ def split_config_dirs(arguments: Iterable[str]) -> tuple[list[str], list[Path]]:
 def read_arguments(
     arguments: Iterable[str], config_dirs: Sequence[str | Path] = ()
 ) -> tuple[list[str], list[Path]]:
-    """The overrides as Hydra takes them, and the folders of groups, `config_dirs` first.
+    """The overrides as Hydra expects them, and the folders of groups, `config_dirs` first.
 
     `arguments` may have `--config-dir DIR` among them, any number of times. Raises ConfigError.
     """
@@ -261,7 +261,7 @@ def read_arguments(
 def compose_config(
     overrides: Iterable[str] = (), config_dirs: Sequence[str | Path] = ()
 ) -> ComposedConfig:
-    """Compose a config as `rloo train` does, of what `read_arguments` takes. Raises ConfigError."""
+    """Compose a config as `rloo train` does, from `read_arguments`. Raises ConfigError."""
     rewritten, dirs = read_arguments(overrides, config_dirs)
     cfg = compose_by_hydra(rewritten, dirs)
     return read_hydra_config(cfg, cfg.hydra, dirs)
@@ -285,7 +285,7 @@ def config_text(arguments: Iterable[str], kind: str, package: str | None, resolv
         part = cfg if package is None else OmegaConf.select(cfg, package)
         if part is None:
             fix = f"--package {pasted.guess_name(str(package), [str(key) for key in cfg])}"
-            what, why = f"section {package!r} not found", "the composed config does not have it"
+            what, why = f"section {package!r} not found", "the composed config lacks it"
             refuse("--package", what, fix, why)
         if not OmegaConf.is_config(part):
             return str(part)
@@ -296,10 +296,10 @@ def config_text(arguments: Iterable[str], kind: str, package: str | None, resolv
 
 
 def compose_by_hydra(rewritten: Sequence[str], config_dirs: Sequence[Path] = ()) -> DictConfig:
-    """What Hydra composes from overrides of `rewrite_overrides`, its section `hydra` included.
+    """Hydra's config for overrides of `rewrite_overrides`, including its section `hydra`.
 
-    Hydra merges the same choices of groups once in a process (0.3 s), as long as no file changes;
-    `++key=value` is then set as Hydra sets it. Raises ConfigError.
+    Hydra merges the same group choices once per process (0.3 s), as long as no file changes;
+    `++key=value` is then set as Hydra would. Raises ConfigError.
     """
     try:
         parsed = OverridesParser.create().parse_overrides([*rewritten])
@@ -321,13 +321,13 @@ def compose_by_hydra(rewritten: Sequence[str], config_dirs: Sequence[Path] = ())
 
 
 def _is_setting(override: Override) -> bool:
-    """Whether it is one value of one of our keys: `++key=value`."""
+    """Whether it sets a single value of one of our keys: `++key=value`."""
     elsewhere = override.is_hydra_override() or override.package is not None
     return override.is_force_add() and not override.is_sweep_override() and not elsewhere
 
 
 def _group_file_states(config_dirs: Sequence[Path]) -> Iterator[tuple[object, ...]]:
-    """Path, inode, time and size of every file that a choice of a group may name."""
+    """Path, inode, time and size of every file that a group choice can name."""
     yield str(paths.CONF / "config.yaml"), *_file_state(paths.CONF / "config.yaml")
     for choices in paths.group_choices(list(config_dirs)).values():
         for path in choices.values():
@@ -335,7 +335,7 @@ def _group_file_states(config_dirs: Sequence[Path]) -> Iterator[tuple[object, ..
 
 
 def _recipe_file_states(choices: Sequence[str]) -> Iterator[object]:
-    """The states of the recipe files of a user's own that are chosen, as they were stored."""
+    """The states of the chosen user recipe files, as stored."""
     for name in USER_RECIPE_FILES:
         if any(name in choice for choice in choices):
             yield STORED_FILE_STATES.get(name)
@@ -348,9 +348,9 @@ def _file_state(path: Path) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=64)
 def _compose_choices(words: tuple[str, ...], states: tuple[object, ...]) -> bytes:
-    """Hydra's config of these overrides; `states` of its files are there to be the cache's key.
+    """Hydra's config of these overrides; `states` of its files are part of the cache key.
 
-    Pickled: each caller changes a copy of its own, and `copy.deepcopy` is far slower.
+    Pickled: each caller changes its own copy, and `copy.deepcopy` is far slower.
     """
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
@@ -368,14 +368,14 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     override = _as_typed(override) if override else ""
     where = f"{COMMAND_LINE}: {override}" if override else ""
     if isinstance(error, RecursionError):
-        why = "lists of defaults include each other, or a value is nested too deep"
-        fix = "leave out of defaults what leads back to itself, and nest values less deeply"
-        return Problem("the config does not compose: it has no end", where, why, fix)
+        why = "lists of defaults include each other, or a value is nested too deeply"
+        fix = "remove the cycle from defaults, or nest values less deeply"
+        return Problem("the config does not compose: infinite recursion", where, why, fix)
     if re.search("LexerNoViableAlt|^mismatched input|^extraneous input", text):
         name, _, value = override.partition("=")
-        why = "a key is letters, digits, _ and dots; a value with anything else stands in quotes"
+        why = "a key has letters, digits, _ and dots; quote a value with other characters"
         is_key = re.fullmatch(r"[\w.]+", name, re.ASCII)
-        fix = pasted.paste_setting(name, value) if is_key else "write key=value in letters a to z"
+        fix = pasted.paste_setting(name, value) if is_key else "write key=value in plain letters"
         return Problem(f"{override!r} cannot be read", where, why, fix)
     for name, path in USER_RECIPE_FILES.items():
         text = text.replace(f"recipe/{name}", str(path)).replace(name, str(path))
@@ -386,20 +386,20 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     recipes = [str(USER_RECIPE_FILES[value]) for value in values if value in USER_RECIPE_FILES]
     where = where or next(iter(recipes), "")
     name = override if len(override) < 60 else override.partition("=")[0][:60]
-    fix = f"correct {name}, or leave it out" if name else f"correct {where or 'the overrides'}"
-    why = "\n".join(lines[1:6]) or "Hydra said no more"
+    fix = f"correct {name}, or omit it" if name else f"correct {where or 'the overrides'}"
+    why = "\n".join(lines[1:6]) or "Hydra gives no reason"
     return Problem(f"the config does not compose: {what}"[:400], where, why, fix)
 
 
 def read_hydra_config(
     cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ()
 ) -> ComposedConfig:
-    """A config that Hydra composed -> plain values, and where they came from.
+    """A config that Hydra composed -> plain values, and their origins.
 
     `hydra`: its section of that name. Raises ConfigError for an interpolation of an unknown key.
     """
     choices = {str(k): v for k, v in hydra.runtime.choices.items()}
-    # Unresolved: an override may hold an interpolation, which is resolved in the config below.
+    # Unresolved: an override may hold an interpolation, resolved in the config below.
     raw = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     overrides = [str(override) for override in raw or ()]
     groups = paths.group_choices(list(config_dirs))
@@ -437,7 +437,7 @@ def read_hydra_config(
 
 
 def _as_typed(override: str) -> str:
-    """An override as Hydra got it -> as a person writes it."""
+    """An override as passed to Hydra -> as typed."""
     name, _, value = override.partition("=")
     if name == "+recipe" and value in USER_RECIPE_FILES:
         return f"+recipe={USER_RECIPE_FILES[value]}"
@@ -445,7 +445,7 @@ def _as_typed(override: str) -> str:
 
 
 def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSources) -> Problem:
-    """The problem of an interpolation that cannot be resolved, with the chain of values to it."""
+    """The problem of an interpolation that cannot be resolved, with the chain leading to it."""
     values = dict(walk_values(cast(JsonObject, OmegaConf.to_container(cfg, resolve=False))))
     message = (str(error).splitlines() or [type(error).__name__])[0]
     variable = re.search(r"Environment variable '(\w+)' not found", message)
@@ -460,6 +460,6 @@ def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSour
             fix = f"did you mean ${{{close[0]}}}?"
         onward = [n for n in referenced if "$" in str(values.get(n, ""))]
         name = onward[0] if onward and not unknown else ""
-    fix = fix or f"a plain value for one of these keys: {', '.join(chain) or key}"
+    fix = fix or f"set a plain value for one of these keys: {', '.join(chain) or key}"
     why = "\n".join([*chain.values(), message])
     return Problem(f"{key}: cannot be resolved", sources.location_of(key), why, fix)

@@ -1,14 +1,14 @@
-"""What `debug` replaces in a recipe: models, data and services that this machine may not have."""
+"""What `debug` replaces in a recipe: models, data and services that may be missing here."""
 
 from rloo_cli.config.schema import RewardConfig
 from rloo_cli.utils.files import JsonObject
 
-# Rewards that need more than this machine: a sandbox, a service.
+# Rewards that need more than this machine has: a sandbox, a service.
 EXTERNAL_REWARDS = ("code_tests", "http", "judge")
-TAUGHT_ALGORITHMS = ("opd",)  # of which model.ref_path is the teacher, unless a server has it
+TAUGHT_ALGORITHMS = ("opd",)  # model.ref_path is the teacher, unless a server has it
 TEACHER_URL = "algorithm.teacher.base_url"
 # Rewards of an environment, or of columns that the made prompts lack; a reward without columns
-# stands in for them.
+# replaces them.
 COLUMN_REWARDS = ("environment", "ifeval", "reasoning_gym")
 RESET_REWARD_MODEL_KEYS: JsonObject = {  # the values with which keys fit debug's reward model
     "tokenizer": None, "revision": None, "model_kwargs": {}, "dtype": "auto",
@@ -56,7 +56,7 @@ def apply_debug_model(section: object, debug: JsonObject, algorithm: object) -> 
 
 
 def apply_debug_teacher(section: object, debug: JsonObject, overrides: list[str]) -> object:
-    """The section `algorithm`, without a recipe's address of a teacher's server.
+    """The section `algorithm`, without a recipe's address of a teacher server.
 
     `overrides`: of the command line; an address that they set stays.
     """

@@ -1,8 +1,8 @@
-"""Escapes in the values of the command line: in double quotes they are read as YAML reads them.
+"""Escapes in the values of the command line: in double quotes they are read as in YAML.
 
-Hydra keeps a backslash as it is, in quotes of either kind: `data.template="Q: {prompt}\\nA:"` would
-put a backslash and an n into every prompt, where the same line of a YAML file is a line break. In
-single quotes a backslash stays a backslash, as in YAML.
+Hydra keeps a backslash in quotes of either kind: `data.template="Q: {prompt}\\nA:"` would put a
+backslash and an n into every prompt, unlike the same line of a YAML file. In single quotes a
+backslash stays a backslash, as in YAML.
 """
 
 import re
@@ -16,9 +16,9 @@ QUOTED_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def decode_escapes(value: str, where: str) -> str:
-    """A value as it is typed -> as Hydra takes it: texts in double quotes with their escapes read.
+    """A value as typed -> as Hydra expects it, with escapes in double quotes resolved.
 
-    A value that begins with ~ is quoted, since Hydra does not read that sign outside quotes.
+    A value that starts with ~ is quoted, since Hydra rejects ~ outside quotes.
     Raises ConfigError for an escape that YAML does not have.
     """
     if value.startswith("~") and not re.search(r"['\"\\,]", value):
@@ -32,7 +32,7 @@ def decode_escapes(value: str, where: str) -> str:
             text = str(yaml.safe_load(quoted))
         except yaml.YAMLError as error:
             why = str(getattr(error, "problem", error))
-            what = f"{quoted} has an escape that cannot be read"
+            what = f"{quoted} has an invalid escape"
             fix = (
                 f"'{quoted[1:-1]}' in single quotes keeps backslashes; in double quotes write \\\\"
             )

@@ -1,7 +1,7 @@
 """Reads the Hugging Face cache without torch, transformers or any call to the network.
 
-Its content decides whether a run can start without a network, and a cached model's config.json has
-the limits that a config is checked against.
+The cache decides whether a run can start without a network. A cached model's config.json has limits
+that a config is checked against.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rloo_cli.utils.files import JsonObject
 
-# More than any model has; to build what such a config.json asks for would fill the memory.
+# More than any model has; building a model from such a config.json would fill the memory.
 MAX_MODEL_SIZES = {
     "hidden_size": 2**18, "n_embd": 2**18, "intermediate_size": 2**21, "vocab_size": 2**24,
     "num_hidden_layers": 2000, "n_layer": 2000, "num_attention_heads": 4096, "n_head": 4096,
@@ -31,7 +31,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def is_hub_offline() -> bool:
-    """Whether the environment forbids Hugging Face's libraries the network."""
+    """Whether the environment forbids network access to Hugging Face's libraries."""
     values = (os.environ.get(n, "") for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(v.upper() in ("1", "ON", "YES", "TRUE") for v in values)
 
@@ -45,7 +45,7 @@ def hub_cache_folder() -> Path:
 
 
 def snapshot_folder(name: str, revision: str | None = None, kind: str = "model") -> Path | None:
-    """The folder of a repository's cached revision (None = main); None where there is none."""
+    """The folder of a repository's cached revision (None = main); None if it is not cached."""
     if revision is not None and (".." in revision or revision.startswith("/")):
         return None  # a path, which could leave the cache
     folder = hub_cache_folder() / f"{kind}s--{name.replace('/', '--')}"
@@ -69,7 +69,7 @@ def is_in_hub_cache(name: str, revision: str | None, kind: str) -> bool:
 
 @contextmanager
 def recorded_command(arguments: Iterable[str]) -> Iterator[None]:
-    """Inside, the user's arguments are kept for the errors of the process that does the work."""
+    """Inside, the user's arguments are kept for error messages of worker processes."""
     before = os.environ.get("RLOO_WORDS")
     os.environ["RLOO_WORDS"] = shlex.join(arguments)
     try:
@@ -81,12 +81,12 @@ def recorded_command(arguments: Iterable[str]) -> Iterator[None]:
 
 
 def fetch_command() -> str:
-    """The command that downloads what the present run needs."""
+    """The command that downloads what the current run needs."""
     return f"rloo fetch {os.environ.get('RLOO_WORDS') or '+recipe=NAME'}"
 
 
 def read_model_config(path: str, revision: str | None = None) -> JsonObject:
-    """A model's config.json, from its folder or the cache; {} where there is none.
+    """A model's config.json, from its folder or the cache; {} if there is none.
 
     Raises ValueError for one that is not a JSON mapping.
     """
@@ -106,7 +106,7 @@ def read_model_config(path: str, revision: str | None = None) -> JsonObject:
 
 
 def adapter_base_path(path: str) -> str | None:
-    """The base that the adapter in this folder names; None where it is no adapter's folder."""
+    """The base model of the adapter in this folder; None if the folder holds no adapter."""
     folder = Path(path).expanduser()
     file = folder / ADAPTER_CONFIG_FILE
     if not file.is_file() or (folder / "config.json").is_file():
@@ -119,9 +119,9 @@ def adapter_base_path(path: str) -> str | None:
 
 
 def read_context_length(values: JsonObject) -> int | None:
-    """The context length in a config.json of a language model; None where it has none.
+    """The context length in a config.json of a language model; None if it has none.
 
-    Raises ValueError for a number that no model has.
+    Raises ValueError for an impossible number.
     """
     text = values.get("text_config")
     inner = text if isinstance(text, dict) else values
@@ -129,22 +129,22 @@ def read_context_length(values: JsonObject) -> int | None:
     if length is None:
         return None
     if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < 2**31:
-        raise ValueError(f"max_position_embeddings = {str(length)[:40]}, which no model has")
+        raise ValueError(f"max_position_embeddings = {str(length)[:40]}, which is not possible")
     return length
 
 
 def model_config_problem(values: JsonObject) -> str:
-    """Why no model may be built from this config.json; "" where it may.
+    """Why this config.json must not be built as a model; "" = it can be built.
 
-    It must not have sizes that no model has, nor attention from a hub: that is Python code, and is
-    refused even with model.trust_remote_code.
+    Impossible sizes are refused. So is attention from a hub: that is Python code, and refused even
+    with model.trust_remote_code.
     """
     text = values.get("text_config")
     for part in (values, text) if isinstance(text, dict) else (values,):
         for name, most in MAX_MODEL_SIZES.items():
             size = part.get(name)
             if isinstance(size, int) and not 0 < size <= most:
-                return f"{name} = {str(size)[:40]}, which no model has"
+                return f"{name} = {str(size)[:40]}, which is not possible"
         for name in ("attn_implementation", "_attn_implementation"):
             if "/" in str(part.get(name, "")):
                 return f"{name} = {str(part[name])[:80]!r} is code from a hub"

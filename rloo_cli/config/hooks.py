@@ -1,7 +1,7 @@
 """Guards the methods ("hooks") of a user's own algorithm, and checks what they return.
 
-An exception in one of them, or a tensor of another shape, is a mistake in that file, not in rloo:
-it is refused with the file's own lines. Imports no torch: a tensor has a shape and a dtype.
+An exception in a hook, or a tensor of the wrong shape, is an error in that file, not in rloo. The
+refusal shows the file's own lines. Imports no torch: a tensor has a shape and a dtype.
 """
 
 import functools
@@ -21,9 +21,9 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """A tensor that a hook returns, or that is a part of what it returns."""
+    """A tensor that a hook returns, alone or as part of its result."""
 
-    name: str  # of the attribute, or the index in a tuple; "" = the tensor is all that is returned
+    name: str  # of the attribute, or the index in a tuple; "" = the tensor is the whole result
     shape: tuple[int, ...]
     dtype: str  # as torch prints it; "float" = any floating type
 
@@ -35,7 +35,7 @@ HOOKS = (
 
 
 def guard_hooks(algorithm: type, module: ModuleType) -> None:
-    """Guard the hooks that the algorithm's class in a user's own file defines, once.
+    """Guard the hooks that an algorithm class in a user's file defines, once.
 
     Raises ConfigError for a hook's name that is not a function.
     """
@@ -44,15 +44,15 @@ def guard_hooks(algorithm: type, module: ModuleType) -> None:
         value = vars(owner)[name]
         if not inspect.isfunction(value):
             what = f"{owner.__name__}.{name} in {module.__file__} is not a function"
-            why = f"it is {value!r:.80}, and {name} is the name of a hook"
-            fix = f"give it another name, or def {name}(self, ...)"
+            why = f"it is {value!r:.80}, but {name} is the name of a hook"
+            fix = f"rename it, or def {name}(self, ...)"
             refuse(ALGORITHM_KEY, what, fix, why, more=ALGORITHM_DOCS)
         if not hasattr(value, "__wrapped__"):
             setattr(owner, name, _guarded(value, module, name))
 
 
 def _guarded(code: Callable[P, object], module: ModuleType, name: str) -> Callable[P, object]:
-    """A hook that raises ConfigError for its exceptions, and for results that are not right."""
+    """A hook that raises ConfigError for its exceptions, and for invalid results."""
 
     @functools.wraps(code)
     def call(*arguments: P.args, **named: P.kwargs) -> object:
@@ -66,7 +66,7 @@ def _guarded(code: Callable[P, object], module: ModuleType, name: str) -> Callab
             raise ConfigError(_failure(error, module, name)) from error
         if why := _mismatch(name, returned, arguments):
             where = f"{module.__file__}:{inspect.unwrap(code).__code__.co_firstlineno}"
-            what = f"{name} of the algorithm {module.__file__} returned something else"
+            what = f"{name} of the algorithm {module.__file__} returned an invalid result"
             refuse(where, what, f"correct {name}", why, more=ALGORITHM_DOCS)
         return returned
 
@@ -74,7 +74,7 @@ def _guarded(code: Callable[P, object], module: ModuleType, name: str) -> Callab
 
 
 def _failure(error: Exception, module: ModuleType, name: str) -> Problem:
-    """The problem of an exception in a hook, with the frames of the user's own file."""
+    """The problem of an exception in a hook, with the frames of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == module.__file__]
     message = "".join(traceback.format_exception_only(error)).strip()
@@ -85,7 +85,7 @@ def _failure(error: Exception, module: ModuleType, name: str) -> Problem:
 
 
 def _mismatch(name: str, returned: object, arguments: tuple[Any, ...]) -> str:
-    """What is wrong with what a hook returned, and what would be right; "" = nothing."""
+    """What is wrong with a hook's result, and what is expected; "" = nothing."""
     for expected in _expected_tensors(name, arguments):
         part: Any = returned
         if expected.name.isdigit():
@@ -106,7 +106,7 @@ def _mismatch(name: str, returned: object, arguments: tuple[Any, ...]) -> str:
 
 
 def _metrics_mismatch(loss: Any, inputs: Any) -> str:
-    """What is wrong with the `metrics` of a Loss, which are numbers per token or completion."""
+    """Problems of the `metrics` of a Loss, which are numbers per token or completion."""
     tokens, completions = tuple(inputs.logp.shape), (inputs.micro_batch.num_sequences,)
     for name, values in loss.metrics.items():
         if tuple(getattr(values, "shape", ())) not in (tokens, completions):
@@ -122,7 +122,7 @@ def _described(value: object) -> str:
 
 
 def _expected_tensors(name: str, arguments: tuple[Any, ...]) -> Iterator[ExpectedTensor]:
-    """The tensors that a hook has to return, from its arguments (the first is `self`)."""
+    """The tensors that a hook must return, from its arguments (the first is `self`)."""
     first = arguments[1] if len(arguments) > 1 else None
     shape = tuple(getattr(first, "shape", ()))
     match name:

@@ -1,9 +1,9 @@
-"""Keys that have no effect at some values of other keys, as `only_with` of their section says.
+"""Keys that have no effect at some values of other keys, by `only_with` of their section.
 
 A section's `only_with` is a mapping of conditions to its keys that have an effect only with them.
-A condition is terms with ` or ` between them. A term is `KEY` (it is set), `KEY=A|B`, `KEY!=A|B`,
-`KEY>NUMBER` or `KEY>=OTHER_KEY`. A value may end in *, and `null` stands for empty lists and
-mappings, too. A key that begins with a dot lies in the same section, with two in the one above.
+A condition is terms joined by ` or `. A term is `KEY` (it is set), `KEY=A|B`, `KEY!=A|B`,
+`KEY>NUMBER` or `KEY>=OTHER_KEY`. A value may end in *, and `null` includes empty lists and
+mappings. A key that starts with a dot is in the same section, with two dots in the parent section.
 """
 
 import re
@@ -18,13 +18,13 @@ from rloo_cli.utils.files import JsonObject
 
 TERM = re.compile(r"([\w.]+?)(!=|>=|=|>|$)(.*)")
 RELATIVE_KEY = re.compile(r"(?<![\w.*|/])(\.+)(?=[a-z])")  # the dots at the beginning of a key
-ABSENT = object()  # the value of a key that a config does not have
+ABSENT = object()  # the value of a key missing in the config
 
 
 def key_conditions(schema: type[BaseModel]) -> dict[str, list[str]]:
-    """Each key that has an effect only with values of others -> its conditions, all of which hold.
+    """Each key that depends on values of other keys -> its conditions, which must all hold.
 
-    A condition on a key that this schema does not have is left out.
+    A condition on a key missing in this schema is dropped.
     """
     sections = [*_sections(schema)]
     known = {prefix + name for prefix, section in sections for name in section.model_fields}
@@ -53,7 +53,7 @@ def idle_reasons(conditions: Sequence[str], values: JsonObject) -> list[str]:
 
 
 def key_meaning(meaning: str, conditions: Sequence[str]) -> str:
-    """The line of meaning of a key that has these conditions."""
+    """The meaning of a key with these conditions."""
     return f"{meaning}; only with {', and with '.join(conditions)}" if conditions else meaning
 
 
@@ -67,7 +67,7 @@ def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def _with_whole_keys(condition: str, prefix: str) -> str:
-    """A condition of the section with this prefix, in which no key is relative to it."""
+    """A condition of the section with this prefix, with absolute keys."""
     parts = prefix.split(".")
     return RELATIVE_KEY.sub(lambda dots: ".".join([*parts[: -len(dots[1])], ""]), condition)
 
@@ -87,7 +87,7 @@ def _value_of(key: str, values: JsonObject) -> object:
 
 
 def _holds(term: str, values: JsonObject) -> bool:
-    """Whether a term is true of these values; what a config does not have is no reason."""
+    """Whether a term is true of these values; a key missing in the config counts as true."""
     key, sign, wanted = _parts(term)
     found = _value_of(key, values)
     if found is ABSENT:

@@ -1,8 +1,8 @@
-"""The keys of `eval.judge`: who compares held-out completions with which texts, and how.
+"""The keys of `eval.judge`: which judge compares held-out completions with which texts, and how.
 
-Two types. `openai` is a language model behind an OpenAI-compatible address; `reward` is any reward
-of ours (a reward model, a rule), which scores both texts. The rest of the config reads this without
-torch; the judging itself is in `judges/`.
+There are two types: `openai`, a language model behind an OpenAI-compatible address, and `reward`,
+any reward (a reward model, a rule) that scores both texts. The config reads this without torch; the
+judging itself is in `judges/`.
 """
 
 import re
@@ -31,26 +31,26 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem, clash_problems
 from rloo_cli.utils.files import JsonObject
 
-AGAINST_REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
+AGAINST_REFERENCE = "reference"  # value of `against` for texts in the data; else a model
 JUDGE_TYPES = ("openai", "reward")
 Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=1000)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 
 
 class ChatKeys(Frozen):
-    """How a judge model is reached and asked."""
+    """Address, prompt and limits of a judge model."""
 
-    base_url: Address = key("OpenAI-compatible address, without /chat/completions")
-    model: Text = key("The model's name there")
-    api_key_env: Variable | None = key("Environment variable that holds the key; null = no key")
-    system: str | None = key("System message of each question; null = none")
-    template: str = key("The question; {prompt}, other names and any {column} are filled in")
-    pattern: str = key("Regular expression; its first group is the verdict in the answer")
-    max_tokens: Positive | None = key("Most tokens of an answer; null = the server's default")
+    base_url: Address = key("OpenAI-compatible base URL, without /chat/completions")
+    model: Text = key("The model's name at this address")
+    api_key_env: Variable | None = key("Environment variable with the API key; null = no key")
+    system: str | None = key("System message of each request; null = none")
+    template: str = key("The question; fills in {prompt}, other names and any {column}")
+    pattern: str = key("Regular expression whose first group is the verdict in the answer")
+    max_tokens: Positive | None = key("Most tokens per answer; null = the server's default")
     temperature: float | None = key("The judge's temperature; null = the server's default", ge=0)
-    concurrency: Positive = key("Most requests under way at once")
-    request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
-    extra: JsonObject = key("More of the request's body, e.g. {seed: 1}; it wins")
+    concurrency: Positive = key("Most concurrent requests")
+    request_timeout_s: float = key("Timeout of one request in seconds", gt=0, le=1e6)
+    extra: JsonObject = key("Further fields of the request body, e.g. {seed: 1}; they win")
 
 
 class JudgeKeys(Frozen):
@@ -62,19 +62,19 @@ class JudgeKeys(Frozen):
 
 
 class OpenaiJudge(JudgeKeys, ChatKeys):
-    """Keys of a judge that is asked."""
+    """Keys of a language-model judge."""
 
-    type: Literal["openai"] = key("openai: a language model that is asked")
-    both_orders: bool = key("Ask for each pair twice, A and B exchanged; false = a seeded swap")
-    retries: int = key("Further tries after an answer without a verdict", ge=0)
-    timeout_s: float = key("Seconds that all questions of one evaluation may take", gt=0, le=1e6)
+    type: Literal["openai"] = key("openai: a language model as judge")
+    both_orders: bool = key("Ask about each pair twice, A and B exchanged; false = a seeded swap")
+    retries: int = key("Retries after an answer without a verdict", ge=0)
+    timeout_s: float = key("Timeout of all requests of one evaluation in seconds", gt=0, le=1e6)
 
 
 class RewardJudge(JudgeKeys):
-    """Keys of a judge that scores."""
+    """Keys of a scoring judge."""
 
     type: Literal["reward"] = key("reward: the text with the higher reward wins")
-    reward: Any = key("An entry as those of `reward`")  # its class is put in by `config_class`
+    reward: Any = key("An entry as those of `reward`")  # `config_class` sets its class
 
 
 def judge_config_class(values: object) -> type[Frozen]:
@@ -96,7 +96,7 @@ def _entry_type(judge: JsonObject) -> str | None:
 
 
 def unknown_judge_problems(values: JsonObject) -> Iterator[Problem]:
-    """What has to be right before the schema can be put together."""
+    """Problems found before the schema can be built."""
     section = values.get("eval")
     judge = section.get("judge") if isinstance(section, dict) else None
     if not isinstance(judge, dict):
@@ -113,8 +113,8 @@ def unknown_judge_problems(values: JsonObject) -> Iterator[Problem]:
 
 
 def merge_judge_defaults(values: JsonObject, common: JsonObject) -> JsonObject:
-    """Fill in what the judge's reward leaves out, and put debug's reward model in place of a judge
-    that would need a network. `common`: the defaults of all rewards."""
+    """Fill in the judge's reward, and substitute debug's reward model for a judge
+    that needs a network. `common`: the defaults of all rewards."""
     section = values.get("eval")
     judge = section.get("judge") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(judge, dict):
@@ -133,7 +133,7 @@ def merge_judge_defaults(values: JsonObject, common: JsonObject) -> JsonObject:
 def reward_type_defaults(entry: JsonObject) -> JsonObject:
     """The values of conf/reward/TYPE.yaml for an entry of that type; {} for an unknown type.
 
-    An entry such as `two: {type: function, path: my.py:score}` gets what it leaves out from there.
+    An entry such as `two: {type: function, path: my.py:score}` gets its defaults from there.
     """
     kind = entry.get("type")
     if not isinstance(kind, str) or kind not in registry.registry_names("rewards"):
@@ -157,7 +157,7 @@ def shipped_judge(name: str) -> JsonObject:
 def judge_problems(
     evaluation: EvalConfig, held_out: Mapping[str, DataConfig], generation: GenerationConfig
 ) -> Iterator[Problem]:
-    """What is wrong with a judge whose keys are each right on their own."""
+    """Problems of a judge whose keys are each valid by themselves."""
     judge = cast(OpenaiJudge | RewardJudge | None, evaluation.judge)
     if judge is None:
         return
@@ -168,25 +168,25 @@ def judge_problems(
         if hasattr(module, "problems"):
             yield from module.problems(judge.reward, "eval.judge.reward")
     if not held_out:
-        why, fix = "nothing is held out", "data.eval_split=test"
+        why, fix = "there are no held-out data", "data.eval_split=test"
         yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
     if judge.against != AGAINST_REFERENCE and generation.is_server:
         key, fix = "eval.judge.against", "generation=vllm_colocate or generation=transformers"
-        why = "rollout servers hold one model, and that is model.path"
+        why = "rollout servers only hold model.path"
         clash = (True, key, f"{key}={judge.against}", why, fix)
         yield from clash_problems(f"generation={generation.backend}", [clash])
 
 
 def chat_judge_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:
-    """What is wrong with the keys of a judge model at `where`; its template has to name `needs`."""
+    """Problems of a judge model's keys at `where`; its template must name `needs`."""
     yield from config_template.template_problems(f"{where}.template", keys.template, needs)
     pattern_key = f"{where}.pattern"
     try:
         groups = re.compile(keys.pattern).groups
     except re.error as error:
-        fix = f"correct {pattern_key}, or leave it out for the one that is shipped"
+        fix = f"correct {pattern_key}, or omit it to use the default"
         yield Problem(f"{pattern_key} is not a regular expression", pattern_key, str(error), fix)
         return
     if not groups:
-        why, fix = "the first group is what is read in an answer", r"Score:\s*(\d+), in quotes"
+        why, fix = "the first group is read as the verdict", r"Score:\s*(\d+), in quotes"
         yield Problem(f"{pattern_key} has no group", pattern_key, why, fix)

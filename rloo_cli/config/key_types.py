@@ -10,7 +10,7 @@ class Frozen(BaseModel):
     """A section of the config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    # Condition -> keys of the section that have an effect only with it, as `idle_keys` reads it.
+    # Condition -> keys of the section that have an effect only with it; see `idle_keys`.
     only_with: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
@@ -19,8 +19,8 @@ def key(meaning: str, **limits: Any) -> Any:
     return Field(description=meaning, **limits)
 
 
-TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions from a seed
-MAX_GENERATIONS = 65_536  # completions of one prompt: more are a mistake, and would take hours
+TASK_PREFIX = "reasoning_gym:"  # data of a package that generates questions from a seed
+MAX_GENERATIONS = 65_536  # completions of one prompt: more would be a mistake and take hours
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
 # The trackers of accelerate.tracking.
@@ -34,9 +34,9 @@ Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
 
 
 def expand_home(text: str) -> str:
-    """A path that begins with ~ or ~user as an absolute one; any other text as it is.
+    """A path that begins with ~ or ~user as an absolute one; any other text unchanged.
 
-    Raises ValueError where there is no such home folder.
+    Raises ValueError if that home folder does not exist.
     """
     path = os.path.expanduser(text) if text.startswith("~") else text
     if path.startswith("~"):
@@ -44,6 +44,6 @@ def expand_home(text: str) -> str:
     return path
 
 
-# Keys that may name a file or a folder. `PathString` also takes what is no path, without limits.
+# Keys that may name a file or a folder. `PathString` also accepts other text, without limits.
 PathText = Annotated[Text, AfterValidator(expand_home)]
 PathString = Annotated[str, AfterValidator(expand_home)]

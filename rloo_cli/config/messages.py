@@ -23,18 +23,18 @@ from rloo_cli.utils.files import JsonObject
 
 MAX_INT64 = 2**63 - 1
 MIN_FLOAT64 = math.ulp(0.0)
-# Sections that are null until a choice of their group is made.
+# Sections that are null unless a choice of their group is selected.
 OPTIONAL_SECTIONS = {
     "model.lora": "lora=default", "model.quantization": "quantization=4bit", "agent": "agent=tools",
 }  # fmt: skip
-# A number with an exponent, as it is written: its digits before the exponent in a group.
+# A number with an exponent, as written: its digits before the exponent in a group.
 EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
 REGISTRY_KEYS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 CHOSEN_SECTIONS = REGISTRY_KEYS | {"agent": ("agents", "kind")}  # an agent may be null
 
 
 def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
-    """Python objects, secrets, keys without a value, and names that no registry has."""
+    """Python objects, secrets, keys without a value, and names unknown to the registries."""
     yield from _targets(values)
     yield from _secrets(values)
     yield from _overflow_problems(values)
@@ -46,7 +46,7 @@ def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
 
 
 def section_problems(values: JsonObject) -> Iterator[Problem]:
-    """Sections that hold something else than keys, such as `train: 5`."""
+    """Sections that do not hold keys, such as `train: 5`."""
     for name, info in {**RunConfig.model_fields, "reward_defaults": None}.items():
         model = info.annotation if info is not None else None
         is_model = isinstance(model, type) and issubclass(model, BaseModel)
@@ -55,7 +55,7 @@ def section_problems(values: JsonObject) -> Iterator[Problem]:
             if name == "reward":
                 continue
             what = f"{name} = {_clipped(values[name])} is not a section"
-            why = f"it holds keys: {', '.join(keys) or 'those that all rewards have'}"
+            why = f"its keys: {', '.join(keys) or 'those of all rewards'}"
             yield Problem(what, name, why, f"{name}.KEY=VALUE for one of them")
 
 
@@ -87,51 +87,51 @@ def _targets(values: JsonObject) -> Iterator[Problem]:
     for key, _ in walk_values(values):
         if key.rpartition(".")[2] in ("_target_", "_convert_", "_partial_", "_recursive_"):
             yield Problem(
-                f"{key}: a config names no Python objects",
+                f"{key}: a config cannot name Python objects",
                 key,
-                "parts are chosen by their registry name; nothing was run",
+                "choose parts by registry name; no code was run",
                 "reward=function reward.function.path=file.py:name",
             )
 
 
 def _secrets(values: JsonObject) -> Iterator[Problem]:
-    """Keys that would hold a secret, and values that are one (`${oc.env:HF_TOKEN}`)."""
+    """Keys that would hold a secret, and values that are secrets (`${oc.env:HF_TOKEN}`)."""
     for key, value in walk_values(values):
         secret = redact.find_secret(value) if isinstance(value, str) else ""
         if secret or (redact.SECRET_KEY.search(key) and not isinstance(value, dict)):
-            why = "no key takes one: config.yaml, which a run writes, would hold it"
+            why = "keys cannot hold secrets: the run writes them to config.yaml"
             variable = secret if secret.isidentifier() else "NAME"
-            fix = f"export {variable}=... where the run is started, and leave {key} out"
+            fix = f"export {variable}=... in the run's environment, and remove {key}"
             yield Problem(f"{key}: this looks like a secret", key, why, fix)
 
 
 def _overflow_problems(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
         if isinstance(value, int) and abs(value) > MAX_INT64:
-            why = f"{str(value)[:20]}... is beyond {MAX_INT64}, what 64 bits hold"
-            fix = f"give {key} a number that is nearer to 0"
+            why = f"{str(value)[:20]}... exceeds {MAX_INT64}, the 64-bit limit"
+            fix = f"set {key} to a number nearer to 0"
             yield Problem(f"{key} is too large a number", key, why, fix)
 
 
 def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[Problem]:
-    """Numbers that were written as something other than 0, and are 0 as 64-bit floats."""
+    """Non-zero numbers that become 0 as 64-bit floats."""
     for key, value in walk_values(values):
         if not isinstance(value, float) or value != 0:
             continue
         for written in EXPONENT.finditer(sources.text_of(key)):
             if re.search("[1-9]", written[1]) and float(written[0]) == 0:
-                why = f"it is nearer to 0 than the least number that 64 bits hold, {MIN_FLOAT64:g}"
-                fix = f"{key}=0 if that is meant, else a number further from 0"
+                why = f"it is below the smallest 64-bit float, {MIN_FLOAT64:g}"
+                fix = f"{key}=0 if that is intended, else a larger number"
                 yield Problem(f"{key} = {written[0]} would be 0", key, why, fix)
                 break
 
 
 def missing_value_problems(values: JsonObject) -> Iterator[Problem]:
-    """Keys that need a value and have none, each with the misspelt one that was meant."""
+    """Required keys without a value, each with a likely misspelling."""
     for key, value in walk_values(values):
         if value == "???" and (misspelt := _misspelt(key, values)):
             name, meant = misspelt
-            why = f"{key}, which it is near, has no value and no default"
+            why = f"the similar key {key} has no value and no default"
             yield Problem(f"{name} is not a key", name, why, paste_setting(key, meant))
         elif value == "???":
             fix = f"{key}=VALUE, or a recipe that has it: +recipe=quickstart"
@@ -139,7 +139,7 @@ def missing_value_problems(values: JsonObject) -> Iterator[Problem]:
 
 
 def _misspelt(missing: str, values: JsonObject) -> tuple[str, object] | None:
-    """The unknown key, and its value, that was meant to be `missing`, which has no value."""
+    """The unknown key, and its value, that is a likely misspelling of `missing`."""
     section, _, leaf = missing.rpartition(".")
     inside = values
     for part in section.split("."):
@@ -153,7 +153,7 @@ def _misspelt(missing: str, values: JsonObject) -> tuple[str, object] | None:
 
 
 def _fields_of(section: str, inside: JsonObject) -> Iterable[str]:
-    """The keys that a section may have, or has (`inside`) where its class is not known."""
+    """The possible keys of a section, or its actual ones (`inside`) if its class is unknown."""
     top, _, rest = section.partition(".")
     kind = inside.get("type")
     if top == "reward" and kind in registry.registry_names("rewards"):
@@ -165,27 +165,25 @@ def _fields_of(section: str, inside: JsonObject) -> Iterable[str]:
 
 
 def _unregistered(values: JsonObject) -> Iterator[Problem]:
-    """Keys that choose from a registry (algorithm, backend, reward types) a name it has not."""
+    """Keys with a name that their registry (algorithm, backend, reward types) lacks."""
     choices: list[tuple[str, str, object]] = [
         (f"{section}.{key}", kind, (values.get(section) or {}).get(key))
         for section, (kind, key) in REGISTRY_KEYS.items()
     ]
     rewards = values.get("reward") or {}
     if not isinstance(rewards, dict) or any(not isinstance(e, dict) for e in rewards.values()):
-        why = f"found {_clipped(rewards)}, expected for each name the keys of a reward"
-        fix = "defaults: [override /reward: NAME] in the file, or take reward out of it"
+        why = f"found {_clipped(rewards)}, expected a name for each reward, with its keys"
+        fix = "defaults: [override /reward: NAME] in the file, or remove reward from it"
         yield Problem("reward is not a mapping of entries", "reward", why, fix)
         return
     for name, entry in rewards.items():
         reserved = not str(name).isidentifier() or hasattr(BaseModel, str(name))
         if "type" in entry and not reserved and not str(name).startswith("_"):
             choices.append((f"reward.{name}.type", "rewards", entry["type"]))
-        elif "_target_" not in entry:  # else `_targets` has said so
+        elif "_target_" not in entry:  # else reported by `_targets`
             close = nearest_names(str(name), registry.registry_names("rewards")) or ["NAME"]
             where = f"reward.{name}"
-            why = (
-                "an entry of `reward` has a `type`, and a name of letters that pydantic leaves free"
-            )
+            why = "an entry of `reward` needs a `type`, and a name that pydantic does not reserve"
             yield Problem(f"{where} is not a reward", where, why, f"reward={close[0]}")
     for key, kind, name in choices:
         names = registry.registry_names(kind)
@@ -194,10 +192,10 @@ def _unregistered(values: JsonObject) -> Iterator[Problem]:
 
 
 def _badly_named(values: JsonObject) -> Iterator[Problem]:
-    """Held-out sets and sources whose name cannot stand in the name of a metric, file or field."""
+    """Held-out sets and sources whose name is not valid in a metric, file or field."""
     kinds = {"eval.sets": "a held-out set", "data.mixture": "a source"}
     fixes = {"eval.sets": "hard={split: test}", "data.mixture": "maths={path: PATH, weight: 1}"}
-    why = "letters, digits and _, at most 40, and no word that pydantic keeps for itself"
+    why = "use at most 40 letters, digits and _, and no name that pydantic reserves"
     for key, kind in kinds.items():
         section, _, leaf = key.partition(".")
         inside = values.get(section)
@@ -215,7 +213,7 @@ def validation_problems(
 ) -> list[Problem]:
     """pydantic's errors as ours: one per key, although a union reports each of its types.
 
-    The fix is left to `locate_problem` where the key has another value without this one.
+    The fix is left to `locate_problem` if the key would have another value without this one.
     """
     meanings = schema_keys(model)
     problems: dict[str, Problem] = {}
@@ -227,11 +225,11 @@ def validation_problems(
         elif item["type"] == "missing" and section is None:
             problems[key] = Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
         elif item["type"] == "missing" and section is not None:
-            # `model.lora.r=8` alone: all the others have no value
+            # `model.lora.r=8` alone: the others have no value
             choice = OPTIONAL_SECTIONS[section]
-            why = f"some of {section} is set, and {choice} gives the rest its values"
+            why = f"only some keys of {section} are set; {choice} sets the others"
             keys = (k for k, _ in walk_values(values) if k.startswith(f"{section}."))
-            where = next(keys, section)  # the section itself where it is `{}`
+            where = next(keys, section)  # the section itself if it is `{}`
             problems.pop(key, None)
             problems[section] = Problem(f"{section} is incomplete", where, why, choice)
         else:
@@ -245,13 +243,13 @@ def validation_problems(
             if key not in problems:
                 why, fix = _with_quotes(item, key, why, fix)
             problems[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
-    # A union complains about itself beside the one key inside it that is wrong.
+    # A union reports itself in addition to the wrong key inside it.
     deepest = [k for k in problems if not any(other.startswith(f"{k}.") for other in problems)]
     return [_with_meaning(problems[key], meanings) for key in deepest]
 
 
 def _value_fix(item: ErrorDetails, key: str) -> str:
-    """A value that the key would take, as far as pydantic's error says which."""
+    """A valid value for the key, as far as pydantic's error shows."""
     kind, limits = item["type"], item.get("ctx") or {}
     forms = {"int": "N, a whole number", "float": "NUMBER", "str": "TEXT", "list": "[...]"}
     form = next((text for start, text in forms.items() if kind.startswith(start)), "")
@@ -269,11 +267,11 @@ def _value_fix(item: ErrorDetails, key: str) -> str:
     whole, _, last = key.rpartition(".")
     if last.isdigit() and form:  # an entry of a list, which is set as a whole
         return f"{whole}=[{form}]"
-    return f"{key}={form}" if form else f"leave {key} out, or correct it"
+    return f"{key}={form}" if form else f"omit {key}, or correct it"
 
 
 def _with_quotes(item: ErrorDetails, key: str, why: str, fix: str) -> tuple[str, str]:
-    """`why` and `fix`, better where a text was meant that YAML reads as a number or a bool."""
+    """`why` and `fix`, improved for a text that YAML reads as a number or a bool."""
     whole, _, last = key.rpartition(".")
     value = item["input"]
     if item["type"] != "string_type" or not isinstance(value, int | float):
@@ -284,7 +282,7 @@ def _with_quotes(item: ErrorDetails, key: str, why: str, fix: str) -> tuple[str,
     if isinstance(value, bool):
         in_file = "yes" if value else "no"
         bare = "yes, on and true" if value else "no, off and false"
-        why += f"\nwithout quotes, {bare} are read as {value} in a file; it is a text in quotes"
+        why += f"\nwithout quotes, {bare} are read as {value} in a file; quote it to keep a text"
     leaf = whole.rpartition(".")[2]
     return why, f'{leaf}: ["{in_file}"] in a file, \'{whole}=["{on_line}"]\' on the command line'
 
@@ -296,12 +294,12 @@ def _clipped(value: object) -> str:
 
 def _with_meaning(problem: Problem, meanings: dict[str, str]) -> Problem:
     meaning = meanings.get(problem.where, "")
-    why = f"{problem.why}\nit is: {meaning}" if meaning else problem.why
+    why = f"{problem.why}\nmeaning: {meaning}" if meaning else problem.why
     return Problem(problem.what, problem.where, why, problem.fix, problem.more)
 
 
 def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
-    """The problem of a key that the schema lacks, with today's name of an old key, or near ones.
+    """The problem of an unknown key, with the current name of an old key, or similar keys.
 
     `meanings`: every key of the schema, and what it means.
     """
@@ -309,9 +307,9 @@ def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
     if key in meanings:  # `algorithm.beta: 0.3` in a file
         whole = key.replace(".", ": {") + ": VALUE" + "}" * key.count(".")
         return Problem(f"{key} is not a key of a file", key, "a file nests its sections", whole)
-    why = f'the schema has no such key under "{section}"' if section else "there is no such key"
+    why = f'the schema has no such key under "{section}"' if section else "unknown key"
     if choice := choice_with_key(key):
-        fix = f"{choice}, or leave {key} out"
+        fix = f"{choice}, or omit {key}"
         return Problem(f"{key} is not a key", key, f"only {choice} has it", fix, "rloo config")
     old = find_old_name(key)
     if old is not None and old.new_key != key:
@@ -327,7 +325,7 @@ def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
 
 
 def choice_with_key(key: str) -> str:
-    """`algorithm=ppo` for a key that only this choice has; "" where all have it, or none."""
+    """`algorithm=ppo` for a key that only this choice has; else ""."""
     section, _, rest = key.partition(".")
     if section not in CHOSEN_SECTIONS:
         return ""
@@ -338,17 +336,17 @@ def choice_with_key(key: str) -> str:
 
 
 def _of_another_trainer(key: str, old: OldName, meanings: dict[str, str]) -> Problem:
-    """The problem of a key as another trainer calls it: rloo's name for it, or that it has none."""
+    """The problem of a key named as in another trainer, with rloo's name for it, if any."""
     what, note = f"{key} is not a key", f": {old.note}" if old.note else ""
     if old.new_key is None:
-        why = f"{old.source} calls it so; there is nothing for it in rloo yet{note}"
-        return Problem(what, key, why, f"leave {key} out", "rloo config")
+        why = f"this is a setting of {old.source}; rloo has no equivalent{note}"
+        return Problem(what, key, why, f"omit {key}", "rloo config")
     new = old.new_key
     optional = next((c for s, c in OPTIONAL_SECTIONS.items() if new.startswith(f"{s}.")), "")
     choice = optional or ("" if new in meanings else choice_with_key(new))
     fix = old.fix or f"write {new} instead" + (f", with {choice}" if choice else "")
     more = f"rloo config explain {new}" if new in meanings else "rloo config"
-    why = f"{old.source} calls it so; here it is {new}{note}"
+    why = f"this is the name in {old.source}; in rloo it is {new}{note}"
     return Problem(what, key, why, fix.replace("<name>", "NAME"), more)
 
 

@@ -1,6 +1,6 @@
-"""Guesses what an argument that `rloo` does not accept was meant to be: typical first mistakes.
+"""Guesses the intention behind an invalid argument of `rloo`: typical first mistakes.
 
-Each `suggest` returns what to write instead, for the `fix` of a refusal; "" where it has no guess.
+Each `suggest` returns what to write instead, for the `fix` of a refusal; "" without a guess.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +23,9 @@ def unknown_flag_problem(
     takes_keys: bool,
     usage: str,
 ) -> Problem:
-    """The problem of a flag that the verb does not have; `words`: it and what follows it.
+    """The problem of an unknown flag of a verb; `words`: the flag and what follows.
 
-    `others`: flag -> a verb that has it. Raises ConfigError where the flag or its value is a
+    `others`: flag -> a verb that has it. Raises ConfigError if the flag or its value is a
     secret.
     """
     flag, equals, value = words[0].partition("=")
@@ -67,8 +67,8 @@ def refuse_secrets(key: str, override: str) -> None:
         variable = secret if named else "HF_TOKEN" if "hf" in override.lower() else "NAME"
         key = "an argument" if redact.find_secret(key) else key
         why = f"it holds the value of ${secret}; " if named else ""
-        why += "no key takes one: what a config holds is written to disk"
-        fix = f"export {variable}=... (or use the tool's login file), and leave {key} out"
+        why += "keys cannot hold secrets: a config is written to disk"
+        fix = f"export {variable}=... (or use the tool's login file), and remove {key}"
         refuse("command line", f"{key}: this looks like a secret", fix, why)
 
 

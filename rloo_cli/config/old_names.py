@@ -1,9 +1,9 @@
-"""What our keys are called in other trainers, and which key a misspelt one was meant to be.
+"""Names of our keys in other trainers, and the likely key for a misspelt one.
 
-`find_old_name` answers the names of other trainers with today's key and what to mind when moving a
-value (TRL changed its RLOO names once, in 0.22); `nearest_names` guesses at spelling. The table,
-`old_names.txt`, is the one `rloo migrate` works from. `<name>` in a key stands for a name of the
-user's own. Every key of the table is one of today's schema; tests/house/test_names.py walks it.
+`find_old_name` maps a name of another trainer to the current key, with notes on converting values
+(TRL changed its RLOO names once, in 0.22). `nearest_names` guesses at spelling. `rloo migrate` uses
+the same table, `old_names.txt`. `<name>` in a key is a name that the user chooses. Every key of the
+table exists in the current schema; tests/house/test_names.py checks it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
-MIN_LAST_PART_LIKENESS = 0.75  # how alike the last parts of two keys are, at least, to be a guess
-MIN_KEY_LIKENESS = 0.9  # higher: a long section name alone makes two keys look alike
+MIN_LAST_PART_LIKENESS = 0.75  # minimal similarity of the last parts of two keys for a guess
+MIN_KEY_LIKENESS = 0.9  # higher: a long common section name makes two keys similar
 
 
 @dataclass(frozen=True)
@@ -21,36 +21,36 @@ class OldName:
 
     names: tuple[str, ...]
     source: str  # which tool, which versions
-    new_key: str | None  # today's key; None = rloo has no such key, the note says what it has
+    new_key: str | None  # current key; None = no equivalent in rloo, see the note
     note: str = ""  # conversion or correction, one line
-    fix: str = ""  # what to write where `new_key` with a value is not enough: a group's choice
+    fix: str = ""  # what to write if `new_key` with a value is not enough: a group's choice
 
 
 def find_old_name(key: str) -> OldName | None:
     """The table's line for a name of another trainer; the last part of a dotted key decides.
 
-    Ask only about keys that are unknown where they stand: `beta` is in the table too.
+    Call it only for unknown keys: `beta` is in the table too.
     """
     return _OLD_NAME_OF.get(key.rpartition(".")[2].replace("-", "_"))
 
 
 def nearest_names(key: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three known keys that `key` may have been meant to be, best first; [] when none is.
+    """Up to three known keys that `key` may be a misspelling of, best first.
 
-    Where the key names no section, equally good guesses stay in the order of `candidates`.
+    For a key without a section, equally good guesses keep the order of `candidates`.
     """
     scored = []
     for index, candidate in enumerate(candidates):
         whole = _alike(key, candidate)
         last = _alike(key.rpartition(".")[2], candidate.rpartition(".")[2])
         if last >= MIN_LAST_PART_LIKENESS or whole >= MIN_KEY_LIKENESS:
-            mirror = candidate.startswith("eval.")  # its keys are named as those of training
+            mirror = candidate.startswith("eval.")  # its keys have the names of training keys
             scored.append((-last, -whole if "." in key else mirror, index, candidate))
     return [candidate for *_, candidate in sorted(scored)[:3]]
 
 
 def list_nearest_first(near: Sequence[str], names: Sequence[str], count: int) -> str:
-    """A text for an error: `count` of the names, `near` (what `nearest_names` found) first."""
+    """A text for an error: `count` of the names, `near` (from `nearest_names`) first."""
     listed = [*near, *(name for name in names if name not in near)]
     return ", ".join(listed[:count]) + (", ..." if len(listed) > count else "")
 
@@ -63,7 +63,7 @@ TABLE_FILE = Path(__file__).with_name("old_names.txt")
 
 
 def _parse_table(text: str) -> tuple[OldName, ...]:
-    """The rows of the table, whose head says how they are written."""
+    """The rows of the table, in the format described at its head."""
     entries, source = [], ""
     for line in text.splitlines():
         if line.startswith("["):

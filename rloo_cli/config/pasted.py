@@ -1,7 +1,7 @@
-"""What the `fix` of an error offers: settings to paste behind a command, and good guesses.
+"""What the `fix` of an error offers: settings to paste after a command, and likely guesses.
 
-A fix is tried as it stands. Where nothing says which value is meant, it says what is needed in
-words, with a placeholder in capitals: the first of several values is not what was meant.
+A fix is usable as written. If the intended value is unknown, the fix shows a placeholder in
+capitals instead of an arbitrary choice.
 """
 
 import json
@@ -16,7 +16,7 @@ from rloo_cli.utils.errors import Problem, refuse
 PLAIN_TEXT = re.compile(r"[A-Za-z_/.][\w./:@-]*", re.ASCII)
 OTHER_TYPES = re.compile(r"true|false|null|yes|no|on|off|nan|inf", re.IGNORECASE)  # for a reader
 PLAIN_COLUMN = re.compile(r"[A-Za-z_][\w-]*")  # as a key of data.columns may be written
-# What data sets call their prompts; no other name says that a column has them.
+# Common names of prompt columns in data sets.
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "messages")
 
 
@@ -37,7 +37,7 @@ def _hydra_text(value: object) -> str:
 
 
 def guess_name(name: str, candidates: Iterable[str], placeholder: str = "NAME") -> str:
-    """The candidate that is near, or the only one; else the placeholder: it could be any."""
+    """The nearest or only candidate; else the placeholder."""
     names = list(candidates)
     near = nearest_names(name, names)
     return near[0] if near else names[0] if len(names) == 1 else placeholder
@@ -46,13 +46,13 @@ def guess_name(name: str, candidates: Iterable[str], placeholder: str = "NAME") 
 def unknown_name_problem(
     key: str, name: object, kind: str, names: Iterable[str], fix: str = ""
 ) -> Problem:
-    """The problem of a key with a name that no `kind` has, such as a reward.
+    """The problem of a key whose name no `kind` has, such as a reward.
 
-    names: those that there are. fix: where it is not the nearest of them; where that is none, it is
-    left to `messages.locate_problem`.
+    names: the known ones. fix: for a name without a near match; without a fix it is left to
+    `messages.locate_problem`.
     """
     near, known = nearest_names(str(name), names), ", ".join(sorted(names))
-    what, why = f"{key} = {name!r}: there is no such {kind}", f"one of: {known}"
+    what, why = f"{key} = {name!r}: unknown {kind}", f"one of: {known}"
     return Problem(what, key, why, fix or (f"{key}={near[0]}" if near else ""))
 
 
@@ -64,28 +64,28 @@ def refuse_unknown_name(
     otherwise: str = "",
     key: str = "command line",
 ) -> NoReturn:
-    """Refuse a name on the command line that is missing, or is none of `names`, which are listed.
+    """Refuse a name on the command line that is missing, or not one of `names`, which are listed.
 
     kind: what it names, such as "recipe". fix: with NAME where the near one goes; `otherwise`
     where none is near.
     """
     known = list(names)
     near = guess_name(name or "", known)
-    what = f"there is no {kind} {name!r}" if name else f"which {kind}?"
-    why = f"there are: {', '.join(known)}" if known else "there is none"
+    what = f"{kind} {name!r} not found" if name else f"{kind} missing"
+    why = f"known: {', '.join(known)}" if known else "none exist"
     way_out = otherwise if otherwise and near == "NAME" else fix.replace("NAME", near)
     refuse(key, what, way_out, why)
 
 
 def guess_prompt_column(name: str, candidates: Iterable[str]) -> str:
-    """The column that is near to `name`, or is called as prompts are; else COLUMN."""
+    """The column nearest to `name`, or with a common prompt name; else COLUMN."""
     names = [column for column in candidates if PLAIN_COLUMN.fullmatch(column)]
     known = [column for column in PROMPT_NAMES if column in names]
     return next(iter([*nearest_names(name, names), *known]), "COLUMN")
 
 
 def rename_column(old: str, new: str, key: str = "data.columns") -> str:
-    """The setting that gives a column another name; in words where it cannot be written."""
+    """The setting that gives a column another name; in words if it cannot be written."""
     if PLAIN_COLUMN.fullmatch(old) and PLAIN_COLUMN.fullmatch(new):
         return paste_setting(key, {old: new})
-    return f"data whose column {old!r} has another name"
+    return f"data in which column {old!r} has another name"

@@ -1,19 +1,19 @@
-"""Decides how long a prompt may be, for the data, an engine and a plan alike. Imports no torch."""
+"""Computes the maximum prompt length for the data, an engine and a plan alike. Imports no torch."""
 
 from collections.abc import Iterable
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.schema import DatasetConfig, GenerationConfig, ModelConfig
 
-# Tokens of the longest prompt where data.max_prompt_length is null. To plan memory, or size an
-# engine, for a whole context of 131,072 tokens would be a waste: hardly any prompt is that long.
+# Tokens of the longest prompt if data.max_prompt_length is null. Planning memory, or sizing an
+# engine, for a whole context of 131,072 tokens would be a waste: prompts are rarely that long.
 DEFAULT_MAX_PROMPT_TOKENS = 4096
 
 
 def model_context_length(model: ModelConfig) -> int | None:
-    """A model's context length in tokens, from its config.json; None where that is not known.
+    """A model's context length in tokens, from its config.json; None if unknown.
 
-    Raises ValueError for a config.json that no model has.
+    Raises ValueError for an impossible config.json.
     """
     if model.path.startswith(synthetic.MAKE_PREFIX):
         name = model.path.removeprefix(synthetic.MAKE_PREFIX)
@@ -23,7 +23,7 @@ def model_context_length(model: ModelConfig) -> int | None:
 
 def prompt_headroom(generation: GenerationConfig, context_length: int | None) -> int | None:
     """Tokens that the longest completion leaves for the prompt, in the model's context and in the
-    engine's max_model_len; None where neither is known. It may be less than 1.
+    engine's max_model_len; None if neither is known. It may be less than 1.
     """
     limits = [n for n in (context_length, _engine_limit(generation)[1]) if n is not None]
     return min(limits) - generation.max_completion_length if limits else None
@@ -42,17 +42,17 @@ def max_prompt_tokens(
 
 
 def describe_prompt_limit(generation: GenerationConfig, context_length: int | None) -> str:
-    """The limit that is used where data.max_prompt_length is null, and why, for the log."""
+    """The limit used if data.max_prompt_length is null, and why, for the log."""
     headroom = prompt_headroom(generation, context_length)
     key = "data.max_prompt_length"
     if headroom is None or headroom >= DEFAULT_MAX_PROMPT_TOKENS:
-        why = f"the most while {key} is null; another number allows longer ones"
+        why = f"the default maximum while {key} is null; set it to allow longer ones"
         return f"prompts of up to {DEFAULT_MAX_PROMPT_TOKENS} tokens: {why}"
     name, limit = _engine_limit(generation)
     bound = f"the model's context of {context_length}"
     if limit is not None and (context_length is None or limit < context_length):
         bound = f"{name} = {limit}"
-    why = f"{key} is null, and {bound} leaves no more beside generation.max_completion_length"
+    why = f"{key} is null, and {bound} leaves that much beside generation.max_completion_length"
     return f"prompts of up to {headroom} tokens: {why} = {generation.max_completion_length}"
 
 

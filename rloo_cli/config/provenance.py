@@ -1,6 +1,6 @@
 """Finds where every value of a composed config came from: a file and line, or the command line.
 
-Hydra forgets this (and ConfigStore never knew), so we keep our own map of YAML positions.
+Hydra does not keep this (ConfigStore never has it), so we map YAML positions ourselves.
 """
 
 import functools
@@ -18,7 +18,7 @@ COMMAND_LINE = "command line"
 MAX_YAML_VALUES = 10_000  # values in one YAML file, aliases written out
 MAX_YAML_BYTES = 256_000
 MAX_YAML_DEPTH = 30  # levels
-# What PyYAML raises, of other encodings, of dates that are none, of brackets in brackets.
+# What PyYAML raises, including wrong encodings, invalid dates and nested brackets.
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "merge", "timestamp")
 
@@ -30,7 +30,7 @@ class SourceLocation:
     path: Path
     line: int
     value: object
-    text: str = ""  # as it is written; for a list its plain values, with blanks between them
+    text: str = ""  # as written; for a list its plain values, separated by blanks
 
     def __str__(self) -> str:
         return f"{_short(self.path)}:{self.line}"
@@ -38,7 +38,7 @@ class SourceLocation:
 
 @dataclass
 class ConfigSources:
-    """What a config was composed from, the strongest first."""
+    """The sources of a composed config, strongest first."""
 
     overrides: list[str] = field(default_factory=list)  # key=value, as Hydra got them
     files: list[tuple[Path, str]] = field(default_factory=list)  # file, and where it is mounted
@@ -47,8 +47,8 @@ class ConfigSources:
         self.locations = [yaml_locations(path, mount) for path, mount in self.files]
 
     def keys_set_by_user(self, recipe: Path | None) -> list[str]:
-        """Keys, as written in order, that the command line or this recipe's file sets to another
-        value than they would have without it."""
+        """Keys that the command line or this recipe's file sets to a value that they would not have
+        otherwise, in the order written."""
         overrides = [override.lstrip("+~").partition("=") for override in self.overrides]
         keys = [name for name, _, value in overrides if not value.startswith("{")]
         value_of = {name: yaml_value(value) for name, _, value in overrides}
@@ -59,8 +59,8 @@ class ConfigSources:
         return [key for key in keys if self.value_below(key) != value_of[key]]
 
     def recipe_sets(self, section: str) -> bool:
-        """Whether the chosen recipe's own file sets a key that begins so, and not one that it is
-        based on; True where nothing is known of any file."""
+        """Whether the chosen recipe's own file, not its base recipes, sets a key with this prefix;
+        True if no file is known."""
         own = [
             keys
             for (path, _), keys in zip(self.files, self.locations, strict=True)
@@ -77,7 +77,7 @@ class ConfigSources:
         return self._find(key)[0]
 
     def _find(self, key: str) -> tuple[tuple[int, int], str]:
-        """The sort key and the location of a key; overrides have the first rank, 0."""
+        """The sort key and the location of a key; overrides have rank 0."""
         overrides = [(i, *w.lstrip("+~").partition("=")) for i, w in enumerate(self.overrides)]
         for spelling in _spellings(key):
             for i, name, _, value in reversed(overrides):
@@ -89,7 +89,7 @@ class ConfigSources:
                 if name in locations:
                     return (i, locations[name].line), str(locations[name])
         for i, name, _, _ in reversed(overrides):
-            # A choice (`model=tiny`, `~model`), or a section that only its own keys made.
+            # A choice (`model=tiny`, `~model`), or a section that only exists through its keys.
             if key.startswith(f"{name}.") or name.startswith(f"{key}."):
                 return (0, i), self._override_location(i)
         parent = key.rpartition(".")[0]
@@ -99,7 +99,7 @@ class ConfigSources:
         return f"{COMMAND_LINE}: {self.overrides[i].lstrip('+')}"
 
     def text_of(self, key: str) -> str:
-        """The text that sets `key`, as it was written in an override or in a file."""
+        """The text that sets `key`, as written in an override or in a file."""
         (rank, at), _ = self._find(key)
         if rank == 0:
             return self.overrides[at].partition("=")[2]
@@ -109,7 +109,7 @@ class ConfigSources:
         return texts[0] if texts or not parent else self.text_of(parent)
 
     def shipped_location(self, key: str) -> SourceLocation | None:
-        """Where the chosen files of `conf/` set `key`, which is its default; None = nowhere."""
+        """Where the chosen files of `conf/` set the default of `key`; None = nowhere."""
         names = [name for name in _spellings(key) if name]
         for (path, _), locations in zip(self.files, self.locations, strict=True):
             found = [locations[name] for name in names if name in locations]
@@ -118,10 +118,10 @@ class ConfigSources:
         return None
 
     def value_below(self, key: str) -> object:
-        """The value that `key` would have without the strongest place that sets it.
+        """The value that `key` would have without its strongest source.
 
         Below an override that is the strongest file's value, a recipe's before conf's; below a
-        file's the next file's. None where there is none, or it is not a plain value.
+        file's the next file's. None if there is none, or it is not a plain value.
         """
         values = [
             locations[name].value
@@ -135,10 +135,10 @@ class ConfigSources:
 
 
 def read_user_yaml(path: Path) -> yaml.Node | None:
-    """The YAML of a user's file as nodes, from which no objects have been made.
+    """The YAML of a user's file as nodes, before any objects are constructed.
 
-    Raises ConfigError for what is not a file of YAML, is too large or too deep, is an alias bomb,
-    or holds anything but plain values (`!!python/object` and other tags).
+    Raises ConfigError for a file that is not YAML, too large or too deep, an alias bomb, or holds
+    anything but plain values (`!!python/object` and other tags).
     """
     try:
         raw = _bytes(path)
@@ -151,17 +151,17 @@ def read_user_yaml(path: Path) -> yaml.Node | None:
         raise ConfigError(broken_yaml_problem(path, too_deep)) from None
     if too_many:
         why = f"over {MAX_YAML_VALUES} values, once its aliases (*name) are written out"
-        fix = "take out aliases that repeat others"
+        fix = "remove aliases that repeat others"
         refuse(str(path), f"{path.name} is too large for a config", fix, why)
     if root is not None and (forbidden := _forbidden_node(root)):
         line, why = forbidden
-        fix = f"write plain values there, at most {MAX_YAML_DEPTH} levels deep"
+        fix = f"use plain values, at most {MAX_YAML_DEPTH} levels deep"
         refuse(f"{path}:{line}", f"{path.name} is not valid YAML", fix, why)
     return root
 
 
 def _bytes(path: Path) -> bytes:
-    """A regular file's content. Raises ConfigError for more of it than a config may have."""
+    """A regular file's content. Raises ConfigError if it is too large for a config."""
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "is not a file"
         what = f"{path} {kind if path.exists() else 'does not exist'}"
@@ -171,7 +171,7 @@ def _bytes(path: Path) -> bytes:
         raw = file.read(MAX_YAML_BYTES + 1)
     if len(raw) > MAX_YAML_BYTES:
         why = f"over {MAX_YAML_BYTES // 1000} kB"
-        fix = "keep in it what sets keys, and move data to files of their own"
+        fix = "keep only keys in it, and move data to other files"
         refuse(str(path), f"{path.name} is too large for a config", fix, why)
     return raw
 
@@ -182,7 +182,7 @@ def _forbidden_node(root: yaml.Node) -> tuple[int, str] | None:
     while waiting:
         node, depth = waiting.pop()
         if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
-            return node.start_mark.line + 1, f"the tag {node.tag!r}: a config holds plain values"
+            return node.start_mark.line + 1, f"the tag {node.tag!r}: only plain values are allowed"
         if node.tag.endswith(":int") and len(node.value) > sys.get_int_max_str_digits():
             return node.start_mark.line + 1, f"a whole number of {len(node.value)} digits"
         if depth > MAX_YAML_DEPTH:
@@ -208,9 +208,9 @@ def broken_yaml_problem(path: Path, error: Exception) -> Problem:
 
 
 def _node_size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """The number of values in a node, aliases written out. `sizes`: by id, of those counted yet."""
+    """The number of values in a node, aliases expanded. `sizes`: by id, of counted nodes."""
     if id(node) not in sizes:
-        sizes[id(node)] = MAX_YAML_VALUES + 1  # while it is open: what holds itself has no end
+        sizes[id(node)] = MAX_YAML_VALUES + 1  # while open: a recursive node is infinite
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         flat = [n for part in parts for n in (part if isinstance(part, tuple) else (part,))]
         sizes[id(node)] = 1 + sum(_node_size(n, sizes) for n in flat)
@@ -222,7 +222,7 @@ def yaml_locations(path: Path, mount: str = "") -> dict[str, SourceLocation]:
     try:
         return dict(_yaml_locations(path, path.read_text(), mount))
     except (OSError, yaml.YAMLError):
-        return {}  # the error is Hydra's to report, with its own text
+        return {}  # Hydra reports the error
 
 
 @functools.lru_cache(256)  # a sweep composes from the same files for each of its jobs
@@ -251,14 +251,14 @@ def _plain(node: yaml.ScalarNode) -> object:
 
 
 def _text(node: yaml.Node) -> str:
-    """A scalar as it is written, or the scalars of a list with blanks between them; else ""."""
+    """A scalar as written, or the scalars of a list separated by blanks; else ""."""
     parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     return " ".join(part.value for part in parts if isinstance(part, yaml.ScalarNode))
 
 
 def load_plain_yaml(text: str) -> Any:
-    """The values of YAML from elsewhere, by libyaml: Python's own reader takes time with the square
-    of nested brackets. Raises one of YAML_ERRORS."""
+    """The values of third-party YAML, by libyaml: Python's own reader takes quadratic time for
+    nested brackets. Raises one of YAML_ERRORS."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         root = loader.get_single_node()
@@ -270,7 +270,7 @@ def load_plain_yaml(text: str) -> Any:
 
 
 def yaml_value(text: str) -> object:
-    """An override's value as YAML reads it; the text itself where that is not YAML."""
+    """An override's value as YAML reads it; the text itself if it is not YAML."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -278,7 +278,7 @@ def yaml_value(text: str) -> object:
 
 
 def _spellings(key: str) -> list[str]:
-    """A key, and for one reward's key the same key of the defaults of all rewards."""
+    """A key, and for a reward's key the same key in the defaults of all rewards."""
     parts = key.split(".")
     common = [".".join(["reward_defaults", *parts[2:]])] if parts[0] == "reward" else []
     return [key, *(common if len(parts) > 2 else [])]

@@ -1,7 +1,7 @@
 """Finds things by name: `accuracy` -> rloo_cli/rewards/accuracy.py, `file.py:name` -> code.
 
-Adding a reward, an algorithm or a generation backend is adding its file (and its YAML): the
-file's name is its registry name. Each has a class `Config`, read here without importing torch.
+To add a reward, an algorithm or a generation backend, add its file (and its YAML). The file's name
+is its registry name. Each has a class `Config`, read here without importing torch.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ REGISTRIES = {
 def registry_names(registry: str) -> dict[str, str]:
     """Registry names of a package, one of REGISTRIES -> module names.
 
-    Every module of the package's folder is one; what several of them share lies in sub-folders.
+    Every module in the package's folder counts; shared code lies in sub-folders.
     """
     package = importlib.import_module(f"rloo_cli.{registry}")
     modules = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
@@ -41,7 +41,7 @@ def registry_names(registry: str) -> dict[str, str]:
 
 
 def registered_module(registry: str, name: str) -> ModuleType:
-    """The module behind a registry name; for an algorithm also a file of the user's own.
+    """The module behind a registry name; for an algorithm also a user's file.
 
     Raises KeyError for an unknown one, ConfigError for a file that does not exist.
     """
@@ -51,7 +51,7 @@ def registered_module(registry: str, name: str) -> ModuleType:
 
 
 def is_user_file(registry: str, name: str) -> bool:
-    """Whether this names a Python file instead of one of ours."""
+    """Whether this names a Python file rather than a registry name."""
     return registry == "algorithms" and name.endswith(".py")
 
 
@@ -60,14 +60,14 @@ def _algorithm_file(name: str) -> ModuleType:
         loaded = _import_file(Path(name))
     except (ConfigError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # whatever a file does when it is read
+    except BaseException as error:  # a file can raise anything
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         why = f"{type(error).__name__}: {error}, at line {line}"
         what, fix = f"{name} cannot be read", f"correct {name}"
         raise ConfigError(Problem(what, "algorithm.name", why, fix)) from error
     config = getattr(loaded, "Config", None)
     if not isinstance(config, type) or not hasattr(config, "model_fields"):
-        why, fix = "its file has no class Config(Switches)", "add class Config(Switches) to it"
+        why, fix = "the file has no class Config(Switches)", "add class Config(Switches) to it"
         raise ConfigError(_not_an_algorithm(name, why, fix))
     return loaded
 
@@ -83,9 +83,9 @@ def config_class(registry: str, name: str) -> Any:
 
 
 def algorithm_class(name: str) -> Any:
-    """The class of an algorithm (`algorithms.common.base`), ours or of a user's own file.
+    """The class of an algorithm (`algorithms.common.base`), shipped or from a user's file.
 
-    Raises ConfigError for a file that has none or several, or whose class leaves a hook open.
+    Raises ConfigError for a file with none or several, or whose class lacks a hook.
     """
     loaded = registered_module("algorithms", name)
     found = [
@@ -97,7 +97,7 @@ def algorithm_class(name: str) -> Any:
         return found[0]
     if len(found) != 1:
         names = ", ".join(value.__name__ for value in found) or "none"
-        why = f"its file must define one class that is an Algorithm; it has {names}"
+        why = f"the file must define exactly one Algorithm subclass; it has {names}"
         fix = "add class Mine(Algorithm[Config])" if not found else "move all but one elsewhere"
         raise ConfigError(_not_an_algorithm(name, why, fix))
     if inspect.isabstract(found[0]):
@@ -109,14 +109,14 @@ def algorithm_class(name: str) -> Any:
 
 
 def split_code_spec(spec: str) -> tuple[str, str]:
-    """`file.py:name` -> its two halves. Raises ConfigError when there is no colon.
+    """`file.py:name` -> its two halves. Raises ConfigError without a colon.
 
-    A file of `scripts/` that the current folder lacks is the one that comes with rloo.
+    A `scripts/` file missing in the current folder is taken from rloo.
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
         why = "expected path/to/file.py:name or package.module:name"
-        what, given = f"{spec!r} does not name code", "config or command line"
+        what, given = f"{spec!r} is not a valid code reference", "config or command line"
         fix = f"{where or ('' if colon else name) or 'file.py'}:NAME, of a function or class in it"
         refuse(given, what, fix, why)
     shipped = ROOT / where
@@ -128,8 +128,8 @@ def split_code_spec(spec: str) -> tuple[str, str]:
 def load_code(spec: str) -> Any:
     """Import a user's own code: `path/to/file.py:name` or `package.module:name`.
 
-    Raises ConfigError where the file, the name or the module does not exist. What the file itself
-    raises is shown by the caller, with the user's own frames.
+    Raises ConfigError if the file, name or module does not exist. What the file itself
+    raises is reported by the caller, with the user's frames.
     """
     where, name = split_code_spec(spec)
     with contextlib.chdir(os.getcwd()):  # an import may change the current folder
@@ -155,9 +155,9 @@ def file_fingerprint(path: Path | str) -> str:
 
 
 def code_file(spec: str) -> Path | None:
-    """The file of a user's own code, found without importing anything; None = there is none.
+    """The file of a user's own code, found without importing anything; None = not found.
 
-    What comes with rloo is not the user's.
+    Files that come with rloo do not count.
     """
     where = split_code_spec(spec)[0]
     if where.endswith(".py"):
@@ -182,7 +182,7 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         what, why = f"no module named {error.name!r}", f"from {name}"
-        fix = f"install {error.name}, or start rloo in the folder that has it"
+        fix = f"install {error.name}, or run rloo in the folder that contains it"
         refuse(name, what, fix, why)
 
 
@@ -215,10 +215,10 @@ _FOLDERS: set[Path] = set()  # of the user's files that were loaded
 
 
 def _namesakes(here: Path) -> dict[str, ModuleType]:
-    """Remove from sys.modules the modules that lie beside another user's file and have a namesake
-    in this folder."""
+    """Remove modules that lie beside another user file and share a name with a module in this
+    folder from sys.modules."""
     removed = {}
-    for name, module in sys.modules.copy().items():  # threads import meanwhile
+    for name, module in sys.modules.copy().items():  # other threads may import
         file = getattr(module, "__file__", None)
         beside = file is not None and Path(file).parent in _FOLDERS - {here}
         if beside and "." not in name and (here / f"{name}.py").is_file():

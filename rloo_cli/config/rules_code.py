@@ -1,4 +1,4 @@
-"""What is wrong with `file.py:name`, code of the user's own, found without running the file."""
+"""Problems of `file.py:name`, user code, found without running the file."""
 
 import ast
 import sys
@@ -19,7 +19,7 @@ LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 
 
 def code_problems(key: str, spec: str) -> Iterator[Problem]:
-    """What is wrong with the code that this key names; nothing of a module that is not a file."""
+    """Problems of the code that this key names; none for a module that is not a file."""
     try:
         where, name = registry.split_code_spec(spec)
     except ConfigError as error:
@@ -28,8 +28,8 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
     if not where.endswith(".py"):
         package, is_reward = where.partition(".")[0], key.startswith(REWARD_KEYS)
         if package in sys.stdlib_module_names or (package in DEPENDENCIES and is_reward):
-            why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
-            yield value_problem(key, repr(spec), "is not code of yours", "file.py:name", why)
+            why = f"{package} comes with Python or rloo and is not meant for this"
+            yield value_problem(key, repr(spec), "is not your own code", "file.py:name", why)
         return
     path = Path(where)
     if not path.is_file():
@@ -55,7 +55,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
 
 
 def _definition_problems(tree: ast.Module, key: str, where: str, name: str) -> Iterator[Problem]:
-    """What can be said of the one definition of this name: no literal, no argument before a /."""
+    """Problems of the single definition of this name: a literal, or an argument before a /."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, LITERALS):
             if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
@@ -63,13 +63,13 @@ def _definition_problems(tree: ast.Module, key: str, where: str, name: str) -> I
                 fix = f"{key}={where}:NAME, a function or a class"
                 yield Problem(f"{where}:{name} is not callable", key, why, fix)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            before = node.args.posonlyargs  # those with a default need not be given
+            before = node.args.posonlyargs  # arguments with a default are optional
             before = before[: max(0, len(before) + len(node.args.args) - len(node.args.defaults))]
             if before and not node.decorator_list and key.startswith(REWARD_KEYS):
-                what = f"parameter {before[0].arg!r} cannot be given by name"
+                what = f"parameter {before[0].arg!r} cannot be passed by name"
                 at = f"{where}:{node.lineno}"
-                why = f"{at} has it before a /, and rewards get keyword arguments only"
-                yield Problem(what, key, why, "take the / out of its signature")
+                why = f"{at} has it before a /, but rewards get keyword arguments"
+                yield Problem(what, key, why, "remove the / from its signature")
 
 
 def _names_bound(tree: ast.Module) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""What adapters, quantised weights and moving references forbid each other, found without torch.
+"""Conflicts between adapters, quantised weights and moving references, found without torch.
 
-An adapter that training goes on from has a config of its own; the keys have to agree with it.
+An adapter to continue training has its own config, which the keys must match.
 """
 
 import json
@@ -14,11 +14,11 @@ from rloo_cli.utils.errors import Problem, clash_problems, value_problem
 
 LAYER_KEYS = {"target_modules", "exclude_modules", "modules_to_save"}
 WHOLE_ENGINES = ("single", "ddp")
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 allocates
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allocated by vLLM 0.32
 # Key of model.lora -> the name in an adapter's own config.
 PEFT_NAMES = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 
-# Fields of peft's configs that say what an adapter is of, and are no arguments.
+# Fields of peft's configs that describe the adapter and are not arguments.
 PEFT_ORIGIN = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version",
     "revision", "task_type",
@@ -28,7 +28,7 @@ PEFT_ORIGIN = {
 def adapter_problems(
     model: ModelConfig, generation: GenerationConfig, engine: str, needs_reference: bool
 ) -> Iterator[Problem]:
-    """Everything wrong with model.lora, model.quantization and model.ref_*.
+    """Problems of model.lora, model.quantization and model.ref_*.
 
     `engine`: distributed.engine. `needs_reference`: the algorithm compares with a reference.
     """
@@ -47,19 +47,19 @@ def _adapter(model: ModelConfig, keys: LoraConfig, needs_reference: bool) -> Ite
     dropout = model.disable_dropout and keys.dropout > 0
     key, found = "model.lora.dropout", f"model.lora.dropout={keys.dropout}"
     fix = f"{key}=0, or model.disable_dropout=false"
-    clash = (dropout, key, found, "one asks for dropout, the other for none", fix)
+    clash = (dropout, key, found, "one enables dropout, the other disables it", fix)
     yield from clash_problems("model.disable_dropout=true", [clash])
     if keys.bias != "none" and model.ref_path is None and needs_reference:
         why = (
-            "the reference is the model without its adapter, and biases that are trained are"
-            " part of the model itself"
+            "the reference is the model without its adapter, but trained biases change the"
+            " model itself"
         )
-        fix = "none, or model.ref_path=... for a model of its own"
-        yield value_problem("model.lora.bias", keys.bias, "leaves no reference", fix, why)
+        fix = "none, or model.ref_path=... for a separate model"
+        yield value_problem("model.lora.bias", keys.bias, "changes the reference", fix, why)
 
 
 def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
-    """Why training cannot go on from the adapter of model.lora.path with these keys."""
+    """Why training cannot continue the adapter of model.lora.path with these keys."""
     if keys.path is None:
         return
     where, file = "model.lora.path", Path(keys.path) / ADAPTER_CONFIG_FILE
@@ -68,13 +68,13 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
         kind = adapter["peft_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         why = f"expected JSON with a peft_type in {file.absolute()}"
-        fix = "FOLDER, that peft or rloo saved"
+        fix = "FOLDER, saved by peft or rloo"
         yield value_problem(where, keys.path, "is not an adapter", fix, why)
         return
     if kind != keys.peft_type:
         why = f"its peft_type is {kind}, and model.lora.peft_type is {keys.peft_type}"
         fix = f"model.lora.peft_type={kind}"
-        yield Problem(f"{keys.path} is another kind of adapter", where, why, fix)
+        yield Problem(f"{keys.path} is another type of adapter", where, why, fix)
         return
     if kind != "LORA":
         return  # `policy/lora.py` compares its arguments, whose defaults are peft's
@@ -85,20 +85,20 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
             key = f"model.lora.{name}"
             value = str(found).lower() if isinstance(found, bool) else found
             why = f"the adapter in {keys.path} was made with {value}"
-            yield value_problem(key, ours, "is not the adapter's", value, why)
+            yield value_problem(key, ours, "does not match the adapter", value, why)
 
 
 def _other_kinds(model: ModelConfig, keys: LoraConfig, engine: str) -> Iterator[Problem]:
-    """Arguments that are keys, and what is known of LoRA alone."""
+    """Arguments that are keys, and what only applies to LoRA."""
     own = keys.kwargs if keys.peft_type == "LORA" else {*keys.kwargs} & LAYER_KEYS
     for name in sorted(own):
-        what = f"model.lora.kwargs has {name}"
-        why = "a LoRA's arguments are keys, those that rloo takes" if own is keys.kwargs else ""
-        fix = f"model.lora.{name}=..." if name in LoraConfig.model_fields else "leave it out"
-        yield Problem(what, "model.lora.kwargs", why or f"model.lora.{name} says it", fix)
+        what = f"model.lora.kwargs cannot have {name}"
+        why = "rloo has keys for LoRA's arguments" if own is keys.kwargs else ""
+        fix = f"model.lora.{name}=..." if name in LoraConfig.model_fields else "remove it"
+        yield Problem(what, "model.lora.kwargs", why or f"model.lora.{name} sets it", fix)
     if keys.kwargs.get("bias", "none") != "none":
-        why = "biases that are trained are part of the model, and the reference would have them"
-        yield Problem("model.lora.kwargs trains biases", "model.lora.kwargs", why, "leave bias out")
+        why = "trained biases are part of the model, so the reference would change too"
+        yield Problem("model.lora.kwargs trains biases", "model.lora.kwargs", why, "remove bias")
     if keys.peft_type == "LORA":
         return
     key = "model.lora.peft_type"
@@ -107,21 +107,21 @@ def _other_kinds(model: ModelConfig, keys: LoraConfig, engine: str) -> Iterator[
             engine not in WHOLE_ENGINES,
             "distributed.engine",
             f"distributed.engine={engine}",
-            "tensors in shards are put together by rules that are LoRA's",
+            "sharded tensors are only gathered for LoRA",
             f"distributed=ddp, or {key}=LORA",
         ),
         (
             model.quantization is not None,
             "model.quantization",
             "model.quantization",
-            "weights of a few bits are merged with LoRA's products alone",
+            "quantised weights can only be merged with LoRA",
             f"model.quantization=null, or {key}=LORA",
         ),
         (
             bool(model.ref_sync.every) and model.ref_path is None,
             "model.ref_sync.every",
             f"model.ref_sync.every={model.ref_sync.every}",
-            "the average of two adapters' tensors is defined for LoRA's factors",
+            "averaging adapters is only defined for LoRA's factors",
             f"model.ref_sync.every=0, or {key}=LORA",
         ),
     ]
@@ -132,14 +132,14 @@ def _engine(generation: GenerationConfig, keys: LoraConfig) -> Iterator[Problem]
     """Why vLLM cannot sample with an adapter of these keys: it computes plain LoRA only."""
     if not generation.is_engine:
         return
-    top, whole = VLLM_LORA_RANKS[-1], "vLLM takes no whole layers from an adapter"
+    top, whole = VLLM_LORA_RANKS[-1], "vLLM cannot load full layers from an adapter"
     other = keys.peft_type != "LORA"
-    odd = {  # key -> whether vLLM cannot compute it, why, and a value that it can
-        "peft_type": (other, "vLLM computes LoRA", "LORA"),
-        "use_dora": (keys.use_dora and not other, "vLLM has no DoRA", "false"),
+    odd = {  # key -> whether vLLM lacks support, why, and a supported value
+        "peft_type": (other, "vLLM only supports LoRA", "LORA"),
+        "use_dora": (keys.use_dora and not other, "vLLM does not support DoRA", "false"),
         "modules_to_save": (keys.modules_to_save, whole, "[]"),
-        "bias": (keys.bias != "none", "vLLM takes no biases from an adapter", "none"),
-        "r": (keys.r > top, f"vLLM makes room for ranks up to {top}", top),
+        "bias": (keys.bias != "none", "vLLM cannot load biases from an adapter", "none"),
+        "r": (keys.r > top, f"vLLM supports ranks up to {top}", top),
     }
     backend = f"generation={generation.backend}"
     for name, (is_odd, why, good) in odd.items():
@@ -148,7 +148,7 @@ def _engine(generation: GenerationConfig, keys: LoraConfig) -> Iterator[Problem]
         yield from clash_problems(backend, [clash])
     key, transfer = f"generation.{generation.section}.transfer", generation.own_keys.transfer
     if transfer in ("nccl", "ipc"):
-        why = "an adapter is small: it travels as bytes, over a connection of its own"
+        why = "an adapter is small and is sent as bytes over its own connection"
         yield value_problem(key, transfer, "sends whole models", "auto", why)
 
 
@@ -157,9 +157,9 @@ def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Pro
     if keys is None:
         return
     if model.lora is None:
-        why = "weights of a few bits take no gradient; an adapter over them does"
+        why = "quantised weights have no gradient; an adapter on them does"
         yield Problem("model.quantization needs model.lora", where, why, "lora=default")
-    key, rounded = "model.ref_offload", "its weights are rounded, and the engine's would not be"
+    key, rounded = "model.ref_offload", "its weights are quantised, but the engine's would not be"
     clashes = [
         (
             generation.is_engine,
@@ -172,7 +172,7 @@ def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Pro
             model.ref_offload,
             key,
             f"{key}=true",
-            "quantised weights stay where they were made",
+            "quantised weights cannot be moved",
             f"{key}=false",
         ),
     ]
@@ -181,31 +181,31 @@ def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Pro
 
 def _reference(model: ModelConfig) -> Iterator[Problem]:
     if model.ref_offload and model.ref_path is None:
-        why = "the reference is the model itself, without its adapter"
-        what = "has no second model to move"
+        why = "the reference is the model without its adapter"
+        what = "has no second model to update"
         yield value_problem("model.ref_offload", "true", what, "false", why)
     if (every := model.ref_sync.every) and model.ref_path is not None:
-        why = "the reference of model.ref_path has no adapter that could follow the policy's"
+        why = "the reference of model.ref_path has no adapter to update"
         what, fix = "does not go with model.lora", "0, or model.ref_path=null"
         yield value_problem("model.ref_sync.every", every, what, fix, why)
 
 
 def supervised_adapter_problems(model: ModelConfig, section: str) -> Iterator[Problem]:
-    """Adapter keys that a `section` (sft, reward_model) does not take."""
+    """Adapter keys that a `section` (sft, reward_model) does not support."""
     setting, where, bits = (
         f"rloo {section.replace('_', '-')}",
         "model.lora.path",
         "model.quantization",
     )
     if model.quantization is not None:
-        why = "it trains an adapter over weights that are whole"
+        why = "it trains an adapter on unquantised weights"
         yield from clash_problems(setting, [(True, bits, bits, why, f"{bits}=null")])
     keys = model.lora
     if keys is None:
         return
     yield from _saved_adapter_problems(keys)
     headless = section == "reward_model" and keys.path is not None
-    why = "the adapter of a language model has no head, and this one begins with a new one"
+    why = "a language model's adapter has no head, but a reward model needs one"
     yield from clash_problems(setting, [(headless, where, where, why, f"{where}=null")])
 
 

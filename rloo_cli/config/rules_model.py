@@ -10,7 +10,7 @@ from rloo_cli.config.schema import GenerationConfig, ModelConfig
 from rloo_cli.utils.errors import Problem, value_problem
 from rloo_cli.utils.files import JsonObject
 
-# One of these is in the folder of every tokenizer.
+# Every tokenizer's folder has one of these.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
@@ -21,13 +21,13 @@ OTHER_HEADS = (
 )  # fmt: skip
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NO_ROUTER_REPLAY = (
-    "its router turns a rounding between sampler and trainer into another expert, so that a token's"
-    " probability may be another one where it is trained; the router's choices are not replayed"
+    "rounding differences between sampler and trainer can change its router's choice of experts,"
+    " and so a token's probability; the router's choices are not replayed"
 )
 LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
-# Arguments of from_pretrained that are keys here, or that a run says itself.
+# Arguments of from_pretrained that are keys here, or set by the run.
 RESERVED_INIT_KWARGS = {
     "dtype": "model.dtype", "torch_dtype": "model.dtype", "revision": "model.revision",
     "attn_implementation": "model.attn_implementation", "config": "model.path",
@@ -37,7 +37,7 @@ RESERVED_INIT_KWARGS = {
     "output_loading_info": "nothing: missing tensors are an error", "num_labels": "nothing",
     "state_dict": "model.path", "tp_plan": "distributed.engine",
 }  # fmt: skip
-# Those that say how files are found and read, not what the model computes.
+# Arguments about finding and reading files, not about what the model computes.
 LOADING_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "token", "subfolder", "variant",
     "low_cpu_mem_usage", "use_cache", "weights_only", "proxies",
@@ -45,20 +45,20 @@ LOADING_ARGUMENTS = (
 
 
 def init_kwargs_problems(model: ModelConfig, generation: GenerationConfig) -> Iterator[Problem]:
-    """Arguments in model.init_kwargs that other keys have, or that a sampler would not know of."""
+    """Arguments in model.init_kwargs that other keys set, or that a sampler would not see."""
     for name in model.init_kwargs:
         if name in RESERVED_INIT_KWARGS:
-            what = f"model.init_kwargs.{name} is rloo's own business"
-            fix = f"leave out model.init_kwargs.{name}"
+            what = f"model.init_kwargs.{name} is set by rloo"
+            fix = f"remove model.init_kwargs.{name}"
             why = f"set by {RESERVED_INIT_KWARGS[name]}"
             yield Problem(what, "model.init_kwargs", why, fix)
-    if not generation.is_engine:  # the trainer's own weights sample
+    if not generation.is_engine:  # the trainer's weights sample
         return
     section, extra = generation.section, generation.own_keys.extra
-    told = extra.get("hf_overrides") or extra.get("hf-overrides") or {}
+    overrides = extra.get("hf_overrides") or extra.get("hf-overrides") or {}
     for name, value in model.init_kwargs.items():
         plain = name in LOADING_ARGUMENTS or name in RESERVED_INIT_KWARGS
-        if not plain and told.get(name) != value:
+        if not plain and overrides.get(name) != value:
             what = f"{generation.backend} would sample without model.init_kwargs.{name}"
             why = "vLLM reads the model's config.json by itself"
             fix = paste_setting(f"generation.{section}.extra", {"hf_overrides": {name: value}})
@@ -68,9 +68,9 @@ def init_kwargs_problems(model: ModelConfig, generation: GenerationConfig) -> It
 def model_file_problems(
     model: ModelConfig, needs_reference: bool, allow_moe: bool
 ) -> Iterator[Problem]:
-    """What is wrong with the policy and its reference, as far as their files show it.
+    """Problems of the policy and its reference, as far as their files show.
 
-    `needs_reference`: the algorithm compares with one. `allow_moe`: generation.allow_moe.
+    `needs_reference`: the algorithm needs one. `allow_moe`: generation.allow_moe.
     """
     policy = _values(model.path, model.revision)
     yield from _head_problems("model.path", model.path, policy)
@@ -80,7 +80,7 @@ def model_file_problems(
         yield from _head_problems("model.ref_path", model.ref_path, reference)
         ours, theirs = _vocabulary(policy), _vocabulary(reference)
         if ours and theirs and ours != theirs:
-            why = f"the policy knows {ours} tokens, the reference {theirs}"
+            why = f"the policy has {ours} tokens, the reference {theirs}"
             what = "policy and reference differ in vocabulary"
             fix = "model.ref_path=ORG/NAME or a folder, of a model with the policy's tokens"
             yield Problem(what, "model.ref_path", why, fix)
@@ -94,17 +94,17 @@ def _head_problems(key: str, path: str, values: JsonObject) -> Iterator[Problem]
 
 
 def wrong_head_reason(values: JsonObject) -> str:
-    """Why the weights of this config.json have no language model's head; "" = they may have one."""
+    """Why the weights of this config.json lack a language model head; "" = they may have one."""
     classes = [str(c) for c in values.get("architectures") or []]
     if classes and all(c.endswith(OTHER_HEADS) for c in classes):
-        return f"its config.json says {classes[0]}: its head would be left out for another one"
+        return f"its config.json has {classes[0]}: its head would be replaced"
     return ""
 
 
 def uncounted_layers(values: JsonObject, unexpected: Iterable[str]) -> list[str]:
-    """Names among `unexpected` tensors of layers beyond the number in the config.json.
+    """Names of `unexpected` tensors in layers beyond the number in config.json.
 
-    Layers for predicting several tokens at once come after the others, and are rightly left out.
+    Layers for multi-token prediction come after the others and are rightly dropped.
     """
     inner = values.get("text_config")
     text = inner if isinstance(inner, dict) else values
@@ -133,15 +133,15 @@ def expert_problems(model: ModelConfig, allow_moe: bool) -> Iterator[Problem]:
 
 
 def model_file_notes(model: ModelConfig, allow_moe: bool) -> list[str]:
-    """Notes for the log: experts that are trained, models that bring code which is not used."""
+    """Notes for the log: trained experts, and models whose own code is not used."""
     name = expert_count_key(model) if allow_moe else ""
-    text = f"warning: model.path: a mixture of experts ({name}) is trained, as generation.allow_moe"
+    text = f"warning: model.path: training a mixture of experts ({name}), as generation.allow_moe"
     watch = "watch sampling/logp_diff_rms"
     notes = [f"{text} says: {NO_ROUTER_REPLAY}; {watch}"] if name else []
     models = {"model.path": model.path, "model.ref_path": model.ref_path}
     return notes + [
-        f"warning: {key}: {path} brings Python code of its own (auto_map), which is not used:"
-        " transformers' class is (model.trust_remote_code=false)"
+        f"warning: {key}: {path} has its own Python code (auto_map), which is not used:"
+        " transformers' class is used instead (model.trust_remote_code=false)"
         for key, path in models.items()
         if path
         and not model.trust_remote_code
@@ -157,14 +157,14 @@ def _tokenizer(model: ModelConfig) -> Iterator[Problem]:
     except OSError:
         return
     if not names or (key == "model.path" and "config.json" not in names):
-        return  # not a folder, or not a model's: that is reported elsewhere
+        return  # not a model's folder: reported elsewhere
     if not names & {*TOKENIZER_FILES} and not any(n.endswith(".tiktoken") for n in names):
         why = f"{folder.absolute()} has none of {', '.join(TOKENIZER_FILES[:4])}, ..."
         yield Problem(f"{folder} has no tokenizer", key, why, "model.tokenizer=FOLDER or ORG/NAME")
 
 
 def _values(path: str, revision: str | None = None) -> JsonObject:
-    """A model's config.json; {} for one that cannot be read, which `rules` reports."""
+    """A model's config.json; {} if unreadable, which `rules` reports."""
     try:
         return hf_cache.read_model_config(path, revision)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What `generation.overlap` does not go together with, apart from the algorithm's own settings.
+"""Settings that do not go with `generation.overlap`, apart from the algorithm's own.
 
-The table of docs/generation.md, as messages: each says what would work instead. What an algorithm's
-settings forbid stands with them, in algorithms/common/completion_rules.py.
+The table of docs/overlap.md, as messages: each says what works instead. Settings that an algorithm
+forbids are in algorithms/common/completion_rules.py.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ OVERLAP = "generation.overlap"
 def overlap_problems(
     generation: GenerationConfig, model: ModelConfig, engine: str, has_agent: bool
 ) -> Iterator[Problem]:
-    """Everything in the way of sampling while training goes on. `engine`: distributed.engine."""
+    """Everything that prevents sampling during training. `engine`: distributed.engine."""
     mode = generation.overlap
     if mode == "none":
         return
@@ -24,33 +24,33 @@ def overlap_problems(
             not (generation.is_server or generation.samples_here),
             OVERLAP,
             f"generation={generation.backend}",
-            "it does not sample while this process trains",
+            "it cannot sample while this process trains",
             "generation=vllm_server",
         ),
         (
             generation.samples_here and model.lora is not None,
             "model.lora",
             "model.lora with generation=transformers",
-            "a copy of the weights samples, which has no adapter",
+            "the sampling copy of the weights has no adapter",
             f"generation=vllm_server, or {OVERLAP}=none",
         ),
         (
             engine != "single",
             OVERLAP,
             f"distributed.engine={engine}",
-            "ranks would have to agree on two things at once, and do not yet",
+            "several ranks are not supported yet",
             "distributed=single",
         ),
         (
             has_agent,
             OVERLAP,
             "an agent",
-            "an episode's tools would run beside the update, which is not tested yet",
+            "tools that run during an update are not tested yet",
             f"{OVERLAP}=none",
         ),
     ]
     if mode == "carry":
-        why = "a completion goes on as a request of its own, whose prompt are its tokens so far"
+        why = "a carried completion is sent as a new request, with its tokens so far as the prompt"
         for name, off in (("min_tokens", 0), ("repetition_penalty", 1.0)):
             key, value = f"generation.{name}", getattr(generation, name)
             clashes.append((value != off, key, f"{key}={value:g}", why, f"{key}={off}"))

@@ -1,7 +1,7 @@
 """Checks the paths of a config: models, data, files, the root of the runs.
 
 They are checked before anything is imported, so that a misspelt path costs a second. What is not a
-path must be possible as a name on the hub; whether the hub has it is not asked here.
+path must be a valid hub name; whether it exists on the hub is not checked here.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ class NamedPath(NamedTuple):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the hub's cache has it; for a path that is a hub name."""
+        """Whether it is in the hub cache; only for hub names."""
         return hf_cache.is_in_hub_cache(self.path, self.revision, self.kind)
 
 
 def path_problems(named: Iterable[NamedPath], template: str | None, root: str) -> Iterator[Problem]:
-    """What is wrong with the paths of a run. `template`: model.chat_template."""
+    """Problems of a run's paths. `template`: model.chat_template."""
     for each in named:
         yield from named_path_problems(each)
     if template is not None:
@@ -46,14 +46,14 @@ def path_problems(named: Iterable[NamedPath], template: str | None, root: str) -
 
 
 def named_path_problems(named: NamedPath) -> Iterator[Problem]:
-    """What is wrong with one path."""
+    """Problems of one path."""
     key, path = named.key, named.path
     if path.startswith(synthetic.MAKE_PREFIX):
         yield from _synthetic_path_problems(named)
     elif path.startswith(synthetic.TASK_PREFIX):
         if named.kind == "model":
             fix = f"data.path={path}, and a model here"
-            why = f"{synthetic.TASK_PREFIX}NAME draws questions, and has no weights"
+            why = f"{synthetic.TASK_PREFIX}NAME generates questions and has no weights"
             yield Problem(f"{key} = {path!r} is a task, not a model", key, why, fix)
     else:
         yield from _local_path_problems(key, path, data=named.kind == "dataset")
@@ -98,9 +98,9 @@ def _reward_models(section: str, entry: Any) -> list[NamedPath]:
 
 
 def synthetic_model_paths(named: Iterable[NamedPath]) -> list[str]:
-    """Every `make:NAME` and GGUF file among a run's models and reward models, each once.
+    """Every `make:NAME` and GGUF file among a run's models and reward models, without duplicates.
 
-    To make or convert one of them can take a minute: it is done before anything waits for them.
+    Building or converting one can take a minute: do it before anything waits for it.
     """
     paths = (each.path for each in named if each.kind == "model")
     return list(dict.fromkeys(path for path in paths if synthetic.is_made_here(path)))
@@ -129,7 +129,7 @@ def _adapter_folder_problem(key: str, folder: Path) -> Problem:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         about = json.loads((folder / hf_cache.ADAPTER_CONFIG_FILE).read_text())
         base = str(about.get("base_model_name_or_path") or base)
-    what = f"{key} = {str(folder)!r} is the folder of an adapter, not of a model"
+    what = f"{key} = {str(folder)!r} is an adapter, not a model"
     why = f"its base is {base}; training continues the adapter on it"
     fix = f"{key}={base} lora=default model.lora.path={folder}"
     return Problem(what, key, why, fix)
@@ -158,7 +158,7 @@ def _local_path_problems(key: str, value: str, data: bool) -> Iterator[Problem]:
         if (path / hf_cache.ADAPTER_CONFIG_FILE).exists():
             yield _adapter_folder_problem(key, path)
             return
-        problem = "has no config.json: it is not a model"
+        problem = "is not a model: it has no config.json"
     if problem:
         yield value_problem(key, repr(value), problem, fix, looked)
 

@@ -1,9 +1,9 @@
-"""Settings with which the sampler's distribution is not the model's, and what a mask makes exact.
+"""Settings that make the sampler's distribution differ from the model's, and their masks.
 
-top_p, top_k and min_p cut the distribution that a token is sampled from. With
-`generation.return_sampling_mask` the ids that were left are known, and the trainer computes its
-log-probabilities over them; so whatever else only forbids ids is accounted for, too. A setting that
-changes how likely the ids are among themselves (a penalty, a bias) is not.
+top_p, top_k and min_p truncate the distribution that a token is sampled from. With
+`generation.return_sampling_mask` the remaining ids are known, and the trainer computes its
+log-probabilities over them, so settings that only forbid ids are accounted for too. A setting that
+changes the relative probability of ids (a penalty, a bias) is not.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.utils.errors import Problem
 
 MASK_KEY, LIMIT_KEY = "generation.return_sampling_mask", "generation.max_sampling_mask_ids"
-# Of generation.kwargs of the transformers backend: what cuts the distribution; what only bans ids.
+# generation.kwargs of the transformers backend that truncate the distribution; that only ban ids.
 CUTTING_KWARGS = ("typical_p", "epsilon_cutoff", "eta_cutoff")
 BANNING_KWARGS = ("bad_words_ids", "suppress_tokens")
-STRUCTURED = "structured_outputs"  # a form that completions follow
+STRUCTURED = "structured_outputs"  # a format that completions follow
 
 
 def cutting_settings(generation: GenerationConfig) -> list[str]:
-    """Settings that cut the distribution, as `key=value`."""
+    """Settings that truncate the distribution, as `key=value`."""
     active = {
         "top_p": generation.top_p < 1,
         "top_k": generation.top_k > 0,
@@ -31,21 +31,21 @@ def cutting_settings(generation: GenerationConfig) -> list[str]:
 
 
 def _cutting_kwargs(generation: GenerationConfig) -> tuple[str, ...]:
-    """Names of generation.kwargs that cut the distribution, where the sampler's masks show it."""
+    """Names of generation.kwargs that truncate the distribution, if the sampler's masks show it."""
     forms = (STRUCTURED,) if generation.samples_here else ()
     return (*CUTTING_KWARGS, *forms)
 
 
 def keeps_masks(generation: GenerationConfig) -> bool:
-    """Whether the sampler keeps the ids that each token was chosen from."""
+    """Whether the sampler records the ids that each token was chosen from."""
     return generation.return_sampling_mask and bool(cutting_settings(generation))
 
 
 def inexact_settings(generation: GenerationConfig, with_masks: bool = False) -> list[str]:
     """Settings with which logp does not describe the sampler, as `key=value`.
 
-    `with_masks`: as if masks were kept. min_tokens is one: no stop id can be sampled before, so
-    every other token is likelier.
+    `with_masks`: assuming masks are kept. min_tokens is one: it bans stop ids at first, which makes
+    every other token likelier.
     """
     masked = (with_masks or generation.return_sampling_mask) and bool(cutting_settings(generation))
     kwargs = dict(generation.kwargs)
@@ -64,12 +64,12 @@ def inexact_settings(generation: GenerationConfig, with_masks: bool = False) -> 
 
 
 def mask_problems(generation: GenerationConfig) -> Iterator[Problem]:
-    """What does not go with generation.return_sampling_mask."""
+    """Settings that do not go with generation.return_sampling_mask."""
     most = generation.max_sampling_mask_ids
     if not keeps_masks(generation):
         return
     if generation.top_k > most:
         what = f"generation.top_k = {generation.top_k} keeps more ids than {LIMIT_KEY} = {most}"
-        why = "every token would have a mask that is too long"
+        why = "every token's mask would be too long"
         fix = f"generation.top_k={most}, or {LIMIT_KEY}={generation.top_k}"
         yield Problem(what, LIMIT_KEY, why, fix)

@@ -1,7 +1,7 @@
 """Settings of the two trainings before RLOO, from a run's config: model, data, output folder.
 
-Imports no torch. A key of `sft` or `reward_model` that is null is filled in from `model` and `data`
-here, and nowhere else.
+Imports no torch. Null keys of `sft` or `reward_model` are filled in from `model` and `data` here,
+and nowhere else.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ TRAINING_SECTIONS = ("sft", "reward_model")
 
 @dataclass(frozen=True)
 class SupervisedTraining:
-    """One training before RLOO, with all that its section leaves to `model` and `data`."""
+    """One training before RLOO, with defaults from `model` and `data`."""
 
     section: str  # sft or reward_model
     settings: TrainingConfig
-    model: ModelConfig  # that it starts from, without a reference
+    model: ModelConfig  # the start, without a reference
     data: DataConfig
     folder: Path  # of the trained model; it is not a run folder, root/name
 
@@ -47,33 +47,33 @@ def supervised_training(run: RunConfig, section: str) -> SupervisedTraining:
 
 
 def _training_data(data: DataConfig, settings: TrainingData) -> DataConfig:
-    """The data of a training. Another data set than the run's has names and columns of its own."""
+    """The data of a training. A data set other than the run's has its own names and columns."""
     values: JsonObject = settings.model_dump(exclude_none=True)
     if settings.path is not None:
         plain = dict.fromkeys(("name", "revision", "max_samples", "mixture", "filter", "map"))
         values = plain | {"columns": {}, "types": {}, "streaming": False} | values
-    # Longer examples are left out, whatever data.overlong does to prompts: a cut prompt would be
-    # trained on as if it were whole.
+    # Longer examples are dropped, whatever data.overlong does to prompts: a truncated prompt would
+    # be trained on as if it were complete.
     limits = {"eval_split": settings.eval_split, "overlong": "filter"}
     return data.model_copy(update=values | limits)
 
 
 def training_problems(training: SupervisedTraining) -> Iterator[Problem]:
-    """What is wrong with the settings of a training, found before anything is loaded."""
+    """Problems of a training's settings, found before anything is loaded."""
     section, settings = training.section, training.settings
     if settings.path is not None:
         named = NamedPath(f"{section}.path", settings.path, settings.revision, "model")
         yield from rules_paths.named_path_problems(named)
     key = f"{section}.data.path"
     if training.data.path is None:
-        why = f"{section} reads one data set, and data.mixture is several"
-        yield value_problem(key, "null", "names no data set", "PATH", why)
+        why = f"{section} reads a single data set, but data.mixture has several"
+        yield value_problem(key, "null", "is required", "PATH", why)
     if settings.data.path is not None:
         named = NamedPath(key, settings.data.path, settings.data.revision, "dataset")
         yield from rules_paths.named_path_problems(named)
     if settings.revision is not None and settings.path is None:
         what = f"{section}.revision is set without {section}.path"
-        why = "the model is model.path, which has a revision of its own"
+        why = "the model is model.path, which has its own revision"
         fix = f"model.revision={settings.revision}, or {section}.path=MODEL"
         yield Problem(what, f"{section}.revision", why, fix)
     yield from rules_lora.supervised_adapter_problems(training.model, section)
@@ -87,7 +87,7 @@ def training_problems(training: SupervisedTraining) -> Iterator[Problem]:
 def split_batch(settings: TrainingConfig, ranks: int) -> tuple[int, int]:
     """How a step's examples are split. -> (examples of a forward pass, passes of each rank)
 
-    A pass has the most examples, up to micro_batch_size, of which a rank's share is a multiple.
+    A pass has as many examples as possible, up to micro_batch_size, in equal parts.
     """
     share = settings.batch_size // ranks
     most = min(settings.micro_batch_size or share, share)
@@ -96,21 +96,21 @@ def split_batch(settings: TrainingConfig, ranks: int) -> tuple[int, int]:
 
 
 def spread_problems(training: SupervisedTraining, engine: str, ranks: int) -> Iterator[Problem]:
-    """Why so many processes cannot share a training."""
+    """Why this many processes cannot share a training."""
     section, size = training.section, training.settings.batch_size
     key = f"{section}.batch_size"
     if size % ranks:
-        why, more = f"{ranks} processes take equal parts of it", -(-size // ranks) * ranks
-        yield value_problem(key, size, "cannot be shared", more, why)
+        why, more = f"{ranks} processes need equal parts", -(-size // ranks) * ranks
+        yield value_problem(key, size, "cannot be split evenly", more, why)
     if ranks > 1 and training.model.lora is not None and engine not in rules_lora.WHOLE_ENGINES:
         what = f"does not go with model.lora in {section}"
-        why = "the adapter is merged into weights that a process has whole"
+        why = "the adapter is merged into unsharded weights"
         fix = "ddp, or model.lora=null"
         yield value_problem("distributed.engine", engine, what, fix, why)
 
 
 def training_download_problems(training: SupervisedTraining) -> Iterator[Problem]:
-    """What a training would have to download where the network is off."""
+    """What a training would have to download while offline."""
     if not hf_cache.is_hub_offline():
         return
     section, settings = training.section, training.settings

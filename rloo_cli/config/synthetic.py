@@ -1,7 +1,7 @@
-"""Models and data that are made on the spot, so that a recipe needs no download: `make:NAME`.
+"""Models and data that are generated, so that a recipe needs no download: `make:NAME`.
 
 SYNTHETIC_MODELS, SYNTHETIC_DATA: name -> `module:function`, read without importing torch. A model's
-function returns the folder that it is in; a data set's takes the split's name and returns examples.
+function returns the model's folder; a data set's takes the split's name and returns examples.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def is_made_here(path: str) -> bool:
 
 
 def resolve_model_path(path: str) -> str:
-    """The folder of a model: `make:NAME` is made and a GGUF file converted; others as they are."""
+    """The folder of a model: `make:NAME` is made and a GGUF file converted; others unchanged."""
     if path.startswith(MAKE_PREFIX):
         return str(registry.load_code(SYNTHETIC_MODELS[path.removeprefix(MAKE_PREFIX)])())
     if path.endswith(GGUF_SUFFIX):
@@ -92,7 +92,7 @@ def resolve_model_path(path: str) -> str:
 
 
 def template_path(value: str) -> Path:
-    """The file of `model.chat_template`; `make:NAME` is one of ours, where there is such a one."""
+    """The file of `model.chat_template`; `make:NAME` is one of ours, if it exists."""
     name = value.removeprefix(MAKE_PREFIX)
     if value.startswith(MAKE_PREFIX) and name in SYNTHETIC_TEMPLATES:
         return PACKAGE / "data" / "synthetic" / SYNTHETIC_TEMPLATES[name]
@@ -100,17 +100,17 @@ def template_path(value: str) -> Path:
 
 
 def row_source(path: str) -> RowSource | None:
-    """Who makes the rows of this data.path; None: it is a file, a folder or a hub's data set."""
+    """The generator of this data.path; None for a file, a folder or a hub data set."""
     return next((source for source in ROW_SOURCES if path.startswith(source.prefix)), None)
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this model or data set has to come from a hub: it is not made here, nor lies here."""
+    """Whether this model or data set must come from a hub: neither synthetic nor local."""
     return not path.startswith(NO_HUB_PREFIXES) and not Path(path).expanduser().exists()
 
 
 def synthetic_rows(config: "DataConfig", split: str) -> list[dict[str, object]]:
-    """The rows of a split of `make:NAME`. Raises KeyError for a split that it does not have."""
+    """The rows of a split of `make:NAME`. Raises KeyError for an unknown split."""
     make = registry.load_code(SYNTHETIC_DATA[str(config.path).removeprefix(MAKE_PREFIX)])
     rows: list[dict[str, object]] = make(split)
     return rows

@@ -1,7 +1,7 @@
 """Templates of prompts and of questions: `{name}` is filled in, `{{` and `}}` are braces.
 
-A name with a dot is a nested field (column_names.py). Nothing else is filled in: a conversion
-(`{name!r}`) or a format (`{name:>5}`) is refused.
+A name with a dot is a nested field (column_names.py). A conversion (`{name!r}`) or a format
+(`{name:>5}`) is refused.
 """
 
 import string
@@ -12,14 +12,14 @@ from rloo_cli.utils.errors import Problem
 
 
 def template_names(template: str) -> list[str]:
-    """The names in a template, each once. Raises ValueError for one that cannot be read."""
+    """The names in a template, each once. Raises ValueError for an invalid template."""
     return list(dict.fromkeys(n for _, n in _named_parts(template) if n is not None))
 
 
 def fill_template(template: str, values: Mapping[str, object]) -> str:
-    """The template with its values: text as it is, anything else as str() shows it.
+    """The template filled in: text unchanged, other values by str().
 
-    Raises ValueError for a template that cannot be read, KeyError for a name without a value.
+    Raises ValueError for an invalid template, KeyError for a name without a value.
     """
     parts = split_template(template)
     return "".join(
@@ -28,11 +28,11 @@ def fill_template(template: str, values: Mapping[str, object]) -> str:
 
 
 def split_template(template: str) -> Iterator[tuple[str, str | None]]:
-    """Text, and the name after it, if any. Raises ValueError for one that cannot be read."""
+    """Text, and the name after it, if any. Raises ValueError for an invalid template."""
     for text, name, form, conversion in string.Formatter().parse(template):
         if form or conversion:
             more = (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise ValueError(f"{{{name}{more}}}: a column is filled in as it is, without {more}")
+            raise ValueError(f"{{{name}{more}}}: a column is filled in unchanged; remove {more}")
         yield text, name
 
 
@@ -40,14 +40,14 @@ def _named_parts(template: str) -> Iterator[tuple[str, str | None]]:
     for text, name in split_template(template):
         parts = [] if name is None else name.split(".")
         if not all(part.isidentifier() and not part.startswith("__") for part in parts):
-            raise ValueError(f"{{{name}}} is not the name of a column")
+            raise ValueError(f"{{{name}}} is not a valid column name")
         yield text, name
 
 
 def template_problems(
     key: str, template: str, required_names: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """What is wrong with the template at `key`, which has to contain all of `required_names`."""
+    """Problems of the template at `key`, which must contain all of `required_names`."""
     fix = "{name} for prompt, completion or a column, {{ and }} for braces"
     try:
         missing = [n for n in required_names if n not in template_names(template)]
@@ -69,7 +69,7 @@ def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 
 
 def content_text(content: object) -> str:
-    """A message's content as text; of a list of parts, `[image]` stands for one that is no text."""
+    """A message's content as text; in a list of parts, `[image]` replaces other parts."""
     if not isinstance(content, list):
         return str(content or "")
     return "".join(

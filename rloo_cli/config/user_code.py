@@ -1,4 +1,4 @@
-"""Loads the user's own code, and finds its location and its part of a traceback."""
+"""Loads the user's code, and finds its location and its frames in a traceback."""
 
 import difflib
 import functools
@@ -39,9 +39,9 @@ CALLERS = tuple(
 def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..., object]:
     """The callable that `file.py:name` or `package.module:name` names.
 
-    `where` is the config key it came from, `seconds` how long its import may take. Raises
-    ConfigError for a missing file or name, for anything the file raises while it is imported, and
-    for something that is not callable.
+    `where` is the config key that names it, `seconds` the limit for its import. Raises ConfigError
+    for a missing file or name, for anything the file raises on import, and for something that is
+    not callable.
     """
     try:
         with guard_import(seconds):
@@ -49,7 +49,7 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
     except ConfigError as error:
         problem = error.problems[0]
         raise ConfigError(replace(problem, where=where, fix=_nearest(spec, problem.why))) from None
-    except BaseException as error:  # a sys.exit() at import is no reason to end without a word
+    except BaseException as error:  # a sys.exit() at import must not end the run silently
         file = spec.rpartition(":")[0]
         what, fix = f"{file} could not be imported", f"correct {file}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
@@ -68,7 +68,7 @@ def _nearest(spec: str, why: str) -> str:
 
 
 def code_location(code: Callable[..., object]) -> str:
-    """`file:line` of a callable, or its repr where it has no Python source."""
+    """`file:line` of a callable, or its repr if it has no Python source."""
     while isinstance(code, functools.partial):
         code = code.func
     plain = inspect.unwrap(code)
@@ -89,13 +89,13 @@ def format_user_frames(error: BaseException) -> str:
 
 
 def format_running_frames(ident: int | None) -> str:
-    """The user's own frames of the thread with this identifier; "" where it has ended."""
+    """The user's own frames of the thread with this identifier; "" if it has ended."""
     frame = sys._current_frames().get(ident or -1)
     return _format_chosen_frames(traceback.extract_stack(frame)) if frame is not None else ""
 
 
 def _format_chosen_frames(frames: traceback.StackSummary) -> str:
-    """The user's frames; for a reward that is shipped or installed, all frames below our call."""
+    """The user's frames; for a shipped or installed reward, all frames below our call."""
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, PACKAGE))]
     if not own:
         calls = [i for i, f in enumerate(frames) if f.filename.startswith(CALLERS)]
@@ -124,14 +124,14 @@ def user_code_notes(config: RunConfig) -> list[str]:
         notes_of = getattr(registry.registered_module("rewards", entry.type), "notes", None)
         notes += notes_of(entry, f"reward.{name}") if notes_of else []
     if config.model.trust_remote_code:
-        notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
+        notes.append("warning: model.trust_remote_code is on: code from the model's repo runs")
     return notes
 
 
 def code_files(config: RunConfig) -> dict[str, str]:
-    """Key -> `file.py:name` or file of all that a run trains with and that is the user's own.
+    """Key -> `file.py:name` or file of all user code that a run trains with.
 
-    Evaluations' own code is left out: it may change in the middle of a run.
+    Code of evaluations is excluded: it may change during a run.
     """
     codes = {f"reward.{n}.path": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
@@ -149,7 +149,7 @@ def code_files(config: RunConfig) -> dict[str, str]:
 def code_fingerprints(files: Mapping[str, str]) -> dict[str, str]:
     """Key -> hash of the file of each of these `code_files`. Imports none of them.
 
-    A file that comes with rloo, or cannot be found, has the hash "-".
+    A file that comes with rloo, or is missing, has the hash "-".
     """
     return {key: _file_fingerprint(spec) for key, spec in files.items()}
 

@@ -1,7 +1,7 @@
-"""Recipes and groups of the user's own: reads and checks these YAML files and gives them to Hydra.
+"""The user's recipes and groups: reads and checks these YAML files and registers them with Hydra.
 
-Such a file is data: it may choose among our groups and set keys, and nothing else. What would make
-Hydra write, import or run something (its own section, `hydra`) is refused before Hydra sees it.
+Such a file is data: it can choose among our groups and set keys, and nothing else. Anything that
+would make Hydra write, import or run something (its section `hydra`) is refused before Hydra.
 """
 
 import re
@@ -23,21 +23,21 @@ APPENDED_GROUPS = ("recipe", "debug")  # groups that conf/config.yaml does not n
 USER_RECIPE_FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
 STORED_FILE_STATES: dict[str, tuple[Path, int, int]] = {}  # store name -> path, time and size then
 Groups = dict[str, dict[str, Path]]  # config group -> choice -> file
-HYDRA_REASON = "rloo sets Hydra up itself: a file of yours sets keys of rloo"
+HYDRA_REASON = "rloo configures Hydra itself; your file can only set keys of rloo"
 
 
 def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
-    """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/.
+    """Let `+recipe=a/b` mean recipes/a/b.yaml, although recipes/ is not in conf/.
 
-    Raises ConfigError for a folder of the user's that is not a folder, and for every file in it
-    that cannot be used: not YAML, reaching into Hydra, or with the name of a shipped choice.
+    Raises ConfigError for a user folder that is not a folder, and for every file in it
+    that is unusable: not YAML, reaching into Hydra, or with the name of a shipped choice.
     """
     shipped = paths.group_choices([])
     problems: list[Problem] = []
     for folder in config_dirs:
         if not folder.is_dir():
             what, why = f"--config-dir {folder} is not a folder", f"looked at {folder.absolute()}"
-            fix = "--config-dir FOLDER, which exists"
+            fix = "--config-dir FOLDER, with an existing folder"
             refuse("command line", what, fix, why)
         for path in sorted(folder.rglob("*.yaml")):
             try:
@@ -52,9 +52,9 @@ def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
 
 
 def register_recipe_file(path: Path, where: str, groups: Groups) -> str:
-    """Make a user's own recipe file a choice of the group `recipe`. -> its name there
+    """Make a user's recipe file a choice of the group `recipe`. -> its name there
 
-    Raises ConfigError where it does not exist, is not YAML, or chooses what no group has.
+    Raises ConfigError where it does not exist, is not YAML, or chooses something unknown.
     """
     if not path.exists():
         names = ", ".join(paths.recipe_files())
@@ -72,14 +72,14 @@ def register_recipe_file(path: Path, where: str, groups: Groups) -> str:
 def unknown_choice_problem(
     group: str, choice: str, choices: Iterable[str], where: str, value: str = ""
 ) -> Problem:
-    """The problem of `group=choice` where the group has no such choice. `value`: as it was typed,
-    where that was a list with the choice in it."""
+    """The problem of `group=choice` for an unknown choice. `value`: as typed,
+    if that was a list with the choice in it."""
     close = nearest_names(choice, choices)
     near = f"{'+' if group in APPENDED_GROUPS else ''}{group}={(close or ['CHOICE'])[0]}"
     if not close and group in ("model", "data"):
         near = f"{group}.path={choice}, for a name on the hub or a folder"
     return Problem(
-        f"{group}={choice}: there is no {group} {choice!r}",
+        f"{group} {choice!r} not found",
         where,
         f"{group} is one of: {', '.join(sorted(choices))}",
         mistakes.suggest_for_choice(group, choice, value or choice) or near,
@@ -119,18 +119,18 @@ def _shadowing_problems(inside: Path, path: Path, shipped: Groups) -> Iterator[P
         yield Problem(f"{path} reaches into Hydra", str(path), HYDRA_REASON, fix)
     group = "recipe" if group == "recipes" else group
     if choice in shipped.get(group, {}):
-        why = f"rloo ships a {group} of that name, and could not tell the two apart"
+        why = f"rloo already ships a {group} of that name"
         fix = f"mv {path} {path.with_name('my_' + path.name)}"
         yield Problem(f"{path}: {choice!r} is taken", str(path), why, fix)
 
 
 def _forbidden_content(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
-    """What a file of the user's holds and may not."""
+    """Forbidden contents of a user's file."""
     for line, text in enumerate(path.read_text().splitlines(), 1):
         if text.strip() and not text.lstrip().startswith("#"):
             break
         if "@package" in text and "hydra" in (text + path.stem).lower():
-            what, fix = f"{path.name} reaches into Hydra", "leave out the line of @package"
+            what, fix = f"{path.name} reaches into Hydra", "remove the @package line"
             yield Problem(what, f"{path}:{line}", HYDRA_REASON, fix)
     if root is None:
         return  # an empty file changes nothing
@@ -143,19 +143,19 @@ def _forbidden_content(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
             yield from _wrong_sweep(key.value, value, where)
         elif key.value == "reward" and isinstance(value, yaml.SequenceNode):
             fix = f"defaults: [override /reward: [{', '.join(str(n.value) for n in value.value)}]]"
-            why = "its entries have names; a list is for choosing shipped ones"
+            why = "its entries need names; a list only chooses shipped rewards"
             yield Problem("reward is not a mapping of entries", where, why, fix)
         elif key.value == "defaults":
             yield from _wrong_defaults(value, where)
 
 
 def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
-    """What is wrong with a file's section `hydra`, which may only say what -m sweeps over."""
+    """Problems of a file's section `hydra`, which can only set what -m sweeps over."""
     for inner in ("sweeper", "params"):
         held = node.value if isinstance(node, yaml.MappingNode) else []
         node = held[0][1] if [key.value for key, _ in held] == [inner] else yaml.ScalarNode("", "")
     if name != "hydra" or not isinstance(node, yaml.MappingNode):
-        fix = "leave it out, but for hydra: {sweeper: {params: ...}}; root=FOLDER"
+        fix = "remove it, except hydra: {sweeper: {params: ...}}; root=FOLDER"
         yield Problem("hydra is not a key of rloo", where, HYDRA_REASON, fix)
         return
     groups = paths.group_choices([])
@@ -167,11 +167,11 @@ def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
             yield Problem(what, where, HYDRA_REASON, fix)
         elif not isinstance(value, yaml.ScalarNode):
             found = "list" if isinstance(value, yaml.SequenceNode) else "mapping"
-            why = f"found a {found}, expected its values in one text, with commas between them"
-            yield Problem(f"{bare} is swept over a text", where, why, f'{key.value}: "a,b"')
+            why = f"found a {found}, expected its values as one comma-separated text"
+            yield Problem(f"{bare} needs its values as one text", where, why, f'{key.value}: "a,b"')
         elif bare == key.value and bare not in groups:
-            why = "without ++ an override of the command line would not replace it"
-            yield Problem(f"{bare} is swept as ++{bare}", where, why, f"++{bare}: {value.value}")
+            why = "without ++, a command-line override would not replace it"
+            yield Problem(f"{bare} must be ++{bare}", where, why, f"++{bare}: {value.value}")
 
 
 def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:
@@ -184,12 +184,12 @@ def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:
     for entry, text in zip(entries or [], texts, strict=True):
         if text and re.search(r"(^|[\s/@.])hydra([/.@:\s]|$)", text):
             where = f"{where.rpartition(':')[0]}:{entry.start_mark.line + 1}"
-            what, fix = f"defaults: {text!r} reaches into Hydra", f"leave out {text!r}"
+            what, fix = f"defaults: {text!r} reaches into Hydra", f"remove {text!r}"
             yield Problem(what, where, HYDRA_REASON, fix)
 
 
 def _text(entry: yaml.Node) -> str | None:
-    """An entry of a list of defaults in one line; None for what cannot be one."""
+    """An entry of a list of defaults in one line; None if invalid."""
     if isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
         key, value = entry.value[0]
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
@@ -215,7 +215,7 @@ def _choice(name: yaml.Node, choice: yaml.Node, path: Path, groups: Groups) -> I
     if choices is None and "/" in name.value:
         close = [f"override /{g}: {choice.value}" for g in nearest_names(group, groups)]
         why = f"groups: {', '.join(groups)}"
-        yield Problem(f"there is no group {group!r}", where, why, *close[:1])
+        yield Problem(f"group {group!r} not found", where, why, *close[:1])
     for node in choice.value if isinstance(choice, yaml.SequenceNode) else [choice]:
         if choices is not None and node.value not in ("", "null", "~", *choices):
             yield unknown_choice_problem(group, str(node.value), choices, where)

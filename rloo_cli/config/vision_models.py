@@ -1,8 +1,8 @@
 """The families of vision-language models that are known, and how each is computed.
 
-A family is a `model_type` of config.json. Another model with a vision tower is refused by name: its
-tower may hand the language model more than one vector for an image token (Qwen3-VL does), and such
-a model would train without an error on the wrong numbers.
+A family is a `model_type` of config.json. Other vision models are refused by name: their tower may
+return more than one vector per image token (Qwen3-VL does), and such a model would train without an
+error on the wrong numbers.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class VisionFamily:
     projectors: tuple[str, ...] = ()  # of those between tower and language model, if apart
     axes: int = 1  # of a token's rotary position: 3 = time, height, width
     two_way_images: bool = False  # the tokens of an image attend to each other both ways
-    # The processor's class, if transformers' own for it wants more packages for the same result.
+    # The processor's class, if transformers' own needs more packages for the same result.
     processor: str | None = None
 
 
@@ -40,7 +40,7 @@ VISION_FAMILIES = {
         ("pixel_values", "image_sizes"), ("vision_tower",), ("multi_modal_projector",)
     ),
     "idefics3": _IDEFICS,
-    "smolvlm": replace(_IDEFICS, processor="Idefics3Processor"),  # its own wants num2words
+    "smolvlm": replace(_IDEFICS, processor="Idefics3Processor"),  # its own needs num2words
     "internvl": VisionFamily(("pixel_values",), ("vision_tower",), ("multi_modal_projector",)),
 }
 
@@ -56,17 +56,17 @@ def has_tower(values: JsonObject) -> bool:
 
 
 def text_model_problem(path: str, values: JsonObject) -> Problem:
-    """Prompts with images for the model of this config.json, which takes text alone."""
-    why = f"{path} takes text alone (model_type {values.get('model_type')!r})"
+    """Prompts with images for the model of this config.json, which only takes text."""
+    why = f"{path} only takes text (model_type {values.get('model_type')!r})"
     fix = f"a model of {', '.join(VISION_FAMILIES)}; or {rename_column('image', 'picture')}, to"
-    what = "the prompts have images, and the model takes none"
+    what = "the prompts have images, but the model takes none"
     return Problem(what, "model.path", why, f"{fix} train without the images")
 
 
 def unknown_vision_reason(values: JsonObject) -> str:
-    """Why a model with a vision tower is not taken; "" = it has none, or is known."""
+    """Why a model with a vision tower is refused; "" = no tower, or a known one."""
     if not has_tower(values) or vision_family(values) is not None:
         return ""
     known = ", ".join(VISION_FAMILIES)
     kind = values.get("model_type")
-    return f"it has a vision tower, and model_type {kind!r} is none of those known: {known}"
+    return f"it has a vision tower of the unsupported model_type {kind!r}; supported: {known}"

@@ -178,8 +178,9 @@ def _two_beginnings(rows: PromptRows, twice: list[int]) -> Problem:
         who = "the chat template"
         fix = f"{fix}, or model.chat_template=FILE.jinja, one that writes it once"
     first = list(rows.read(twice[:1])[0].ids[:5])
+    verb = "prompts begin" if len(twice) > 1 else "prompt begins"
     return Problem(
-        f"{len(twice)} prompts begin with two beginning-of-text tokens",
+        f"{len(twice)} {verb} with two beginning-of-text tokens",
         f"data.prompt_column, row {twice[0]}",
         f"first ids {first}: the text has {tokenizer.bos_token!r}, and {who} adds another",
         fix,

@@ -1,9 +1,9 @@
-"""Where two runs part first: which key, version, data, prompt, token, score or number.
+"""Finds the first difference of two runs: key, version, data, prompt, token, score or number.
 
-What may cause a difference is compared first (config, versions, data); then both runs are walked
-step by step in the order in which a step comes about: the prompts drawn, the seeds and weights that
-sampled, the completions, the scores, the advantages, and the step's metrics. Seconds and memory are
-a machine's and are not compared. Reads files only.
+Possible causes are compared first (config, versions, data). Then both runs are walked step by step,
+in the order of computation: the prompts drawn, the seeds and weights that sampled, completions,
+scores, advantages, and the step's metrics. Times and memory depend on the machine and are ignored.
+Only reads files.
 """
 
 import math
@@ -19,13 +19,13 @@ from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES, read_led
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import JsonObject, read_json
 
-# Metrics of the machine and not of the run.
+# Metrics of the machine, not of the run.
 MACHINE_METRICS = re.compile(
     r"step_time|eps|(time|perf|memory|overlap)/.*|reward/.*/time|eval_.*(time|seconds).*"
 )
-# Sections and keys that say where and how a run is written, and not what it computes.
+# Sections and keys that affect where and how a run is written, not what it computes.
 FREE_KEYS = ("name", "root", "resume", "resume_allow_changes", "logging", "checkpoint", "slurm")
-# Fields of a sample in the order in which they come about: field -> what it is called.
+# Fields of a sample in the order of computation: field -> its name.
 SAMPLE_FIELDS = {
     "prompt": "prompt", "prompt_length": "tokens of the prompt", "seed": "seed of the completion",
     "weight_version": "version of the weights that sampled", "completion": "completion",
@@ -33,14 +33,14 @@ SAMPLE_FIELDS = {
     "rewards": "reward", "score": "score", "shaped": "score after shaping", "kl": "KL",
     "reward": "reward minus KL", "advantage": "advantage",
 }  # fmt: skip
-# Metrics in the order in which they come about; all others follow by name.
+# Metrics in the order of computation; all others follow by name.
 METRIC_ORDER = ("reward", "kl", "loss", "grad_norm")
-CONTEXT = 24  # characters shown around the place where two texts part
+CONTEXT = 24  # characters shown around the first difference of two texts
 
 
 @dataclass(frozen=True)
 class RunDifference:
-    """One thing in which two runs differ."""
+    """One difference of two runs."""
 
     what: str  # config key, package, or field
     first: str  # its value in the first run
@@ -51,7 +51,7 @@ class RunDifference:
 
 @dataclass
 class FirstDifference:
-    """What may have made two runs part, and where they part first."""
+    """Possible causes of a difference, and the first difference."""
 
     causes: list[RunDifference] = field(default_factory=list)  # config, versions, data
     parting: RunDifference | None = None  # the first number or text that differs
@@ -71,7 +71,7 @@ class FirstDifference:
 def find_first_difference(first: Path, second: Path, tolerance: float = 0.0) -> FirstDifference:
     """Compare two runs' folders. `tolerance`: relative, for numbers; 0 = bit for bit.
 
-    Never raises for what is in the files; what cannot be read is a note.
+    Never raises for the files' content; unreadable files become notes.
     """
     runs = inspect_run_folder(first), inspect_run_folder(second)
     result = FirstDifference(notes=[text for run in runs for text in run.problems])
@@ -89,9 +89,9 @@ def find_first_difference(first: Path, second: Path, tolerance: float = 0.0) -> 
     result.parting = next(walk.differences(), None)
     result.steps_compared = walk.steps_compared
     if not walk.steps_compared:
-        result.notes.append("the runs have no logged step in common")
+        result.notes.append("the runs share no logged step")
     elif not walk.samples_compared:
-        result.notes.append("no step has samples of both runs: only metrics were compared")
+        result.notes.append("no step has samples in both runs: only metrics were compared")
     return result
 
 
@@ -130,7 +130,7 @@ def _environment_differences(first: Path, second: Path) -> list[RunDifference]:
 
 
 class _StepWalk:
-    """Walks two runs step by step, and yields what differs in the order of its causes."""
+    """Walks two runs step by step, and yields differences in the order of their causes."""
 
     def __init__(self, runs: tuple[RunRecord, RunRecord], tolerance: float):
         self.runs, self.tolerance = runs, tolerance
@@ -159,7 +159,7 @@ class _StepWalk:
             samples = read_sample_records(first), read_sample_records(second)
         except (RunError, OSError):
             return
-        if not all(samples):  # one of them is damaged, or cut off
+        if not all(samples):  # one of them is damaged or truncated
             return
         self.samples_compared += 1
         keyed = [{(s.get("draw"), s.get("k")): s for s in found} for found in samples]
@@ -210,14 +210,14 @@ class _StepWalk:
 
 
 class _LedgerSteps:
-    """The lines of a ledger that are steps', asked for in their order; none from a damage on."""
+    """The step lines of a ledger, requested in order; none after a damaged line."""
 
     def __init__(self, folder: Path):
         self.entries = read_ledger_entries(folder / LEDGER_FILE)
         self.entry: JsonObject | None = {"step": -1}
 
     def entry_of(self, step: int) -> JsonObject | None:
-        """The line of a step; None where there is none."""
+        """The line of a step; None if missing."""
         while self.entry is not None and ("rows" not in self.entry or self.entry["step"] < step):
             try:
                 self.entry = next(self.entries, None)
@@ -227,7 +227,7 @@ class _LedgerSteps:
 
 
 def _ledger_differences(step: int, one: JsonObject, other: JsonObject) -> Iterator[RunDifference]:
-    """Which row of the data a draw is, then what became of the draws."""
+    """The data row of each draw, then the fates of the draws."""
     for name in ("place", "rows", *PROMPT_FATES):
         pair = one.get(name), other.get(name)
         if pair[0] == pair[1]:
@@ -242,7 +242,7 @@ def _ledger_differences(step: int, one: JsonObject, other: JsonObject) -> Iterat
 
 
 def _parting_texts(one: str, other: str) -> tuple[int, tuple[str, str]]:
-    """Where two texts part, and what stands there in each."""
+    """The first difference of two texts, and the text there in each."""
     pairs = enumerate(zip(one, other, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
     start = max(0, at - CONTEXT // 2)
@@ -250,7 +250,7 @@ def _parting_texts(one: str, other: str) -> tuple[int, tuple[str, str]]:
 
 
 def difference_lines(result: FirstDifference) -> list[str]:
-    """The result in lines: causes first, then where the runs part."""
+    """The result in lines: causes first, then the first difference."""
     lines = [f"{d.where or 'data'}: {d.what}  {d.first} → {d.second}" for d in result.causes]
     if result.parting is None:
         equal = f"no difference in {result.steps_compared} steps"

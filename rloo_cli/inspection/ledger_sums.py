@@ -1,7 +1,7 @@
-"""Sums up the prompt ledger of a run: what became of its prompts, over all epochs and in each.
+"""Sums up the prompt ledger of a run: the fates of its prompts, in total and per epoch.
 
-The lines are taken as the run wrote them (it raises where a prompt is missing, occurs twice or is
-not the one that the order has); a line that cannot be read is named with its number.
+It expects the lines as the run wrote them: it raises for a missing, repeated or reordered prompt.
+An unreadable line is reported with its number.
 """
 
 from collections import Counter, defaultdict
@@ -21,19 +21,19 @@ from rloo_cli.utils.files import JsonObject
 
 @dataclass
 class LedgerSums:
-    """What the lines so far add up to. The file calls a prompt offset `place`, an example a row."""
+    """The sums of the lines so far. The file calls a prompt offset `place`, an example a row."""
 
     header: JsonObject = field(default_factory=dict)  # the last one
     first_position: tuple[int, int] = (0, 0)  # steps and prompt offset of the first header
     steps: int = 0
     prompt_offset: int = 0
     updates: int = 0
-    pending: Sequence[int] = ()  # drawn, and taken by no step yet (overlap=carry)
+    pending: Sequence[int] = ()  # drawn, but not used by a step so far (overlap=carry)
     epochs: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     trained_rows: set[int] = field(default_factory=set)
 
     def add_entry(self, entry: JsonObject) -> None:
-        """Count the next line. Raises KeyError, TypeError or ValueError for another object."""
+        """Count the next line. Raises KeyError, TypeError or ValueError for an invalid object."""
         if "ledger" in entry:
             if not self.header:
                 self.first_position = position_after(entry)
@@ -50,7 +50,7 @@ class LedgerSums:
 
     @property
     def fates(self) -> Counter[str]:
-        """How many prompts met each fate, over all epochs."""
+        """The number of prompts per fate, over all epochs."""
         return sum(self.epochs.values(), Counter())
 
     def to_json(self) -> JsonObject:
@@ -89,5 +89,5 @@ def read_ledger_sums(folder: Path) -> JsonObject:
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         what = "a line of the ledger is not an entry" if number else "the ledger is empty"
         why = f"{type(error).__name__}: {error}" if number else "a run writes its header first"
-        fix = "put it back as the run wrote it; if nobody changed it, please report it"
+        fix = "restore the original file; if it was not changed, please report this"
         refuse(f"{path}:{number}" if number else str(path), what, fix, why, error=DataError)

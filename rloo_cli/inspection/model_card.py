@@ -1,6 +1,6 @@
-"""The model card of a run, for a hub: what was trained, how, on what, and how it scored.
+"""The model card of a run, for a hub: model, method, data and scores.
 
-It holds no path of this machine and no user name: a value that is a path here is "(local)".
+It contains no local path and no user name: a local path is shown as "(local)".
 """
 
 import json
@@ -26,7 +26,7 @@ SHOWN_KEYS = (  # of the config, in the table of the card
 
 
 def model_card(record: RunRecord, dataset: str | None = None) -> str:
-    """The card as Markdown, with the header that hubs read.
+    """The card as Markdown, with the header for hubs.
 
     `dataset`: the hub's name of the data; None = data.path, if that is one.
     """
@@ -70,7 +70,7 @@ def _shown(record: RunRecord, key: str) -> str:
 
 
 def public_text(text: str) -> str:
-    """A value as others may read it: what is a path of this machine is not shown."""
+    """A value for publication: local paths are hidden."""
     if re.search(r"(^|[=:\s\[{,])(~|\.{0,2}/)", text) or Path(text).is_absolute():
         return re.sub(r"(^|(?<=[=:\s\[{,]))(~|\.{0,2}/)[^\s,\]}]*", LOCAL, text)
     return text
@@ -98,7 +98,7 @@ def _command_part(record: RunRecord) -> list[str]:
     if not path.is_file():
         return []
     words = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    # Where the run lies is this machine's; and a word that names a path of it is not shown.
+    # The run's folder is local, and words with local paths are hidden.
     shown = [public_text(w) for w in words if w.strip() and not w.lstrip("+").startswith("root=")]
     return [f"```\nrloo train {' '.join(shown)}\n```"]
 

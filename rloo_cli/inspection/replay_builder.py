@@ -1,7 +1,7 @@
-"""Builds a run whose completions were recorded: everything but what samples them.
+"""Builds a run with recorded completions: everything except the sampler.
 
-The config is the run's own. Neither its sampler nor its agent's code is asked for: an engine may
-be gone, a server may sample for others, an environment may have changed since.
+The config is the run's own. Neither its sampler nor its agent's code is used: an engine may be
+gone, a server may sample for others, an environment may have changed.
 """
 
 import math
@@ -26,10 +26,10 @@ from rloo_cli.utils.errors import DataError, GenerationError, refuse
 
 
 class NoSampler(GeneratorBase):
-    """The generator of a run whose completions were recorded (`generation.Generator`).
+    """The generator of a run with recorded completions (`generation.Generator`).
 
-    `tolerance`: nats per token by which the policy may differ from what sampled, when it is
-    computed on another machine than that.
+    `tolerance`: nats per token by which the policy may differ from the recorded sampler, when
+    computed on another machine.
     """
 
     def __init__(self, tolerance: float = math.inf):
@@ -48,48 +48,48 @@ class NoSampler(GeneratorBase):
         raise GenerationError("the completions of a recorded step are not sampled again")
 
     def load(self, policy: Policy, version: int) -> None:
-        """Do nothing: there are no other weights than the policy's."""
+        """Do nothing: the policy's weights are the only ones."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
 
 class ReplayBuilder(RunBuilder):
-    """Builds the run of a recorded step, without what sampled it."""
+    """Builds the run of a recorded step, without its sampler."""
 
     def __init__(self, config: RunConfig, resume_plan: ResumePlan, record: RecordedStep):
         super().__init__(config, resume_plan)
         self.record = record
 
     def check_user_code(self) -> list[str]:
-        """`RunBuilder.check_user_code`, without the agent's code, which is not called."""
+        """`RunBuilder.check_user_code`, without the agent's code, which is not used."""
         config = self.config.model_copy(update={"agent": None})
         return check_same_code(self.resume_plan, config) + user_code_notes(config)
 
     def load_tools(self) -> ToolSet | None:
-        """The descriptions of the tools that the recorded episodes had."""
+        """The descriptions of the tools of the recorded episodes."""
         saved = self.record.head.get("tools")
         return None if saved is None else ToolSet.from_json(saved)
 
     def load_tokenizer(self) -> None:
-        """Tokenise the prompts. Raises ConfigError for other tokens, DataError for other data."""
+        """Tokenise the prompts. Raises ConfigError if tokens changed, DataError if data changed."""
         super().load_tokenizer()
         head, prompts = self.record.head, self.prompts
         if head["tokenizer"] != tokenizer_digest(self.tokenizer):
-            what = "the tokenizer is not the one that the rollouts were recorded with"
-            why = f"tokens have other ids than in step {self.record.step}"
-            refuse("model.tokenizer", what, "the tokenizer as it was when the run was trained", why)
+            what = "the tokenizer differs from that of the recorded rollouts"
+            why = f"token ids differ from step {self.record.step}"
+            refuse("model.tokenizer", what, "restore the tokenizer of the training", why)
         if head["fingerprint"] != prompts.fingerprint:
-            what = "the data are not those that the rollouts were recorded with"
-            why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; in step"
-            why += f" {self.record.step} there were {head['num_prompts']}, {head['fingerprint']}"
-            refuse("data.path", what, "the data as they were then", why, error=DataError)
+            what = "the data differ from those of the recorded rollouts"
+            why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; expected"
+            why += f" {head['num_prompts']}, {head['fingerprint']} from step {self.record.step}"
+            refuse("data.path", what, "restore the data of the training", why, error=DataError)
 
     def check_images(self) -> None:
-        """Do nothing: what sampled the completions took the images."""
+        """Do nothing: the original sampler used the images."""
 
     def start_generator(self) -> None:
-        """Take no sampler; the policy reads images of episodes, too."""
+        """Use no sampler; the policy reads images of episodes too."""
         self.policy.vision = agent_build.load_episode_vision(self.config, self.tokenizer)
         self.generator = NoSampler(self.config.generation.logp_tolerance or math.inf)
 
@@ -99,18 +99,18 @@ class ReplayBuilder(RunBuilder):
 
 
 def recorded_groups(run: Run, record: RecordedStep) -> list[Group]:
-    """A recorded step's groups as the run reads them now, with the recorded completions.
+    """A recorded step's groups, with prompts read now and the recorded completions.
 
-    A record has ids of prompts and no pixels, and of some columns the text alone. Raises DataError
-    where the prompts are not the recorded ones.
+    A record has ids of prompts and no pixels, and only text for some columns. Raises DataError
+    if the prompts differ from the recorded ones.
     """
     groups = []
     for recorded in record.batch.groups:
         group = run.prompts.groups_at(recorded.prompt_offset, 1)[0]
         if not _is_same_prompt(recorded, group):
-            what = f"draw {recorded.prompt_offset} has another prompt than in the record"
+            what = f"draw {recorded.prompt_offset} has a different prompt than in the record"
             why = "its completions were sampled for the recorded one"
-            fix = "the data and the chat template as they were then"
+            fix = "restore the data and the chat template of the training"
             refuse(f"step {record.step}", what, fix, why, error=DataError)
         group.take_rollouts(recorded.rollouts)
         groups.append(group)
@@ -118,8 +118,8 @@ def recorded_groups(run: Run, record: RecordedStep) -> list[Group]:
 
 
 def _is_same_prompt(recorded: Group, group: Group) -> bool:
-    """Whether a recorded group is of this prompt. What an environment's reset put into the ids is
-    the record's alone: the messages are compared there."""
+    """Whether a recorded group is of this prompt. Ids from an environment's reset only exist in the
+    record: for these, messages are compared."""
     if any(r.opening_ids is not None for r in recorded.rollouts):
         return recorded.prompt == group.prompt
     return recorded.prompt_ids == group.prompt_ids

@@ -1,8 +1,8 @@
-"""Proves on this machine that a run which was killed ends as one that was left alone.
+"""Checks on this machine that a killed and resumed run equals an uninterrupted one.
 
-The same words train twice, in processes of their own: once straight through, and once with SIGKILL
-in the middle of an update (or of a save), from which `resume=auto` goes on. Then the two folders
-are compared: metrics, samples, the ledger, and the final weights bit by bit.
+The same run trains twice, in separate processes: once straight through, and once with SIGKILL in
+the middle of an update (or of a save), continued by `resume=auto`. Then the folders are compared:
+metrics, samples, the ledger, and the final weights bit by bit.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from rloo_cli.utils.errors import Problem, RunError, refuse
 from rloo_cli.utils.files import JsonObject
 
 STRAIGHT, KILLED = "straight", "killed"
-MIN_STEPS = 3  # a checkpoint, the step in which it is killed, and one after it
+MIN_STEPS = 3  # a checkpoint, the killed step, and one after it
 CHUNK = 1 << 20
 
 
 @dataclass
 class ResumeProof:
-    """What came of the two runs."""
+    """The result of the two runs."""
 
     steps: int
     killed_in_step: int
@@ -46,7 +46,7 @@ class ResumeProof:
 
 
 def proof_words(words: Sequence[str], steps: int, root: Path) -> list[str]:
-    """The words of a short run that writes down everything it does."""
+    """The arguments of a short run that records everything."""
     return [
         *words, "total_episodes=null", "train.epochs=null", f"max_steps={steps}", f"root={root}",
         "checkpoint.every=2", "logging.every=1", "logging.samples_every=1", "logging.console=plain",
@@ -64,9 +64,9 @@ def prove_resume(
     tolerance: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> ResumeProof:
-    """Train straight through, then kill and resume, and compare. `words`: those of `rloo train`.
+    """Train straight through, then kill and resume, and compare. `words`: of `rloo train`.
 
-    Raises RunError where a run does not end as it should.
+    Raises RunError if a run does not end as expected.
     """
     train = proof_words(words, steps, root)
     say(f"training {steps} steps straight through ...")
@@ -77,8 +77,8 @@ def prove_resume(
     faults = {"RLOO_ALLOW_FAULTS": "1", "RLOO_FAULTS": f"{point}=kill9"}
     _run_training([*train, f"name={KILLED}", "resume=never"], faults, None)
     latest = root / KILLED / "latest"
-    resumed_from = latest.read_text().strip() if latest.is_file() else "the beginning"
-    say(f"going on with resume=auto, from {resumed_from} ...")
+    resumed_from = latest.read_text().strip() if latest.is_file() else "the start"
+    say(f"resuming with resume=auto, from {resumed_from} ...")
     _run_training([*train, f"name={KILLED}", "resume=auto"], {}, (0,))
     first, second = root / STRAIGHT, root / KILLED
     return ResumeProof(
@@ -94,19 +94,19 @@ def prove_resume(
 def _run_training(
     words: Sequence[str], environment: dict[str, str], codes: tuple[int, ...] | None
 ) -> None:
-    """Run `rloo train`. `codes`: those it may end with; None = it has to be killed."""
+    """Run `rloo train`. `codes`: allowed exit codes; None = it must be killed."""
     command = [sys.executable, "-m", "rloo_cli", "train", *words]
     done = subprocess.run(
         command, env=os.environ | environment, text=True, capture_output=True, errors="replace"
     )
     if codes is None and done.returncode == 0:
-        what = "the run was not killed: it ended before the point where it should have been"
-        why = "found exit code 0, expected an end by SIGKILL"
+        what = "the run was not killed: it ended before the kill point"
+        why = "found exit code 0, expected SIGKILL"
         refuse("rloo verify-resume", what, "a smaller --kill-in-step", why, error=RunError)
     if codes is not None and done.returncode not in codes:
         said = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
-        what = f"a training ended with {done.returncode}"
-        fix = "correct what it says, then try again"
+        what = f"a training exited with code {done.returncode}"
+        fix = "fix the error above, then try again"
         error = RunError(Problem(what, " ".join(words), said, fix))
         error.code = done.returncode
         raise error

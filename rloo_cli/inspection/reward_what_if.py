@@ -1,9 +1,9 @@
-"""What would another reward have taught? Scores of recorded completions under it, and advantages.
+"""What would another reward have taught? Rescores completions, compares advantages.
 
-The completions, the KL and what was masked are the recorded ones; scores, shaping and advantages
-are computed by the run's own code (`generation/common/rollouts.py`, `train/advantages.py`). No
-model is needed. What cannot be known: which completions a policy that this reward had trained
-would have drawn. Imports torch, for its tensors.
+The completions, the KL and the masks are the recorded ones; scores, shaping and advantages are
+computed by the run's own code (`generation/common/rollouts.py`, `train/advantages.py`). No model is
+needed. The result cannot show which completions a policy trained with this reward would have
+sampled. Imports torch, for its tensors.
 """
 
 import math
@@ -35,7 +35,7 @@ from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.timers import StepTimer
 
 REWARD_NAME = "what_if"
-EXAMPLES = 5  # flipped completions that are kept of each step
+EXAMPLES = 5  # flipped completions kept per step
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -45,20 +45,20 @@ class StepVerdict:
 
     step: int | None  # None = all steps together
     completions: int
-    compared: int  # that have a score under both
+    compared: int  # with a score under both
     correlation: float | None  # Spearman's, over all of them; None = one side is constant
     correlation_in_groups: float | None  # its mean over the groups in which neither is constant
     groups_compared: int
     advantages: int  # different from 0 under both
-    flipped: int  # whose sign is the other one
+    flipped: int  # with a changed sign
     silenced: int  # 0 only under the new reward
     woken: int  # 0 only under the old one
     largest_change: float  # of an advantage
-    seconds: float = 0.0  # that the new reward took
+    seconds: float = 0.0  # taken by the new reward
 
     @property
     def flipped_share(self) -> float | None:
-        """The share of advantages that differ from 0 under both whose sign is the other one."""
+        """The share of advantages with a changed sign, of those that differ from 0 under both."""
         return self.flipped / self.advantages if self.advantages else None
 
     def to_json(self) -> JsonObject:
@@ -91,7 +91,7 @@ class RewardVerdict:
 class _Tables:
     """Scores and advantages of one step's completions, old and new. (P, K) each."""
 
-    old_score: FloatArray  # NaN where there is none
+    old_score: FloatArray  # NaN if missing
     new_score: FloatArray
     old_advantage: FloatArray
     new_advantage: FloatArray
@@ -105,8 +105,8 @@ def judge_reward(
 ) -> RewardVerdict:
     """Score recorded steps (None = all) of the run in `folder` with the reward `file.py:name`.
 
-    Raises ConfigError for a step that is not recorded or a reward that cannot be loaded,
-    RewardError where it fails, DataError for a damaged record.
+    Raises ConfigError for an unrecorded step or a reward that cannot be loaded,
+    RewardError if it fails, DataError for a damaged record.
     """
     chosen = _chosen_steps(folder, steps)
     verdict, tables = RewardVerdict(spec), []
@@ -140,7 +140,7 @@ def _chosen_steps(folder: Path, steps: Sequence[int] | None) -> list[int]:
 
 
 def _reward_config(first: RewardConfig, spec: str) -> RewardConfig:
-    """The reward as the only one of a run, with the keys of its first that all rewards have."""
+    """The reward as the run's only one, with the common keys of its first reward."""
     common = {name: getattr(first, name) for name in RewardConfig.model_fields}
     common |= {"type": "function", "weight": 1.0, "only": {}, "workers": 0, "cache": False}
     common |= {"scope": "batch", "on_error": "raise"}
@@ -152,7 +152,7 @@ def _reward_config(first: RewardConfig, spec: str) -> RewardConfig:
 def _scored_batch(folder: Path, record: RecordedStep, settings: RunConfig, reward: Reward) -> Batch:
     """The step's batch with the reward's scores, and its advantages under the recorded KL."""
     algorithm, world = load_algorithm(settings.algorithm), cpu_world()
-    # Of prompts, scoring needs this alone: no data set is opened.
+    # Scoring needs only this from prompts: no data set is opened.
     prompts = cast(Prompts, SimpleNamespace(conversational=bool(record.head["conversational"])))
     clock = StepTimer()
     rollouts = Rollouts(settings, algorithm, prompts, NoSampler(), [reward], clock, world)
@@ -169,7 +169,7 @@ def _scored_batch(folder: Path, record: RecordedStep, settings: RunConfig, rewar
     for group, recorded in zip(batch.groups, before.groups, strict=True):
         for name in ("old_logp", "kl_logp", "ref_logp", "value"):
             setattr(group, name, getattr(recorded, name))
-    # The loop's own function; of a run it needs these three parts alone.
+    # The loop's own function; it needs only these three parts of a run.
     parts = SimpleNamespace(algorithm=algorithm, world=world, state=state)
     finish_advantages(cast(Run, parts), batch, [])
     return batch
@@ -244,7 +244,7 @@ def _mean_ranks(values: FloatArray) -> FloatArray:
 
 
 def _flipped_examples(record: RecordedStep, tables: _Tables) -> list[JsonObject]:
-    """The completions of a step whose advantage flips by most."""
+    """The completions of a step with the largest advantage flips."""
     product = tables.old_advantage * tables.new_advantage
     change = np.where(product < 0, np.abs(tables.old_advantage - tables.new_advantage), 0.0)
     order = np.argsort(-change, axis=None, kind="stable")[:EXAMPLES]
@@ -275,16 +275,14 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def _step_notes(record: RecordedStep, batch: Batch, needs_greedy: bool) -> list[str]:
-    """What the verdict cannot know, in words that are the same for every step."""
+    """The limits of the verdict, with the same text for every step."""
     notes = []
     if record.lost_columns:
         names = ", ".join(record.lost_columns)
-        notes.append(f"columns whose values a record cannot hold, given as text: {names}")
+        notes.append(f"columns that the record only holds as text: {names}")
     now_active = {*batch.active} - {*record.batch.active}
     if now_active and record.batch.kl is not None:
-        notes.append("some groups were not trained on then: their KL is not known, and counts as 0")
+        notes.append("some groups were not trained on: their KL is unknown and counts as 0")
     if needs_greedy:
-        notes.append(
-            "scores of the greedy completions are the old reward's: they were not recorded"
-        )
+        notes.append("greedy completions were not recorded: their scores are the old reward's")
     return notes

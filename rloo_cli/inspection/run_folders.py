@@ -1,4 +1,4 @@
-"""Finds the folder of a run by its path or its name, and lists the runs there are."""
+"""Finds the folder of a run by its path or its name, and lists existing runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import refuse
 
-RUNS_ROOT = Path("runs")  # where a run is if its config does not say otherwise
-RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's
+RUNS_ROOT = Path("runs")  # default root of runs
+RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml")  # any of them marks a run's folder
 
 
 def list_run_names() -> list[str]:
@@ -19,7 +19,7 @@ def list_run_names() -> list[str]:
 def find_run_folder(name_or_path: str | None, verb: str) -> Path:
     """The folder of a run, named by its path or by its name under runs/.
 
-    Raises ConfigError, which names the nearest run there is.
+    Raises ConfigError, which names the nearest existing run.
     """
     here = [Path(name_or_path), RUNS_ROOT / name_or_path] if name_or_path else []
     for folder in here:
@@ -32,19 +32,19 @@ def find_run_folder(name_or_path: str | None, verb: str) -> Path:
         else known
     )
     fix = f"rloo {verb} {close[0] if close else 'RUN'}"
-    there = f"runs here: {', '.join(known[:20])}" if known else f"there is no run in {RUNS_ROOT}/"
+    there = f"known runs: {', '.join(known[:20])}" if known else f"no runs in {RUNS_ROOT}/"
     if name_or_path is None:
         refuse("command line", f"rloo {verb} needs a run", fix, there)
     looked = " or ".join(str(folder) for folder in here)
     why = f"looked at {looked}: no {RUN_FILES[0]} there\n{there}"
-    refuse("command line", f"there is no run {name_or_path!r}", fix, why)
+    refuse("command line", f"run {name_or_path!r} not found", fix, why)
 
 
 def find_compared_runs(patterns: Sequence[str]) -> list[Path]:
     """The folders of the runs that the arguments name, each once, in this order.
 
     An argument is a run's folder, its name under runs/, a folder with runs in it (one or two
-    below), or a pattern (`runs/compare-*`). Raises ConfigError for one that names no run.
+    below), or a pattern (`runs/compare-*`). Raises ConfigError for an argument without a run.
     """
     folders: dict[Path, Path] = {}
     for pattern in patterns:
@@ -61,7 +61,7 @@ def _runs_matching(pattern: str) -> Iterator[Path]:
     else:
         runs = list(_runs_in(Path(pattern))) or list(_runs_in(root / pattern))
     if not runs:
-        find_run_folder(pattern, "compare")  # says which names are near
+        find_run_folder(pattern, "compare")  # reports similar names
     yield from runs
 
 

@@ -1,4 +1,4 @@
-"""Lists runs with their state, age, steps, held-out score and size; reads little of each folder."""
+"""Lists runs with state, age, steps, held-out score and size; reads little from each folder."""
 
 import json
 import time
@@ -14,12 +14,12 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run of the list. What its files do not say is None."""
+    """One run of the list. Unknown fields are None."""
 
     run: str
-    state: str  # of run.json; `killed` if its process is gone, `damaged` if it cannot be read
+    state: str  # of run.json; `killed` if its process is gone, `damaged` if unreadable
     code: int | None
-    age_s: float | None  # seconds since its first attempt began
+    age_s: float | None  # seconds since its first attempt started
     idle_s: float | None  # seconds since it wrote metrics or run.json
     step: int
     of_steps: int | None
@@ -34,7 +34,7 @@ class RunSummary:
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """The runs in a folder and up to two folders below it, the one written last first."""
+    """The runs in a folder and up to two folders below it, the last written first."""
     now = time.time()
     runs = [summarize_run(folder, now) for folder in _run_folders_in(root)]
     return sorted(runs, key=lambda run: float("inf") if run.idle_s is None else run.idle_s)
@@ -47,7 +47,7 @@ def _run_folders_in(root: Path) -> Iterator[Path]:
 
 
 def summarize_run(folder: Path, now: float) -> RunSummary:
-    """One run as it is at the time `now` (seconds since 1970). Never raises for what it holds."""
+    """One run at the time `now` (seconds since 1970). Never raises for its content."""
     metadata = _read_metadata(folder / "run.json")
     written = [p.stat().st_mtime for name in RUN_FILES[:2] if (p := folder / name).is_file()]
     step = _nested_number(metadata, "progress", "step")

@@ -1,7 +1,7 @@
-"""Reads what a run has written: its config, its state, its metrics and evaluations.
+"""Reads a run's files: config, state, metrics and evaluations.
 
-`read_run_record` wants whole files, for a comparison is only as good as both sides.
-`inspect_run_folder` reads what can be read, of a damaged folder too, and says what could not.
+`read_run_record` requires complete files, since a comparison needs both sides intact.
+`inspect_run_folder` reads what it can, also of a damaged folder, and reports the rest.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 FIRST_SET = "held out"  # the name that judge.json has for the set of data.eval_split
 ENDED_STATES = ("finished", "stopped", "failed", "unknown")
-# What a file raises that is not what a run wrote: not there, cut off, of another kind.
+# Errors of files that are missing, truncated or of the wrong kind.
 READ_ERRORS = (
     RunError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError,
     RecursionError, yaml.YAMLError,
@@ -34,7 +34,7 @@ READ_ERRORS = (
 SECTIONS = ("plan", "progress", "ended", "memory", "seconds", "trackers")  # objects of run.json
 
 
-# Keys of a judge that decide how it is reached, and no verdict.
+# Keys of a judge that affect access to it, not verdicts.
 JUDGE_ACCESS_KEYS = (
     "against", "base_url", "api_key_env", "concurrency", "request_timeout_s", "timeout_s",
     "retries", "max_pairs",
@@ -43,7 +43,7 @@ JUDGE_ACCESS_KEYS = (
 
 @dataclass(frozen=True)
 class JudgeTally:
-    """What a judge said of one model of a run, over the pairs of the first set."""
+    """A judge's verdicts on one model of a run, over the pairs of the first set."""
 
     folder: Path  # of the evaluation
     opponent: str
@@ -54,18 +54,18 @@ class JudgeTally:
 
     @cached_property
     def judgement(self) -> JsonObject:
-        """What the verdicts depend on: the judge, the set and its pairs, which are read here."""
+        """What the verdicts depend on: the judge, the set and its pairs, read here."""
         return self.judge | {"set": self.set_name, "pairs": self._pairs_digest()}
 
     @property
     def judgement_key(self) -> str:
-        """The judgement as text: equal where two win rates can be compared."""
+        """The judgement as text: equal if two win rates are comparable."""
         return json.dumps(self.judgement, sort_keys=True)
 
     def _pairs_digest(self) -> str:
-        """A hash of the prompts and reference texts; only the number of pairs without their file.
+        """A hash of the prompts and reference texts; without their file, only the number of pairs.
 
-        Answers of another model are not hashed: on another machine they may differ by a token.
+        Answers of another model are not hashed: they can differ by a token on another machine.
         """
         counts = (self.counts.get(kind) for kind in ("wins", "ties", "losses", "invalid"))
         number = f"{sum(n for n in counts if isinstance(n, int))} pairs"
@@ -83,7 +83,7 @@ class JudgeTally:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run has written."""
+    """The files of one run."""
 
     folder: Path
     run_metadata: JsonObject  # run.json
@@ -91,7 +91,7 @@ class RunRecord:
     step_metrics: list[MetricsMapping] = field(default_factory=list)  # one for each training step
     eval_metrics: list[MetricsMapping] = field(default_factory=list)  # one for each evaluation
     judge_tallies: list[JudgeTally] = field(default_factory=list)  # the newest last
-    problems: list[str] = field(default_factory=list)  # files that could not be read, and why
+    problems: list[str] = field(default_factory=list)  # unreadable files, and why
 
     @property
     def metrics_lines(self) -> list[MetricsMapping]:
@@ -115,17 +115,17 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether it reached its end."""
+        """Whether it finished."""
         return self.run_metadata.get("state") == "finished"
 
     @property
     def state(self) -> str:
-        """Its state by run.json; `killed` where its process is gone without having said so."""
+        """Its state by run.json; `killed` if its process ended without recording it."""
         return run_state(self.run_metadata)
 
     @property
     def last_step(self) -> int:
-        """The last step that it has logged; 0 before the first."""
+        """The last logged step; 0 before the first."""
         return int(self.step_metrics[-1]["step"]) if self.step_metrics else 0
 
     @property
@@ -136,7 +136,7 @@ class RunRecord:
 
     @property
     def status_text(self) -> str:
-        """How it ended, or how far it is, in words."""
+        """How it ended, or its progress, as text."""
         step = self.run_metadata.get("progress", {}).get("step", 0)
         of = self.config.get("max_steps")
         at = f"at step {step} of {of}" if of else f"at step {step}"
@@ -154,13 +154,13 @@ class RunRecord:
 
     @cached_property
     def _counted_steps(self) -> tuple[list[int], list[float]]:
-        """The steps that say how many completions were sampled before their end, and how many."""
+        """The steps with a count of completions sampled before their end, and the counts."""
         counted = [m for m in self.step_metrics if "sampled_completions" in m]
         return [m["step"] for m in counted], [m["sampled_completions"] for m in counted]
 
 
 def run_state(run_metadata: JsonObject) -> str:
-    """The state that run.json tells; `killed` if the process of a run on this machine is gone."""
+    """The state in run.json; `killed` if the process of a run on this machine is gone."""
     state = str(run_metadata.get("state", "unknown"))
     here = run_metadata.get("host") == socket.gethostname()
     known = isinstance(run_metadata.get("pid"), int)
@@ -181,11 +181,11 @@ def read_run_record(folder: Path) -> RunRecord:
 
 
 def _read_whole_record(folder: Path) -> RunRecord:
-    """As `read_run_record`. Raises any of READ_ERRORS for a file that a run has not written so."""
+    """As `read_run_record`. Raises any of READ_ERRORS for an invalid file."""
     values = resume.read_run_config(folder)
     sections = ("algorithm", "train")
     if values is None or not all(isinstance(values.get(name), dict) for name in sections):
-        where, why = str(folder / "config.yaml"), "its sections algorithm and train were expected"
+        where, why = str(folder / "config.yaml"), "expected the sections algorithm and train"
         refuse(where, f"{folder} is not a training run", "name a run that `rloo runs` lists", why)
     path = folder / "metrics.jsonl"
     metrics = read_metrics_lines(path) if path.is_file() else []
@@ -200,7 +200,7 @@ def _read_whole_record(folder: Path) -> RunRecord:
 
 
 def _whole_metadata(folder: Path) -> JsonObject:
-    """What run.json says. Raises ConfigError where a part of it is not what a run writes."""
+    """The content of run.json. Raises ConfigError if a part of it is invalid."""
     problems: list[str] = []
     path = folder / "run.json"
     metadata = _usable_metadata(_read_object(path) if path.is_file() else {}, folder, problems)
@@ -211,7 +211,7 @@ def _whole_metadata(folder: Path) -> JsonObject:
 
 
 def _usable_metadata(metadata: JsonObject, folder: Path, problems: list[str]) -> JsonObject:
-    """Without sections that are not objects, which are problems."""
+    """The content without sections that are not objects, and problems for these."""
     wrong = [name for name in SECTIONS if not isinstance(metadata.get(name, {}), dict)]
     problems += [f"{folder / 'run.json'}: its {name} is not an object" for name in wrong]
     usable = {name: value for name, value in metadata.items() if name not in wrong}
@@ -223,7 +223,7 @@ def _usable_metadata(metadata: JsonObject, folder: Path, problems: list[str]) ->
 
 
 def _read_judge_tallies(folder: Path) -> list[JudgeTally]:
-    """What judges said of the run's models, in the order in which they said it."""
+    """The judges' verdicts on the run's models, in order."""
     paths = sorted(folder.glob("eval/*/judge.json"), key=lambda path: path.stat().st_mtime)
     tallies = []
     for path in paths:
@@ -242,10 +242,10 @@ def _read_judge_tallies(folder: Path) -> list[JudgeTally]:
 
 
 def _is_of_final_model(run: Path, evaluation: Path) -> bool:
-    """Whether results are of the model that the run ended with.
+    """Whether results are about the run's final model.
 
-    Their folder is named after the model. A run that was made longer has another final model, and
-    the step that the older results are of is in their about.json.
+    Their folder is named after the model. An extended run has a new final model; the step of the
+    older results is in their about.json.
     """
     if evaluation.name != "final" and not evaluation.name.startswith("final-"):
         return False
@@ -255,10 +255,10 @@ def _is_of_final_model(run: Path, evaluation: Path) -> bool:
 
 
 def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> RunRecord:
-    """Read what can be read of a run, whole or damaged. Never raises for what is in its files.
+    """Read what can be read of a run, whole or damaged. Never raises for its files' content.
 
-    The config is as the run wrote it, in its own version's names. With `reader`, the lines of
-    metrics that it has read before are not read again.
+    The config is as the run wrote it, with its version's names. With `reader`, lines of metrics
+    that it has already read are not read again.
     """
     problems: list[str] = []
 
@@ -271,7 +271,7 @@ def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> Run
             problems.append(said.splitlines()[0])
             return instead
         if not isinstance(value, type(instead)):
-            problems.append(f"{folder / name}: it holds a {type(value).__name__}")
+            problems.append(f"{folder / name}: expected an object, found a {type(value).__name__}")
             return instead
         return value
 
@@ -293,17 +293,17 @@ def inspect_run_folder(folder: Path, reader: MetricsReader | None = None) -> Run
 
 def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
-        raise FileNotFoundError("there is no such file")
+        raise FileNotFoundError("file not found")
     values: object = read_json(path)
     if not isinstance(values, dict):
-        raise ValueError(f"it holds a {type(values).__name__}")
+        raise ValueError(f"expected an object, found a {type(values).__name__}")
     return values
 
 
 def _read_written_config(folder: Path) -> JsonObject:
     path = folder / "config.yaml"
     if not path.is_file():
-        raise FileNotFoundError("there is no such file")
+        raise FileNotFoundError("file not found")
     values: JsonObject = yaml.safe_load(path.read_text(encoding="utf-8"))
     return values
 

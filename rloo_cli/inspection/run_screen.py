@@ -1,7 +1,7 @@
 """What `rloo top` shows of a run, read from its files: the values, and one frame of the screen.
 
-Nothing is asked of the run's processes, so that the same works over ssh, on a copy of the folder,
-and after the run has ended. A value that the run does not have is None.
+It never contacts the run's processes, so it also works over ssh, on a copy of the folder, and after
+the run has ended. A value that the run lacks is None.
 """
 
 import time
@@ -29,13 +29,13 @@ from rloo_cli.reporting.panel import (
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import JsonObject
 
-LATE_FACTOR = 3.0  # a step that takes so many times the median is called late
-MIN_LATE_S = 60.0  # and no step is, before so many seconds
+LATE_FACTOR = 3.0  # a step longer than this multiple of the median is late
+MIN_LATE_S = 60.0  # and no step is late before this many seconds
 MAX_ADVICE_SHOWN = 5
 
 
 class RunScreen:
-    """Reads a run's folder again and again; advice is of all steps, each rule speaks once."""
+    """Reads a run's folder repeatedly; advice covers all steps, once per rule."""
 
     def __init__(self, folder: Path):
         self.folder, self.reader = folder, MetricsReader(folder / "metrics.jsonl")
@@ -48,7 +48,7 @@ class RunScreen:
         self.refresh_run()
 
     def refresh_run(self) -> None:
-        """Read the files again, of the metrics what is new. Never raises for what is in them."""
+        """Reread the files, only new lines of metrics. Never raises for their content."""
         self.record = inspect_run_folder(self.folder, self.reader)
         lines = self.record.metrics_lines
         for metrics in lines[self.advised_lines :]:
@@ -94,7 +94,7 @@ class RunScreen:
         }
 
     def _is_late(self, idle_s: float | None) -> bool:
-        """Whether the step under way takes much longer than those before it."""
+        """Whether the current step takes much longer than earlier ones."""
         times = metric_history(self.record.step_metrics[-RECENT_STEPS:], "step_time")
         if idle_s is None or not times or self.record.state != "training":
             return False
@@ -116,7 +116,7 @@ class RunScreen:
 
 def _last_samples(folder: Path) -> list[SampleRecord]:
     files = list_sample_files(folder).get("", {})
-    for step in sorted(files, reverse=True)[:2]:  # the last one may be in its writing
+    for step in sorted(files, reverse=True)[:2]:  # the last one may still be written
         try:
             if samples := read_sample_records(files[step]):
                 return samples
@@ -133,7 +133,7 @@ def _idle_seconds(folder: Path, now: float) -> float | None:
 
 
 def _lag_histogram(samples: Sequence[SampleRecord]) -> dict[str, int]:
-    """Updates between the newest weights among these samples and each one's own -> completions."""
+    """Updates between the newest weights among these samples and each sample's -> completions."""
     versions = [s["weight_version"] for s in samples if isinstance(s.get("weight_version"), int)]
     newest = max(versions, default=0)
     return {str(lag): count for lag, count in sorted(Counter(newest - v for v in versions).items())}
@@ -148,7 +148,7 @@ def _memory_values(record: RunRecord) -> JsonObject:
 def _state_line(values: JsonObject) -> str:
     if values["state"] != "training" or values["since_last_line_s"] is None:
         return str(values["state"])
-    late = ", longer than the steps before it" if values["late"] else ""
+    late = ", longer than earlier steps" if values["late"] else ""
     return f"training · {format_duration(values['since_last_line_s'])} since the last line{late}"
 
 
@@ -157,10 +157,10 @@ def _figures(values: JsonObject) -> list[str]:
     lines = []
     if values["sampling_wait_share"] is not None:
         share = values["sampling_wait_share"]
-        lines.append(f"waits for samples {format_number(share, '%')} of a step")
+        lines.append(f"waiting for samples: {format_number(share, '%')} of a step")
     if values["lag"]:
         parts = [f"{lag}: {count}" for lag, count in values["lag"].items()]
-        lines.append(f"updates behind the newest weights → completions  {', '.join(parts)}")
+        lines.append(f"updates behind the newest weights → completions   {', '.join(parts)}")
     if "measured_bytes" in values["memory"]:
         gib = {name: size / 2**30 for name, size in values["memory"].items()}
         planned = f", {gib['predicted_bytes']:.2f} planned" if "predicted_bytes" in gib else ""

@@ -1,7 +1,7 @@
-"""Finds and reads the files of samples that a run wrote: completions with scores and advantages.
+"""Finds and reads a run's sample files: completions with scores and advantages.
 
-`samples/step_000010.jsonl` has what step 10 trained on, `eval_000010.jsonl` the held-out set after
-it, `eval_NAME_000010.jsonl` the held-out set of that name.
+`samples/step_000010.jsonl` has the training samples of step 10, `eval_000010.jsonl` the held-out
+set after it, `eval_NAME_000010.jsonl` the held-out set of that name.
 """
 
 import json
@@ -16,7 +16,7 @@ SampleRecord = JsonObject
 SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.jsonl")
 
 
-# What a field of a sample is, where it is there and not null: those that read samples rely on it.
+# Types of a sample's fields, if present and not null; readers of samples rely on them.
 FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "draw": (int,), "k": (int,), "prompt": (str, list), "completion": (str,), "rewards": (dict,),
     "score": (int, float), "completion_length": (int,), "weight_version": (int,),
@@ -39,18 +39,18 @@ def list_sample_files(folder: Path, held_out: bool = False) -> dict[str, dict[in
 def find_samples_file(
     folder: Path, step: int | None = None, held_out: bool = False, set_name: str | None = None
 ) -> Path:
-    """The file of samples of one step; of the last that has any without a step.
+    """The sample file of a step; without a step, the last one.
 
-    Raises ConfigError, which names the nearest step or set there is.
+    Raises ConfigError, which names the nearest existing step or set.
     """
     held_out = held_out or set_name is not None
     what = "held-out samples" if held_out else "samples"
     files = list_sample_files(folder, held_out)
     if not files:
-        why = f"nothing like it in {folder / 'samples'}"
-        fix = "wait for its first step that writes some (logging.samples_every)"
+        why = f"found none in {folder / 'samples'}"
+        fix = "wait for the first step with samples (logging.samples_every)"
         if held_out:
-            fix = f"rloo samples {folder} for its steps'; data.eval_split=NAME in the next run"
+            fix = f"rloo samples {folder} for training; data.eval_split=NAME in the next run"
         refuse("command line", f"{folder} has no {what}", fix, why)
     wanted = set_name or ("" if "" in files else next(iter(files)))
     if wanted not in files or (set_name is None and wanted and len(files) > 1):
@@ -62,13 +62,13 @@ def find_samples_file(
         return steps[max(steps)]
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
-        why = f"the nearest that have: {' and '.join(map(str, near))}"
+        why = f"the nearest steps with samples: {' and '.join(map(str, near))}"
         refuse("command line", f"step {step} has no {what}", f"--step {near[0]}", why)
     return steps[step]
 
 
 def read_sample_records(path: Path) -> list[SampleRecord]:
-    """Every sample of a file; numbers that are not finite are None.
+    """Every sample of a file; non-finite numbers are None.
 
     Raises DataError, which names the first line that is not a sample.
     """
@@ -77,15 +77,15 @@ def read_sample_records(path: Path) -> list[SampleRecord]:
         try:
             samples.append(_checked_sample(json.loads(line, parse_constant=lambda _: None)))
         except (ValueError, RecursionError) as error:
-            fix = f"take the file away (rm {path}); the other files are not touched by it"
+            fix = f"remove the file (rm {path}); other files are not affected"
             refuse(f"{path}:{number}", "a line is not a sample", fix, str(error), error=DataError)
     return samples
 
 
 def _checked_sample(values: object) -> SampleRecord:
-    """A line's value, if it is a sample. Raises ValueError, which says why it is not."""
+    """A line's value. Raises ValueError with the reason if it is not a sample."""
     if not isinstance(values, dict):
-        raise ValueError(f"an object was expected, found a {type(values).__name__}")
+        raise ValueError(f"expected an object, found a {type(values).__name__}")
     for name, types in FIELD_TYPES.items():
         value = values.get(name)
         if value is not None and not isinstance(value, types):

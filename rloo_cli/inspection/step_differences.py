@@ -1,7 +1,7 @@
-"""Compares a step that was computed once more with its record, in the order of its causes.
+"""Compares a recomputed step with its record, in the order of causes.
 
-Scores come first, reward by reward, then what is made of them, the log-probabilities token by
-token, KL, rewards, advantages, and the loss and gradient norm of each update.
+Scores come first, reward by reward, then the values derived from them, the log-probabilities token
+by token, KL, rewards, advantages, and the loss and gradient norm of each update.
 """
 
 import math
@@ -16,7 +16,7 @@ from rloo_cli.data.rollout_record import RecordedStep
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
 
-# Attributes of a batch and of its groups -> what they are called, in the order in which they are
+# Attributes of a batch and of its groups -> their names, in the order in which they are
 # computed. Tables are (P, K); columns have a number for each token.
 SCORE_TABLES = {
     "score": "score", "shaped": "score after shaping", "scorable": "whether it has a score",
@@ -36,21 +36,21 @@ UPDATE_NUMBERS = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate":
 
 @dataclass(frozen=True)
 class StepDifference:
-    """One number of a step that came out differently."""
+    """One differing number of a step."""
 
     what: str
-    recorded: float | None  # None = there is none
+    recorded: float | None  # None = missing
     computed: float | None
     draw: int | None = None  # the prompt's position in the order of the data
-    row: int | None = None  # of the data
-    completion: int | None = None  # of the prompt's K, counted from 0
-    token: int | None = None  # of those that the policy sampled, counted from 0
+    row: int | None = None  # in the data
+    completion: int | None = None  # of the prompt's K, from 0
+    token: int | None = None  # among those sampled by the policy, from 0
     text: str = ""  # the token's
-    update: int | None = None  # of the step's optimizer updates, counted from 1
+    update: int | None = None  # of the step's optimizer updates, from 1
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Human-readable location."""
         parts = []
         if self.update is not None:
             parts.append(f"update {self.update}")
@@ -66,7 +66,7 @@ class StepDifference:
 
 @dataclass
 class StepComparison:
-    """Everything that was compared, by what it is."""
+    """Everything that was compared, by name."""
 
     compared: dict[str, int] = field(default_factory=dict)  # numbers
     differing: dict[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def _active(batch: Batch) -> Tensor:
 def _token_pair(
     name: str, called: str, record: RecordedStep, batch: Batch, run: Run, at: Place
 ) -> tuple[str, Tensor | None, Tensor | None, Place]:
-    """A column of all groups' tokens; groups that lack it count as NaN."""
+    """A column of all groups' tokens; NaN for groups that lack it."""
     lengths = [r.length for g in record.batch.groups for r in g.rollouts]
     ends = torch.tensor(lengths).cumsum(0)
 

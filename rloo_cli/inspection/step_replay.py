@@ -1,9 +1,9 @@
-"""Computes a recorded step of a run once more, and says where it comes out differently.
+"""Recomputes a recorded step of a run, and reports where it differs.
 
-The policy of the step is an earlier checkpoint, or the model that the run began with, and the
-recorded steps since, whose updates are made again. Then the step's recorded completions are scored
-by the run's own rewards, and the run's own update (`train/step.py`) is made of them. Everything is
-built in a temporary folder; the run's is only read. Imports torch.
+The step's policy is an earlier checkpoint or the initial model, plus the updates of the recorded
+steps since, which are repeated. The step's recorded completions are then scored by the run's own
+rewards, and the run's own update (`train/step.py`) is applied. Everything is built in a temporary
+folder; the run's folder is only read. Imports torch.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from rloo_cli.utils import process_exit, rng
 from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
-PYTHON_PATH = "python:"  # of a reward that was a callable of the process that trained
-# Relative and absolute: what other kernels, another number of ranks or a GPU make of the same step.
+PYTHON_PATH = "python:"  # of a reward that was a callable in the training process
+# Relative and absolute: differences from other kernels, another number of ranks or a GPU.
 TOLERANCES = {"float32": 1e-4}
 HALF_TOLERANCE = 2e-2
 COMPUTED_ON = ("device", "dtype", "ranks", "threads", "torch")
@@ -44,31 +44,31 @@ COMPUTED_ON = ("device", "dtype", "ranks", "threads", "torch")
 
 @dataclass(frozen=True)
 class ReplayBase:
-    """Where a step's policy comes from."""
+    """The starting point of a step's policy."""
 
-    step: int  # steps that are done there
-    checkpoint: Path | None  # None = the model that the run began with
+    step: int  # finished steps there
+    checkpoint: Path | None  # None = the initial model
 
     @property
     def name(self) -> str:
-        """The checkpoint's name, or what stands for the beginning."""
+        """The checkpoint's name, or that of the initial model."""
         return "the first model" if self.checkpoint is None else self.checkpoint.name
 
 
 @dataclass
 class StepReplay:
-    """What came of a step that was computed once more."""
+    """The result of a recomputed step."""
 
     step: int
     base: str
-    updated_before: list[int]  # steps whose updates were made again, to come to this one
+    updated_before: list[int]  # steps whose updates were repeated to reach this one
     tolerance: float  # 0 = bit for bit
     comparison: StepComparison
     notes: list[str] = field(default_factory=list)
 
     @property
     def found(self) -> bool:
-        """Whether anything came out differently."""
+        """Whether anything differs."""
         return self.comparison.first is not None
 
     def to_json(self) -> JsonObject:
@@ -77,7 +77,7 @@ class StepReplay:
 
 
 def replay_bases(folder: Path) -> dict[int, ReplayBase]:
-    """Recorded step -> where it can be computed from; steps without such a place are left out."""
+    """Recorded step -> where it can be computed from; other steps are omitted."""
     recorded = rollout_files.list_rollout_files(folder)
     bases = sorted(_base_candidates(folder), key=lambda base: base.step)
     found = {}
@@ -95,7 +95,7 @@ def _base_candidates(folder: Path) -> Iterator[ReplayBase]:
     other = [Path(came_from)] if came_from else []
     for path in (*manifest.list_checkpoints(folder), *other):
         position = manifest.checkpoint_position(path)
-        # One inside a step has a part of its updates behind it.
+        # A checkpoint inside a step includes some of its updates.
         if position is not None and position[1] < 0 and (path / manifest.MANIFEST_FILE).is_file():
             yield ReplayBase(position[0], path)
 
@@ -106,22 +106,22 @@ def check_recorded_steps(
     recorded: Collection[int],
     usable: Collection[int] = (),
 ) -> None:
-    """Raises ConfigError where nothing or not all of `steps` is recorded, with the nearest of
-    `usable`, or else of all that are."""
+    """Raises ConfigError if nothing or not all of `steps` is recorded, with the nearest of
+    `usable`, or else of all recorded."""
     if not recorded:
-        why = "logging.rollouts_every is 0 by default, and nothing is recorded then"
+        why = "logging.rollouts_every is 0 by default: nothing is recorded"
         fix = "logging.rollouts_every=1 in the next run"
         where = "--step" if steps else "command line"
         refuse(where, f"{folder} has no recorded rollouts", fix, why)
     for step in steps:
         if step not in recorded:
-            why = f"recorded are the steps {rollout_files.step_ranges(recorded)}"
+            why = f"recorded steps: {rollout_files.step_ranges(recorded)}"
             near = min(usable or recorded, key=lambda other: abs(other - step))
             refuse("--step", f"step {step} is not recorded", f"--step {near}", why)
 
 
 def find_replay_base(folder: Path, step: int) -> ReplayBase:
-    """Where a recorded step is computed from. Raises ConfigError, which names the steps that can be
+    """The starting point of a recorded step. Raises ConfigError, which names the steps that can be
     replayed, and DataError for a damaged record."""
     recorded, bases = rollout_files.list_rollout_files(folder), replay_bases(folder)
     able = rollout_files.step_ranges(bases)
@@ -129,8 +129,8 @@ def find_replay_base(folder: Path, step: int) -> ReplayBase:
     near = min(bases or recorded, key=lambda other: abs(other - step))
     base = bases.get(step)
     if base is None:
-        what = f"step {step} cannot be computed again"
-        why = "no checkpoint lies before it from which on every step is recorded;"
+        what = f"step {step} cannot be recomputed"
+        why = "no earlier checkpoint has every following step recorded;"
         why += f" steps that can be replayed: {able}"
         fix = f"--step {near}" if bases else "logging.rollouts_every=1 in the next run"
         refuse("--step", what, fix, why)
@@ -149,10 +149,10 @@ def replay_step(
     tolerance: float | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> StepReplay:
-    """Compute a recorded step of the run in `folder` once more, and compare.
+    """Recompute a recorded step of the run in `folder`, and compare.
 
-    `tolerance`: None = 0 (bit for bit) where the same device, dtype, number of ranks and torch
-    computed the run on a CPU, else what rounding explains. Raises RunError.
+    `tolerance`: None = 0 (bit for bit) if the same device, dtype, number of ranks and torch
+    computed the run on a CPU, else a tolerance for rounding. Raises RunError.
     """
     base, record = find_replay_base(folder, step), read_rollout_record(folder, step)
     earlier = list(range(base.step + 1, step))
@@ -165,14 +165,14 @@ def replay_step(
     stand_ins = {name: RecordedScores(record, name) for name in callables}
     if callables:
         names = ", ".join(callables)
-        notes.append(f"{names}: a Python callable, which is gone; its scores are the recorded ones")
+        notes.append(f"{names}: a Python callable, now gone; the recorded scores are used")
     with tempfile.TemporaryDirectory(prefix="rloo-replay-") as place:
         on_progress(f"building the run at {base.name}")
         run = _build_at(Path(place), check.dump_config(settings), record, base, stand_ins)
         for other in earlier:
-            on_progress(f"making the updates of step {other} again")
+            on_progress(f"repeating the updates of step {other}")
             _train_recorded_step(run, read_rollout_record(folder, other))
-        on_progress(f"computing step {step}")
+        on_progress(f"recomputing step {step}")
         run.log.training_lines = read_training_lines(folder / "metrics.jsonl", run.state.step)
         state = run.state
         groups = recorded_groups(run, record)
@@ -185,7 +185,7 @@ def replay_step(
             tolerance = _default_tolerance(here, changed)
         if changed:
             text = _changes_text(record, here, changed)
-            notes.append(f"what computed the run is not what computes here: {text}")
+            notes.append(f"the run was computed in another environment: {text}")
         comparison = compare_steps(record, batch, progress.updates, run, tolerance)
     return StepReplay(step, base.name, earlier, tolerance, comparison, notes)
 
@@ -193,7 +193,7 @@ def replay_step(
 def _column_notes(record: RecordedStep) -> list[str]:
     if not (lost := record.lost_columns):
         return []
-    return [f"columns whose values a record cannot hold, kept as text: {', '.join(lost)}"]
+    return [f"columns that the record only holds as text: {', '.join(lost)}"]
 
 
 def _changes_text(record: RecordedStep, here: JsonObject, changed: list[str]) -> str:
@@ -218,7 +218,7 @@ def _computed_here(run: Run) -> JsonObject:
 
 
 def read_attempt_config(folder: Path, record: RecordedStep) -> RunConfig:
-    """The config that a step was trained with, whatever a later attempt changed."""
+    """The config that a step was trained with, ignoring later changes."""
     path = resume.attempt_config_path(folder, int(record.head["attempt"]))
     return check.read_resolved_config(path if path.is_file() else folder / "config.yaml")
 
@@ -226,20 +226,20 @@ def read_attempt_config(folder: Path, record: RecordedStep) -> RunConfig:
 def _check_same_config(
     folder: Path, settings: RunConfig, other: int, step: int, base: ReplayBase
 ) -> None:
-    """Raises ConfigError if an earlier step was trained with other keys than this one."""
+    """Raises ConfigError if an earlier step was trained with different keys than this one."""
     before = check.dump_config(read_attempt_config(folder, read_rollout_record(folder, other)))
     differing = resume.config_differences(before, check.dump_config(settings))
     changed = [key for key in differing if _weights_depend_on(key, settings.train.lr_scheduler)]
     if changed:
         what = f"step {step} cannot be computed from {base.name}"
-        why = f"step {other} between them was trained with other values of {', '.join(changed)}"
+        why = f"step {other} in between was trained with other values of {', '.join(changed)}"
         refuse("--step", what, f"--step {base.step + 1}", why)
 
 
 def _weights_depend_on(key: str, lr_scheduler: str) -> bool:
     """Whether the trained weights depend on a key.
 
-    Which engine sampled, and how it was started, is in the recorded log-probabilities.
+    The engine that sampled, and its start options, are reflected in recorded log-probabilities.
     """
     free: tuple[str, ...] = (*check.KEYS_NOT_HASHED, "data.eval_split")
     if lr_scheduler not in LENGTH_FREE_SCHEDULES:
@@ -252,7 +252,7 @@ def _weights_depend_on(key: str, lr_scheduler: str) -> bool:
 
 
 class RecordedScores:
-    """Says what a reward said of a recorded step's completions; for one that cannot be called."""
+    """Returns the recorded scores of a step's completions, for a reward that cannot be called."""
 
     def __init__(self, record: RecordedStep, name: str):
         raw = record.batch.raw[record.batch.names.index(name)].reshape(-1).tolist()
@@ -269,7 +269,7 @@ def _build_at(
     base: ReplayBase,
     stand_ins: Mapping[str, RecordedScores],
 ) -> Run:
-    """The run as it was when `base` was saved, in `place`; nothing in it samples.
+    """The run as of the save of `base`, built in `place`, without a sampler.
 
     `values`: of the step's config.
     """
@@ -277,12 +277,12 @@ def _build_at(
     target = place / str(config.name)
     target.mkdir()
     process_exit.silence_libraries()
-    rng.seed_generators(config.seed)  # as a worker does: new heads are the same
+    rng.seed_generators(config.seed)  # as a worker does, so that new heads are equal
     with contextlib.redirect_stdout(io.StringIO()):
         plan = ResumePlan(target, checkpoint=base.checkpoint)
         run = ReplayBuilder(config, plan, record).build_all(dict(stand_ins))
     run.log.display = None
-    if run.config.train.micro_batch_tokens is None:  # the free memory chose it, then
+    if run.config.train.micro_batch_tokens is None:  # it was chosen by free memory then
         run.forward_limits = replace(run.forward_limits, **record.head["limits"])
     return run
 
@@ -293,7 +293,7 @@ def _replay_config(
     record: RecordedStep,
     stand_ins: Mapping[str, RecordedScores],
 ) -> RunConfig:
-    """The run's config for one process that samples, evaluates, saves and sends nothing."""
+    """The run's config for one process, without sampling, evaluation, saving and trackers."""
     values, computed_on = copy.deepcopy(values), record.head["computed_on"]
     values |= {"root": str(place), "resume": "never", "max_steps": record.head["num_steps"]}
     values |= {"total_episodes": None}
@@ -308,15 +308,15 @@ def _replay_config(
     }  # fmt: skip
     if values["model"]["dtype"] == "auto":
         values["model"]["dtype"] = computed_on["dtype"]
-    for name in stand_ins:  # one call is given all completions, in order
+    for name in stand_ins:  # one call gets all completions, in order
         values["reward"][name] |= {"scope": "batch", "workers": 0, "cache": False, "only": {}}
     return check.build_run_config(values)
 
 
 def _train_recorded_step(run: Run, record: RecordedStep) -> None:
-    """Make the updates of a recorded step, with the scores that it was trained with."""
+    """Repeat the updates of a recorded step, with its recorded scores."""
     batch = without_updates(record.batch)
-    for group in batch.groups:  # a record has ids and no pixels: the run's data has them
+    for group in batch.groups:  # a record has ids but no pixels, which are in the run's data
         if run.prompts.media:
             group.media = run.prompts.groups_at(group.prompt_offset, 1)[0].media
     run.step_progress = StepProgress(batch)

@@ -1,10 +1,10 @@
 """From a checked config to running processes: the run's folder, ranks, nodes, servers, sweeps.
 
-launcher        check, make the run folder, start it, watch it, say how it ended
+launcher        check, create the run folder, start, watch, report the end
 local_ranks     the processes of rloo eval, sft and reward-model: ranks of one machine
-leftovers       find and end what a run has left running
+leftovers       find and kill a run's leftover processes
 nodes           the handshake of launchers on several nodes
-preflight       what this machine lacks, found before anything starts
+preflight       what this machine lacks, checked before the start
 processes       start and watch the processes of the ranks; signals, exit code
 rollout_server  start, watch and stop a rollout server's process
 sweep/          the sweep behind rloo sweep

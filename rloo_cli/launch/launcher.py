@@ -1,7 +1,7 @@
-"""From a composed config to a running process: check, make the run's folder, start it, watch it.
+"""From a composed config to a running process: check, create the run's folder, start, watch.
 
-Imports no torch. The folder is made only after the check. A run that is refused before its first
-step (data, rewards, a missing model) leaves no folder, and a resumed one is left as it was.
+Imports no torch. The folder is created only after the check. A run that is refused before its first
+step (data, rewards, a missing model) leaves no folder, and a resumed one is left unchanged.
 """
 
 import contextlib
@@ -47,23 +47,23 @@ from rloo_cli.utils.files import (
     write_whole_file,
 )
 
-# What an attempt writes before its worker comes to train; anything else in a folder is not ours.
+# What an attempt writes before its worker starts training; other files in a folder are not ours.
 ATTEMPT_FILES = ("run.json", "config.yaml", "overrides.txt", "env.json")
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
 
 
 @dataclass(frozen=True)
 class FolderSnapshot:
-    """What the run folder held before an attempt wrote anything."""
+    """The run folder's content before an attempt wrote anything."""
 
-    missing_folders: list[Path] = field(default_factory=list)  # did not exist, deepest first
+    missing_folders: list[Path] = field(default_factory=list)  # missing folders, deepest first
     entries: frozenset[Path] = frozenset()  # of the run folder, and of its logs
-    contents: dict[Path, bytes] = field(default_factory=dict)  # of what every attempt rewrites
+    contents: dict[Path, bytes] = field(default_factory=dict)  # of files rewritten by every attempt
     latest_log_link: str | None = None  # where logs/latest pointed
 
 
 def snapshot_attempt_folder(plan: ResumePlan) -> FolderSnapshot:
-    """Note what an attempt's folder holds before the attempt writes anything."""
+    """Record the folder's content before the attempt writes anything."""
     folder, logs = plan.folder, plan.folder / "logs"
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     if missing[:1] == [folder]:
@@ -77,8 +77,8 @@ def snapshot_attempt_folder(plan: ResumePlan) -> FolderSnapshot:
 
 
 def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
-    """Remove what a refused attempt wrote, and nothing that was there before it, or that somebody
-    else has put there since.
+    """Remove what a refused attempt wrote, and nothing that existed before or that another process
+    has put there since.
     """
     folder, logs = plan.folder, plan.folder / "logs"
     ours = [p for p in _attempt_paths(plan) if p not in snapshot.entries]
@@ -99,50 +99,50 @@ def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
             (logs / "latest").symlink_to(snapshot.latest_log_link)
     new_logs = [] if logs in snapshot.entries else [logs]
     for empty in (*new_logs, *snapshot.missing_folders):
-        with contextlib.suppress(OSError):  # somebody has put something into it
+        with contextlib.suppress(OSError):  # it is not empty
             empty.rmdir()
 
 
 def _attempt_paths(plan: ResumePlan) -> list[Path]:
-    """The files that an attempt may have written before its training began."""
+    """The files that an attempt may have written before training."""
     folder, logs = plan.folder, plan.folder / "logs"
     paths = [folder / name for name in (*ATTEMPT_FILES, "debug", "adapter")]
     paths += [p for p in folder.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
     paths += [resume.attempt_config_path(folder, plan.attempt).parent, logs / "latest"]
-    if server_file.running_server(folder) is None:  # else a server waits there for the run
+    if server_file.running_server(folder) is None:  # else a server waits for the run there
         paths += [*server_file.server_file_paths(folder), folder / run_folder.SERVER_LOGS]
     return [p for p in paths if p.exists() or p.is_symlink()]
 
 
 def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -> int:
-    """Say why the run ended, which checkpoint is the last, how to go on, and where the log is.
+    """Print why the run ended, its last checkpoint, how to resume, and the log's path.
 
-    `code` is the exit code; `died` says why processes were killed, if any were. -> the exit code: 8
-    where a run that ended well cannot be said to have, as its disk takes nothing more.
+    `code` is the exit code; `died` lists why processes were killed. -> the exit code: 8 if a
+    finished run cannot record its end because its disk is full.
     """
     folder = plan.folder
     recorded = read_json(folder / "run.json")
     step = max(recorded.get("progress", {}).get("step", 0), _last_logged_step(folder))
     log = resume.attempt_config_path(folder, plan.attempt).parent
     if not recorded:
-        print(f"{folder}: it was removed while the run was going on", file=sys.stderr)
+        print(f"{folder}: the folder was removed during the run", file=sys.stderr)
         return code
     reasons = {
-        0: "finished", 8: "its disk took no more", 75: "stopped, as it was asked to",
+        0: "finished", 8: "its disk is full", 75: "stopped on request",
         130: "ended by a second Ctrl-C",
     }  # fmt: skip
-    why = reasons.get(code, f"ended with {code}")
+    why = reasons.get(code, f"exited with code {code}")
     if died:
         why = died[0]
     elif recorded.get("code") is None and code not in (8, 75, 130):
-        why = "its process ended without a word: killed, out of memory, or by code of a reward"
+        why = "the process exited without an error: killed, out of memory, or os._exit in a reward"
     elif code == GuardError.code and recorded.get("guards"):
         why = " and ".join(f"guards.{guard['name']}=fail" for guard in recorded["guards"])
         why = f"stopped by {why}"
     lines = [
         f"{folder}: {why}, after step {step}",
-        f"  checkpoint  {recorded.get('checkpoint') or 'none yet: it begins anew'}",
-        f"  go on       {command}",
+        f"  checkpoint  {recorded.get('checkpoint') or 'none: it starts over'}",
+        f"  resume      {command}",
         f"  log         {log}",
     ]
     if code:
@@ -152,7 +152,7 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
     try:
         update_json(folder / "run.json", state=state, code=code, ended=ended)
     except OSError as error:  # the disk is full, or has become read-only
-        print(f"warning: run.json does not say how the run ended: {error}", file=sys.stderr)
+        print(f"warning: cannot record the run's end in run.json: {error}", file=sys.stderr)
         code = code or StorageError.code
     with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
         file.write("\n".join(lines) + "\n")
@@ -162,7 +162,7 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
 def _last_logged_step(folder: Path) -> int:
     """The step of the last line of metrics.jsonl; 0 without one.
 
-    A process that was killed did not write how far it had come.
+    A killed process did not record its progress.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()
@@ -172,10 +172,10 @@ def _last_logged_step(folder: Path) -> int:
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 REFUSED_CODES = (2, 3, 4, 5)
-LEFTOVER_TIMEOUT_S = 10.0  # ranks that lost their launcher and have not ended by then are killed
-# Config groups whose choice stands in a job's name without the group's name.
+LEFTOVER_TIMEOUT_S = 10.0  # ranks that lost their launcher are killed after this time
+# Config groups whose choice appears in a job's name without the group's name.
 GROUPS_IN_NAMES = ("model", "data", "reward", "algorithm", "generation", "distributed")
-# Keys whose overrides do not make another experiment of a sweep's job.
+# Keys whose overrides do not make a sweep's job a different experiment.
 KEYS_OF_SAME_JOB = (
     "resume",
     "resume_allow_changes",
@@ -216,7 +216,7 @@ def launch_run(composed: ComposedConfig, multirun: bool = False) -> int:
 def find_run_topology(
     run: RunConfig, composed: ComposedConfig
 ) -> tuple[ProcessTopology, RunConfig]:
-    """This process's topology, and the config as it holds there. Raises ConfigError."""
+    """This process's topology, and the config adapted to it. Raises ConfigError."""
     try:
         topology, run, notes = find_topology(os.environ, run)
         prompts = run.train.prompts_per_step
@@ -232,7 +232,7 @@ def find_run_topology(
 
 @contextmanager
 def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
-    """Around what rank 0's launcher does: makes the folder before, says afterwards how it ended."""
+    """The context of rank 0's launcher: creates the folder before, reports the end afterwards."""
     folder = run.folder
     run_folder.check_folder_free(folder)
     _check_not_running(folder)
@@ -254,7 +254,7 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
         begins = f", from {start.checkpoint.name}" if start.checkpoint else ""
         print(
             f"training {run.name}{recipe}: {run.model.path} with {run.algorithm.name}, "
-            f"into {folder}{begins}\nstarting: torch and transformers are imported first ...",
+            f"into {folder}{begins}\nstarting: importing torch and transformers first ...",
             flush=True,
         )
         notes = idle_notes(composed.changed_keys, type(run), check.dump_config(run))
@@ -276,8 +276,8 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
 def _rank_processes(
     attempt: Attempt, run: RunConfig, topology: ProcessTopology, coordinator: NodeCoordinator
 ) -> Iterator[tuple[list[str], processes.ProcessCallbacks, list[processes.ProcessSpec]]]:
-    """The last three arguments of `run_processes` for this node's ranks, while the rollout server
-    runs that they need."""
+    """The last three arguments of `run_processes` for this node's ranks, while their rollout server
+    runs."""
     folder, plan = attempt.plan.folder, attempt.plan.to_json()
     with contextlib.ExitStack() as stack:
         listening = open_store_socket(run.distributed.rdzv, topology)
@@ -293,11 +293,11 @@ def _rank_processes(
         def on_started(pids: list[int]) -> None:
             _record_rank_pids(folder, topology.first_rank, pids)
             if listening is not None:
-                listening.close()  # rank 0 has it: if it dies, others are not kept waiting by us
+                listening.close()  # rank 0 has it: if it dies, we do not keep the others waiting
 
         def on_lost(problem: Problem) -> None:
             attempt.died.append(problem.what)
-            fix = f"{problem.fix}; rloo train goes on with resume=auto"
+            fix = f"{problem.fix}; rloo train resumes with resume=auto"
             processes.print_lost(replace(problem, fix=fix))
 
         is_saving = nodes.checkpoint_save_probe(folder)
@@ -310,16 +310,16 @@ def _rank_processes(
 
 
 def _training_began(plan: ResumePlan) -> bool:
-    """Whether this attempt came to train: its worker then wrote the attempt's number to run.json.
+    """Whether this attempt started training: its worker then wrote its number to run.json.
 
-    True also where somebody removed the folder meanwhile: then there is nothing to take back.
+    Also True if the folder was removed in the meantime: then there is nothing to undo.
     """
     path = plan.folder / "run.json"
     return not path.exists() or read_json(path).get("began") == plan.attempt
 
 
 def plan_attempt(run: RunConfig) -> ResumePlan:
-    """Decide from where this attempt goes on, and print notes about it. Raises ConfigError."""
+    """Decide where this attempt resumes from, and print notes about it. Raises ConfigError."""
     plan = resume.plan_resume(run.folder, run)
     for note in plan.notes:
         print(note)
@@ -329,7 +329,7 @@ def plan_attempt(run: RunConfig) -> ResumePlan:
 
 
 def _check_not_running(folder: Path) -> None:
-    """Raises ConfigError when this folder's run is alive; ends a rank that lost its launcher."""
+    """Raises ConfigError if this folder's run is alive; kills a rank that lost its launcher."""
     facts = run_folder.read_run_metadata(folder)
     if facts.get("host", platform.node()) != platform.node():
         return
@@ -342,9 +342,9 @@ def _check_not_running(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder itself; the kernel releases it when this process ends, however it ends.
+    """Lock the folder itself; the kernel releases it when this process ends.
 
-    Raises ConfigError where another process holds it: two were started at the same moment.
+    Raises ConfigError if another process holds it: two were started at the same moment.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -362,9 +362,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:
-    """Name a sweep's job by the keys that the sweep goes over, such as `x-beta-0.01`.
+    """Name a sweep's job by its swept keys, such as `x-beta-0.01`.
 
-    A hash follows where other overrides, too, make it another experiment.
+    A hash is added if other overrides make it a different experiment too.
     """
     name = composed.values.get("name")
     if name is None:
@@ -374,10 +374,10 @@ def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:
 
 
 def _name_suffixes(composed: ComposedConfig, keys: Sequence[str]) -> list[str]:
-    """What a job's name ends in, in a sweep over these keys, as in `compare-ppo-seed-3`.
+    """The suffix of a job's name in a sweep over these keys, as in `compare-ppo-seed-3`.
 
-    A hash of all overrides is added where others than those of the sweep are set, or where a value
-    cannot stand in a name.
+    A hash of all overrides is added if other keys than the swept ones are set, or if a value cannot
+    be part of a name.
     """
     overrides = [
         (_override_key(w), w)
@@ -400,13 +400,13 @@ def _override_key(override: str) -> str:
 
 
 def _run_overrides(composed: ComposedConfig, without: str = "") -> list[str]:
-    """The user's overrides, but for Hydra's own and those of the key `without`."""
+    """The user's overrides, without Hydra's own and those of the key `without`."""
     overrides = (w for w in composed.user_overrides if not w.startswith("hydra."))
     return [w for w in overrides if not without or _override_key(w) != without]
 
 
 def _resume_command(composed: ComposedConfig, name: str) -> str:
-    """The command that goes on with this run."""
+    """The command that resumes this run."""
     overrides = _run_overrides(composed, without="resume")
     if composed.values.get("name") != name:  # a job of a sweep
         overrides = [w for w in overrides if _override_key(w) != "name"] + [f"name={name}"]
@@ -416,7 +416,7 @@ def _resume_command(composed: ComposedConfig, name: str) -> str:
 def write_attempt_files(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) -> None:
     """Write an attempt's files: run.json, the config (which ranks read), overrides, environment.
 
-    run.json is the first: where this is cut short, it says whose folder it is.
+    run.json is the first: it identifies the folder if writing is interrupted.
     """
     folder = plan.folder
     _write_run_json(plan, str(run.name), composed.recipe, check.config_hash(run))
@@ -428,7 +428,7 @@ def write_attempt_files(plan: ResumePlan, run: RunConfig, composed: ComposedConf
         write_text(folder / "config.yaml", text)
     overrides = _run_overrides(composed, without="resume")
     write_text(folder / "overrides.txt", "".join(f"{w}\n" for w in overrides))
-    with contextlib.suppress(OSError):  # a file system without links has the folder all the same
+    with contextlib.suppress(OSError):  # on a file system without links the folder suffices
         link = config_path.parent.with_name("latest")
         link.unlink(missing_ok=True)
         link.symlink_to(config_path.parent.name)

@@ -1,8 +1,8 @@
-"""Finds and ends what a run that ended, or was killed, has left running on this machine.
+"""Finds and kills processes left on this machine by a run that ended or was killed.
 
-A process belongs to a run if run.json or server.json names it by its pid and the time at which it
-began, or if it is in the group of such a process; once that one is gone, if it carries the run's
-own mark in its environment. Names of programs say nothing: a pid soon belongs to something else.
+A process belongs to a run if run.json or server.json has its pid and start time, if it is in the
+group of such a process, or, when that process is gone, if its environment has the run's mark.
+Program names are not used: a pid is soon reused.
 """
 
 import contextlib
@@ -25,29 +25,29 @@ from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject
 
-SERVER_LOG_VARIABLE = "RLOO_SERVER_LOG"  # in the environment of a server: a file in its run's logs
-TERM_TIMEOUT_S = 5.0  # from TERM to KILL: vLLM ends cleanly in two seconds
+SERVER_LOG_VARIABLE = "RLOO_SERVER_LOG"  # in a server's environment: a file in its run's logs
+TERM_TIMEOUT_S = 5.0  # from TERM to KILL: vLLM exits cleanly in two seconds
 KILL_TIMEOUT_S = 5.0
-CLOCK_SLACK_S = 5.0  # the clock may have been set between two looks at it
+CLOCK_SLACK_S = 5.0  # the clock may have been set between two readings
 RUNNING_STATES = ("starting", "training")
 
 
 @dataclass(frozen=True)
 class LeftoverProcess:
-    """A process that a run has left."""
+    """A leftover process of a run."""
 
     pid: int
     started: str  # in the kernel's ticks since boot
-    role: str  # what it was to the run: rank 0, server, group of rank 0, started by the run
+    role: str  # its role in the run: rank 0, server, group of rank 0, started by the run
     command: str
 
     def is_alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Whether it still runs; a zombie does not count."""
         return child_process.process_start_time(self.pid) == self.started
 
 
 def find_leftovers(folder: Path) -> list[LeftoverProcess]:
-    """The processes that the run of this folder has left here; [] where its launcher still runs."""
+    """The leftover processes of this folder's run; [] if its launcher still runs."""
     facts = read_run_metadata(folder)
     if facts.get("host", platform.node()) != platform.node() or is_run_alive(facts):
         return []
@@ -66,27 +66,27 @@ def is_run_alive(facts: JsonObject) -> bool:
 
 
 def refuse_busy_folder(folder: Path, pid: object) -> NoReturn:
-    """Refuse to write to a run's folder to which another process writes."""
-    why = "one process at a time writes to a run's folder"
+    """Refuse to write to a run's folder in use by another process."""
+    why = "only one process at a time can write to a run's folder"
     refuse("name", f"{folder} is being trained by process {pid}", "name=OTHER", why)
 
 
 def check_run_ended(folder: Path) -> None:
-    """Raises ConfigError for a run that goes on, and for one of another machine."""
+    """Raises ConfigError for a run that is training, and for one of another machine."""
     facts = read_run_metadata(folder)
     host = facts.get("host", platform.node())
     if host != platform.node():
-        what, why = f"{folder} ran on {host}", f"its processes are not seen from {platform.node()}"
+        what, why = f"{folder} ran on {host}", f"its processes are not visible on {platform.node()}"
         fix = f"ssh {host}, and there: rloo doctor --kill-orphans {folder}"
         refuse("command line", what, fix, why)
     if is_run_alive(facts):
-        why = "it still runs, so nothing of it is left over"
-        fix = f"kill {facts['pid']}, which saves and ends it"
+        why = "it is still running, so it has no leftovers"
+        fix = f"kill {facts['pid']}, which saves and stops it"
         refuse("command line", f"{folder} is being trained by process {facts['pid']}", fix, why)
 
 
 def end_leftovers(leftovers: list[LeftoverProcess]) -> list[LeftoverProcess]:
-    """End these processes: SIGTERM, a few seconds, SIGKILL. -> those that would not end"""
+    """End these processes: SIGTERM, a few seconds, SIGKILL. -> those that did not exit"""
     for number, limit_s in ((signal.SIGTERM, TERM_TIMEOUT_S), (signal.SIGKILL, KILL_TIMEOUT_S)):
         for process in leftovers:
             if process.is_alive():
@@ -101,7 +101,7 @@ def end_leftovers(leftovers: list[LeftoverProcess]) -> list[LeftoverProcess]:
 def _recorded_processes(folder: Path, facts: JsonObject) -> Iterator[tuple[str, JsonObject]]:
     """Ranks and server by run.json, and servers that the run started by their server.json.
 
-    A server of `rloo vllm-serve` is its user's own, and waits for the next run.
+    A server of `rloo vllm-serve` belongs to the user, and waits for the next run.
     """
     for record in facts.get("ranks", []):
         yield f"rank {record.get('rank', '?')}", record
@@ -125,7 +125,7 @@ def _group_of_record(role: str, record: JsonObject) -> Iterator[tuple[int, str]]
 
 
 def _marked_processes(folder: Path, facts: JsonObject) -> Iterator[int]:
-    """Processes whose environment says that this run's launcher, or its server, started them."""
+    """Processes with this run's mark of its launcher or server in their environment."""
     logs = str(folder.absolute() / "logs") + os.sep
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -137,13 +137,13 @@ def _marked_processes(folder: Path, facts: JsonObject) -> Iterator[int]:
 
 
 def _is_users_server(folder: Path, pid: int) -> bool:
-    """Whether a process is of a server that `rloo vllm-serve` runs for this folder."""
+    """Whether a process belongs to a server of `rloo vllm-serve` for this folder."""
     server = server_file.running_server(folder)
     return server is not None and server.by != "train" and os.getpgid(pid) == server.group
 
 
 def _is_mark_of_run(mark: str, folder: Path, facts: JsonObject) -> bool:
-    """Whether a mark (`processes.run_processes`: launcher's pid and time) is of the last attempt.
+    """Whether a mark (`processes.run_processes`: launcher's pid and time) is the last attempt's.
 
     Its time lies between the launcher's start and the last change of run.json: another launcher may
     have had the same pid.

@@ -1,6 +1,6 @@
-"""The processes of `rloo eval`, `rloo sft` and `rloo reward-model`: several ranks of one machine.
+"""The processes of `rloo eval`, `rloo sft` and `rloo reward-model`: several ranks on one machine.
 
-Imports no torch. A run's own processes are `topology`'s, which knows Slurm and torchrun too.
+Imports no torch. `topology` handles a run's processes, with Slurm and torchrun.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from rloo_cli.utils.errors import refuse
 
 
 def count_local_ranks(run: RunConfig) -> int:
-    """How many processes a verb of this machine has: `distributed` says it, but no more than there
-    are GPUs, where there are any, as the run may be from a larger machine."""
+    """The number of processes of a local verb: from `distributed`, but at most the number of
+    GPUs, if there are any, since the run may be from a larger machine."""
     wanted = device_count.local_process_count(run.distributed, run.generation)
     gpus = len(device_count.visible_gpus()) - device_count.local_server_gpus(run.generation)
     return min(wanted, gpus) if gpus > 0 else wanted
 
 
 def check_not_a_rank(verb: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError where another launcher started this process as one of several ranks."""
+    """Raise ConfigError if another launcher started this process as one of several ranks."""
     if environment.get("RANK") and environment.get("WORLD_SIZE", "1") != "1":
         number = environment["WORLD_SIZE"]
-        why = f"RANK and WORLD_SIZE are set; rloo {verb} starts its processes itself"
+        why = f"RANK and WORLD_SIZE are set, but rloo {verb} starts its processes itself"
         fix = f"rloo {verb} ... distributed=ddp distributed.num_processes={number}"
         refuse("environment", f"rloo {verb} was started as one of {number} processes", fix, why)
 
@@ -44,9 +44,9 @@ def local_rank_specs(
     env: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[list[ProcessSpec], ProcessCallbacks]]:
-    """While inside: the processes to start, and what is called while they run.
+    """While inside: the processes to start, and callbacks while they run.
 
-    `env`: variables for each of them. `poll`: is called twice a second.
+    `env`: variables for each of them. `poll`: called twice a second.
     """
     given = dict(env or {})
     if num_ranks == 1:

@@ -1,9 +1,9 @@
-"""The node handshake: how a run's launchers on several nodes find each other, through files.
+"""The node handshake: how a run's launchers on several nodes find each other through files.
 
 Rank 0's launcher makes the run's folder; the others wait for its message, `.go-KEY.json` beside
-that folder. Each of them first writes a file with a random nonce, and believes only a message that
-answers it: files that a killed start left are ignored. A launcher that fails writes its exit code,
-so that the others do not wait for it.
+that folder. Each first writes a file with a random nonce and only accepts a message that answers
+it, so files left by a killed start are ignored. A launcher that fails writes its exit code, so that
+the others do not wait for it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from rloo_cli.utils.errors import GenerationError, MachineError, RunError, refus
 from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 POLL_S = 0.2
-EXIT_REPORT_TIMEOUT_S = 15.0  # rank 0's launcher waits so long until the others know its exit code
+EXIT_REPORT_TIMEOUT_S = 15.0  # rank 0's launcher waits for the others to read its exit code
 HARMLESS_CODES = (0, 75)  # exit codes with which all launchers end together
 NodeMessage = JsonObject
 P = TypeVar("P", "NodeCoordinator", "NodeWorker")
@@ -40,12 +40,12 @@ def coordinator_file(root: Path, name: str, key: str) -> Path:
 def _read_message(path: Path) -> NodeMessage:
     try:
         return read_json(path)
-    except (OSError, ValueError):  # removed, or a network's file system that is behind
+    except (OSError, ValueError):  # removed, or a network file system with a delay
         return {}
 
 
 class NodeCoordinator:
-    """Rank 0's launcher, which says what to do and polls the others. Alone, it does nothing."""
+    """Rank 0's launcher, which instructs and polls the others. Does nothing on a single node."""
 
     def __init__(self, root: Path, name: str, topology: ProcessTopology):
         self.path = coordinator_file(root, name, topology.launch_id)
@@ -58,7 +58,7 @@ class NodeCoordinator:
         self.new_root = False
         self.exit_code = 0  # how it ended
         if self.num_others:
-            with contextlib.suppress(OSError):  # it cannot be written: that is reported elsewhere
+            with contextlib.suppress(OSError):  # not writable: reported elsewhere
                 self.new_root = not root.exists()
                 root.mkdir(parents=True, exist_ok=True)
                 self._remove_messages()
@@ -69,7 +69,7 @@ class NodeCoordinator:
         self._write_message()
 
     def poll_failure(self) -> int | None:
-        """Answer launchers that have come. -> the exit code of one that failed, or None"""
+        """Answer new launchers. -> the exit code of a failed one, or None"""
         if not self.num_others:
             return None
         paths = self.path.parent.glob(f"{self.path.stem}-*.json")
@@ -83,7 +83,7 @@ class NodeCoordinator:
         return next((code for code in codes if code not in HARMLESS_CODES), None)
 
     def report_exit(self, code: int) -> None:
-        """Write how it ended, wait until the others know it, and remove the files."""
+        """Write its exit code, wait until the others have read it, and remove the files."""
         if not self.num_others:
             return
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class NodeCoordinator:
 
 @contextmanager
 def _report_exit_code(node: P) -> Iterator[P]:
-    """Report the exit code of this launcher to the others, also where an error ends it."""
+    """Report this launcher's exit code to the others, also after an error."""
     code = 1
     try:
         yield node
@@ -125,7 +125,7 @@ def _report_exit_code(node: P) -> Iterator[P]:
 
 @contextmanager
 def coordinate_nodes(root: Path, name: str, topology: ProcessTopology) -> Iterator[NodeCoordinator]:
-    """While inside, the other launchers can reach us; they are told if it ends in a refusal."""
+    """While inside, the other launchers can reach us, and learn of a refusal."""
     with _report_exit_code(NodeCoordinator(root, name, topology)) as coordinator:
         yield coordinator
 
@@ -140,24 +140,24 @@ class NodeWorker:
         self.exit_code = 0  # how it ended
 
     def wait_for_message(self, limit: float) -> NodeMessage:
-        """Wait for a message with what to start, or with an exit code.
+        """Wait for a message with a start command or an exit code.
 
         Raises GenerationError after `limit` seconds.
         """
         end = time.monotonic() + limit
         while time.monotonic() < end:
             if self.coordinator_path.parent.is_dir() and not self.worker_path.exists():
-                with contextlib.suppress(OSError):  # rank 0's launcher makes the folder, not we
+                with contextlib.suppress(OSError):  # only rank 0's launcher creates the folder
                     write_json(self.worker_path, {"nonce": self.nonce})
             message = self._read_answered_message()
             if "start" in message or "code" in message:
                 return message
             time.sleep(min(POLL_S, limit))
         rank = f"this is the launcher of rank {self.first_rank}"
-        what = f"rank 0 did not begin in {limit:g} s ({rank})"
-        why = f"waited for {self.coordinator_path.absolute()}, which rank 0's launcher writes;"
-        why += " it died, or root is not on a disk that all nodes share"
-        fix = "root=FOLDER that every node sees, or a longer distributed.timeout_s"
+        what = f"rank 0 did not start within {limit:g} s ({rank})"
+        why = f"waited for {self.coordinator_path.absolute()}, written by rank 0's launcher;"
+        why += " it died, or root is not on a shared file system"
+        fix = "root=FOLDER on a shared file system, or a longer distributed.timeout_s"
         refuse("distributed.timeout_s", what, fix, why, error=GenerationError)
 
     def poll_failure(self) -> int | None:
@@ -166,7 +166,7 @@ class NodeWorker:
         return None if code in HARMLESS_CODES else code
 
     def report_exit(self, code: int) -> None:
-        """Write this launcher's exit code where rank 0's does not know the failure yet."""
+        """Write this launcher's exit code, unless rank 0's launcher already knows the failure."""
         with contextlib.suppress(OSError):
             needless = code in HARMLESS_CODES or "code" in self._read_answered_message()
             if needless or not self.coordinator_path.parent.is_dir():
@@ -181,18 +181,18 @@ class NodeWorker:
 
 @contextmanager
 def join_coordinator(root: Path, name: str, topology: ProcessTopology) -> Iterator[NodeWorker]:
-    """While inside, rank 0's launcher knows of us; it is told if we are refused."""
+    """While inside, rank 0's launcher knows us, and learns of a refusal."""
     with _report_exit_code(NodeWorker(root, name, topology)) as worker:
         yield worker
 
 
 def run_worker_node(run: RunConfig, topology: ProcessTopology) -> int:
-    """Run this node's ranks. -> the exit code. Raises RunError where the node cannot take part."""
+    """Run this node's ranks. -> the exit code. Raises RunError if the node cannot take part."""
     root, name = Path(run.root), str(run.name)
     with join_coordinator(root, name, topology) as worker:
         preflight.check_machine(run, local_ranks=topology.local_world_size)
         message = worker.wait_for_message(run.distributed.timeout_s)
-        if "code" in message:  # refused, or nothing to do: rank 0's launcher has said why
+        if "code" in message:  # refused, or nothing to do: rank 0's launcher printed the reason
             worker.exit_code = message["code"]
         else:
             limit = run.distributed.timeout_s
@@ -211,9 +211,9 @@ def _run_ranks(
 ) -> int:
     total, coordinator_host, host = message["total"], message["host"], platform.node()
     if total != topology.world_size:
-        what, key = "nodes do not agree how many processes train", "distributed.num_processes"
+        what, key = "nodes disagree on the number of processes", "distributed.num_processes"
         why = f"{coordinator_host} expects {total} in all, {host} {topology.world_size}:"
-        why += " one per GPU, and the nodes differ in their GPUs"
+        why += " one per GPU, and the nodes have different numbers of GPUs"
         refuse(key, what, f"{key}=N", why, error=MachineError)
     store_host, port = parse_address(topology.store_address) or message["store"] or ("", 0)
     env = message["env"] if coordinator_host == host else {}
@@ -228,10 +228,10 @@ def _run_ranks(
 def add_environment(
     specs: list[processes.ProcessSpec], env: Mapping[str, str]
 ) -> list[processes.ProcessSpec]:
-    """The same processes with more variables; those that a process has already stay."""
+    """The same processes with more variables; existing ones are kept."""
     return [replace(spec, env={**env, **spec.env}) for spec in specs]
 
 
 def checkpoint_save_probe(folder: Path) -> Callable[[], bool]:
-    """A function that says whether a checkpoint is being written in a run's folder."""
+    """A function that checks whether a checkpoint is being written in a run's folder."""
     return lambda: any(folder.glob(".tmp-*"))

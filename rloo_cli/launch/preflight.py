@@ -1,4 +1,4 @@
-"""Checks what the machine must have before a run may start, without importing torch."""
+"""Checks what the machine needs before a run can start, without importing torch."""
 
 import os
 import shutil
@@ -19,11 +19,11 @@ from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 
 def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) -> None:
-    """Raises MachineError (exit 3) with everything the machine lacks for this run, and ConfigError
-    (exit 2) for what no engine on this machine could do.
+    """Raises MachineError (exit 3) with all that the machine lacks for this run, and ConfigError
+    (exit 2) for what no engine on this machine can do.
 
-    `downloads`: check also what has to be downloaded or installed, which a plan does not need.
-    `local_ranks`: processes of this machine that take a GPU each, where there are GPUs.
+    `downloads`: also check downloads and installed packages, which a plan does not need.
+    `local_ranks`: processes on this machine that need a GPU each, if there are GPUs.
     """
     if downloads:
         _refuse_masks(run.generation)
@@ -54,7 +54,7 @@ def _agent(agent: EpisodeConfig | None) -> Iterator[Problem]:
 def problems_by_topic(
     run: RunConfig, downloads: bool = True, local_ranks: int = 1
 ) -> dict[str, list[Problem]]:
-    """What the machine lacks for this run beside its rewards, by topic, in the order of a refusal.
+    """What the machine lacks for this run apart from rewards, by topic, in refusal order.
 
     The arguments are those of `check_machine`.
     """
@@ -84,8 +84,8 @@ def check_supervised_machine(run: RunConfig, section: str, local_ranks: int = 1)
 
 
 def check_server_machine(run: RunConfig) -> None:
-    """Raises MachineError for what a rollout server of this run lacks, which needs no rewards, and
-    ConfigError for what it could not do here."""
+    """Raises MachineError for what a rollout server of this run lacks (it needs no rewards), and
+    ConfigError for what it cannot do here."""
     _refuse_masks(run.generation, engine_is_local=True)
     needed = ("model.path", "model.tokenizer")
     missing = (p for p in _downloads(rules_paths.named_paths(run)) if p.where in needed)
@@ -98,17 +98,17 @@ def check_server_machine(run: RunConfig) -> None:
 
 
 def _refuse_masks(generation: GenerationConfig, engine_is_local: bool = False) -> None:
-    """Raise ConfigError where an engine that is started here cannot send sampling masks."""
+    """Raise ConfigError if an engine started here cannot send sampling masks."""
     if problems := [*arguments.mask_problems(generation, engine_is_local)]:
         raise ConfigError(*problems)
 
 
 def root_problems(root: str) -> Iterator[Problem]:
-    """A root that cannot be written, or is on a disk that is full."""
+    """A root that is not writable, or on a full disk."""
     folder = Path(root).absolute()
     above = next(p for p in (folder, *folder.parents) if p.exists())
     if not os.access(above, os.W_OK):
-        what, fix = f"root = {root} cannot be written", "root=FOLDER that you can write to"
+        what, fix = f"root = {root} cannot be written", "root=FOLDER that is writable"
         yield Problem(what, "root", f"looked at {above}", fix)
     elif (disk := shutil.disk_usage(above)).free < 100e6:
         what = "has under 100 MB free" if disk.total else "cannot hold files"
@@ -117,17 +117,17 @@ def root_problems(root: str) -> Iterator[Problem]:
 
 
 def _cache(named: Iterable[NamedPath]) -> Iterator[Problem]:
-    """A cache that is needed and cannot be made; one that can only be read may have everything."""
+    """A required cache that cannot be created; a read-only cache may be complete."""
     cache = paths.cache_folder()
     needed = any(each.path.startswith(synthetic.NO_HUB_PREFIXES) for each in named)
     if needed and not cache.is_dir():
         above = next(p for p in cache.absolute().parents if os.path.exists(p))
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
-            yield paths.unusable_cache_problem(f"no folder can be made in {above}")
+            yield paths.unusable_cache_problem(f"no folder can be created in {above}")
 
 
 def _downloads(named: Iterable[NamedPath]) -> Iterator[Problem]:
-    """What a run without network would have to download."""
+    """What an offline run would have to download."""
     for each in named if hf_cache.is_hub_offline() else ():
         if synthetic.is_hub_name(each.path) and not each.is_cached:
             cache = hf_cache.hub_cache_folder()
@@ -158,11 +158,12 @@ def _engine(engine: str) -> Iterator[Problem]:
 
 
 def _devices(local_ranks: int) -> Iterator[Problem]:
-    """Two processes on one GPU: the second finds its memory taken, or waits for the first."""
+    """Two processes on one GPU: the second runs out of memory, or waits for the first."""
     found = device_count.visible_gpus() if local_ranks > 1 else []
     if found and local_ranks > len(found):
         key, gpus = "distributed.num_processes", len(found)
-        what = f"{local_ranks} processes are to train here, and there are {gpus} GPUs"
-        why = f"each takes a GPU of its own; visible: {', '.join(found)}"
+        visible = f"{gpus} GPU{' is' if gpus == 1 else 's are'} visible"
+        what = f"{local_ranks} processes should train on this machine, but {visible}"
+        why = f"each needs its own GPU; visible: {', '.join(found)}"
         fix = f"{key}={gpus}, or CUDA_VISIBLE_DEVICES with {local_ranks} of them"
         yield Problem(what, key, why, fix)

@@ -1,7 +1,7 @@
-"""Starts the processes that do the work, watches them, passes signals on, and ends their trees.
+"""Starts worker processes, watches them, forwards signals, and ends their process trees.
 
-One that fails takes the others along: ranks that wait for it would wait for ever. The exit code is
-then that of the first cause, not of what the others made of it.
+A failed process takes the others along, since ranks that wait for it would wait forever. The exit
+code is that of the first cause, not of its consequences.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from rloo_cli.utils.heartbeat import HEARTBEAT_VARIABLE, HeartbeatReader
 from rloo_cli.utils.paths import cache_folder
 from rloo_cli.utils.signals import AGAIN_S, stop_signals
 
-# Threads that spin long while they wait for each other slow a shared machine down many times.
+# Threads that spin long while waiting for each other slow a shared machine down.
 DEFAULT_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts a pool of compilers
 }
-STOP_TIMEOUT_S = 600.0  # after a signal: code that holds Python's lock would never let a run end
-CAUSE_GRACE_S = 0.5  # after a first failure: another one that says why may follow
+STOP_TIMEOUT_S = 600.0  # after a signal: code that holds Python's lock would never let a run stop
+CAUSE_GRACE_S = 0.5  # after a first failure: a more informative one may follow
 KILL_TIMEOUT_S = 8.0  # after a first failure the others are killed: gone within 10 s
 SAVE_TIMEOUT_S = 60.0  # the same while a checkpoint is being written
 STOPPED_CODE, LOST_CODE = 75, 6
-RUN_MARK_VARIABLE = "RLOO_FAMILY"  # marks all that the processes of one run have started
-# Until the worker can say how it ended, an interrupt ends it without a traceback.
+RUN_MARK_VARIABLE = "RLOO_FAMILY"  # marks all processes started by one run
+# Until the worker can report its end, an interrupt ends it without a traceback.
 WORKER_BOOT = """\
 import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
 from rloo_cli.utils.heartbeat import mark_failed_start
@@ -48,9 +48,9 @@ main()"""
 
 
 def default_environment() -> dict[str, str]:
-    """`DEFAULT_ENVIRONMENT` and the folder of compiled kernels, or what our own environment has.
+    """`DEFAULT_ENVIRONMENT` and the folder of compiled kernels, or our own environment's values.
 
-    Torch would make that folder among the temporary files as soon as it is imported, and leave it.
+    Torch would otherwise create that folder in the temporary directory on import, and leave it.
     """
     kernels = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder().absolute() / "inductor")}
     defaults = DEFAULT_ENVIRONMENT | kernels
@@ -59,7 +59,7 @@ def default_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to start: variables beside our environment, and open files that it inherits."""
+    """One process to start: variables in addition to our environment, and inherited open files."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     open_files: tuple[int, ...] = ()
@@ -76,14 +76,14 @@ def print_lost(problem: Problem) -> None:
 
 @dataclass(frozen=True)
 class ProcessCallbacks:
-    """What is called while processes run; `poll` and `poll_remote_failure` twice a second."""
+    """Callbacks while processes run; `poll` and `poll_remote_failure` twice a second."""
 
     on_started: Callable[[list[int]], None] = lambda pids: None  # with all pids
     is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
     poll: Callable[[], None] = lambda: None
     poll_remote_failure: Callable[[], int | None] = lambda: None  # a failed launcher's exit code
-    on_lost: Callable[[Problem], None] = print_lost  # once one was killed or ended by user code
-    silence_timeout_s: float = inf  # a process that gives no sign of life for so long is killed
+    on_lost: Callable[[Problem], None] = print_lost  # after one was killed or ended by user code
+    silence_timeout_s: float = inf  # a process without a heartbeat for this long is killed
 
 
 def run_processes(
@@ -97,10 +97,10 @@ def run_processes(
 
     TERM, INT, USR1, USR2 and HUP reach each of them once; a second Ctrl-C within 5 s ends all at
     once (130). They are killed STOP_TIMEOUT_S after the first signal, unless a checkpoint is being
-    saved. The code is that of the first that failed; one that a signal killed counts as 75 where
-    an end was asked for, else as 6. So does one that ended without marking its end
-    (utils/heartbeat.py): user code ended it, whatever its exit code. `package`: where the module
-    is; tests have workers of their own.
+    saved. The code is that of the first that failed; one killed by a signal counts as 75 if a stop
+    was requested, else as 6. So does one that exited without marking its end (utils/heartbeat.py):
+    user code ended it, whatever its exit code. `package`: where the module is; tests have their own
+    workers.
     """
     boot = WORKER_BOOT.format(module=module, package=package)
     children: list[subprocess.Popen[bytes]] = []
@@ -120,7 +120,7 @@ def run_processes(
             )
             heartbeat.close_write_end()
             children.append(child)
-            for number, _ in list(received):  # it came before this process existed
+            for number, _ in list(received):  # it arrived before this process existed
                 _send(child, number)
         callbacks.on_started([child.pid for child in children])
         ranks = [spec.rank for spec in specs]
@@ -128,7 +128,7 @@ def run_processes(
 
 
 class _ProcessGroup:
-    """Processes that end together: when one fails, the others are ended."""
+    """Processes that end together: when one fails, the others are stopped."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class _ProcessGroup:
         heartbeats: list[HeartbeatReader],
     ):
         self.children, self.ranks, self.heartbeats = children, ranks, heartbeats
-        self.silent: dict[int, float] = {}  # index -> seconds, of those that were killed for it
+        self.silent: dict[int, float] = {}  # index -> seconds, of processes killed for silence
         self.signals, self.callbacks = signals, callbacks
         self.ended_at: dict[int, float] = {}  # index -> time, in the order in which they ended
         self.remote_failure: tuple[int, float] | None = None  # another launcher's code, and when
         self.terminate_sent = False
-        self.timed_out_at = inf  # when those that did not stop as they were asked were killed
+        self.timed_out_at = inf  # when processes that did not stop on request were killed
         self.polled_at = 0.0
 
     def wait_for_end(self) -> int:
@@ -161,20 +161,20 @@ class _ProcessGroup:
             self._end_remaining()
         self._record_ended()
         code = self._exit_code()
-        if code == STOPPED_CODE:  # a failure elsewhere may be why somebody asked for the end
+        if code == STOPPED_CODE:  # a failure elsewhere may have caused the stop request
             other = self._poll_remote_failure()
             code = code if other in (None, LOST_CODE) else other
         return code
 
     def _poll_remote_failure(self) -> int | None:
-        """The exit code of a launcher that failed on another node; it is asked for until then."""
+        """The exit code of a launcher that failed on another node; polled until then."""
         if self.remote_failure is None:
             code = self.callbacks.poll_remote_failure()
             self.remote_failure = None if code is None else (code, time.monotonic())
         return None if self.remote_failure is None else self.remote_failure[0]
 
     def _kill_silent(self) -> None:
-        """Kill a process that has given no sign of life for too long: nobody else would end it."""
+        """Kill a process without a heartbeat for too long: it would never end."""
         for index, heartbeat in enumerate(self.heartbeats):
             seconds = heartbeat.silent_seconds()
             if seconds > self.callbacks.silence_timeout_s and self.children[index].poll() is None:
@@ -195,18 +195,18 @@ class _ProcessGroup:
         return min(when, default=None)
 
     def _exit_code_of(self, index: int) -> int:
-        """Its exit code, negative where a signal killed it; LOST_CODE where user code ended it."""
+        """Its exit code, negative where a signal killed it; LOST_CODE if user code ended it."""
         code: int = self.children[index].returncode
         return LOST_CODE if self._was_ended_by_user_code(index) else code
 
     def _was_ended_by_user_code(self, index: int) -> bool:
-        """Whether a process ended by itself and never came to its own last act."""
+        """Whether a process exited by itself without marking its end."""
         return self.children[index].returncode >= 0 and not self.heartbeats[index].has_marked_end()
 
     def _end_remaining(self) -> None:
-        """End the processes that are left, once they have had their time."""
+        """End the remaining processes after their timeout."""
         now, wrong = time.monotonic(), self._first_failure_at()
-        # One that was sent a signal itself has told the others: they save and end together.
+        # A process that got a signal itself has notified the others: they save and stop together.
         stopped = [t for p, t in self.ended_at.items() if self._exit_code_of(p) == STOPPED_CODE]
         asked_at = [t for _, t in self.signals] + stopped
         if asked_at and now - asked_at[0] > STOP_TIMEOUT_S and not self.callbacks.is_saving():
@@ -233,8 +233,8 @@ class _ProcessGroup:
     def _exit_code(self) -> int:
         """The exit code of the first cause.
 
-        A lost connection (6) gives way to a failure that follows at once: that process was only
-        slower to end. A stop (75) gives way to a save that failed.
+        A lost connection (6) gives way to a failure that follows immediately: that process only
+        took longer to end. A stop (75) gives way to a failed save.
         """
         if len([n for n, _ in self.signals if n == signal.SIGINT]) > 1 and self._killed(inf):
             return 130
@@ -266,7 +266,7 @@ class _ProcessGroup:
 
     def _name_of(self, index: int) -> str:
         many = len(self.children) > 1 or self.ranks[0]
-        return f"rank {self.ranks[index]}" if many else "the process that does the work"
+        return f"rank {self.ranks[index]}" if many else "the worker process"
 
     def _killed_problem(self, index: int) -> Problem:
         name = signal.Signals(-self._exit_code_of(index)).name
@@ -274,21 +274,21 @@ class _ProcessGroup:
         what = f"{self._name_of(index)} was killed by {name}{guess}"
         if (silent := self.silent.get(index)) is not None:
             who = self._name_of(index)
-            what = f"{who} gave no sign of life for {silent:.0f} s (stopped?) and was killed"
-        return Problem(what, "this machine", "nobody asked it to end", "run it again")
+            what = f"{who} sent no heartbeat for {silent:.0f} s (stopped?) and was killed"
+        return Problem(what, "this machine", "no stop was requested", "run it again")
 
     def _ended_problem(self, index: int) -> Problem:
         code = self.children[index].returncode
-        what = f"{self._name_of(index)} ended with exit code {code} before its work was done"
+        what = f"{self._name_of(index)} exited with code {code} before its work was done"
         why = (
-            "code that the config names (a reward, data.map, an optimizer, a callback, ...) called"
-            " os._exit, replaced the process by exec, or used a library that ends the process"
+            "user code (a reward, data.map, an optimizer, a callback, ...) called"
+            " os._exit, replaced the process by exec, or used a library that exits"
         )
-        fix = "return from that code, or raise an exception, where it ends the process"
+        fix = "return or raise an exception in that code instead of ending the process"
         return Problem(what, "this machine", why, fix)
 
     def _killed(self, until: float) -> list[int]:
-        """Indices of the processes that a signal had killed by then, in the order of their ends."""
+        """Indices of the processes killed by a signal so far, in order of their ends."""
         return [p for p, t in self.ended_at.items() if t <= until and self._exit_code_of(p) < 0]
 
 
@@ -301,7 +301,7 @@ def _send(child: subprocess.Popen[bytes], number: int) -> None:
 def _forward_signals(
     children: list[subprocess.Popen[bytes]], run_mark: str
 ) -> Iterator[list[tuple[int, float]]]:
-    """While inside, signals go to the children; afterwards nothing that they started is left."""
+    """While inside, signals go to the children; afterwards all their processes are gone."""
     heard: list[tuple[int, float]] = []  # signal, when
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -310,7 +310,7 @@ def _forward_signals(
         heard.append((number, now))
         for child in list(children):
             if again:
-                kill_group(child.pid)  # the second Ctrl-C means now
+                kill_group(child.pid)  # a second Ctrl-C ends everything at once
             else:
                 _send(child, number)
 
@@ -319,14 +319,14 @@ def _forward_signals(
         yield heard
     finally:
         for number, handler in before.items():
-            # Who asked once was heard: a scheduler that asks again must not end us while we say so.
+            # One request suffices: a scheduler's repeated signal must not end us during the report.
             deaf = heard and handler == signal.SIG_DFL
             signal.signal(number, _ignore if deaf else handler)
         for child in children:
-            kill_group(child.pid)  # whatever it started and left
+            kill_group(child.pid)  # its leftover children
             child.wait()
         kill_marked_processes(RUN_MARK_VARIABLE, run_mark)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """In place of SIG_IGN, which a process that is started later would inherit."""
+    """Replaces SIG_IGN, which later processes would inherit."""

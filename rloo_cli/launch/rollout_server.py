@@ -1,7 +1,7 @@
-"""Starts a rollout server's process, waits for it, and ends it with everything it started.
+"""Starts a rollout server's process, waits for it, and ends it with all its children.
 
-Imports neither torch nor vLLM. `rloo vllm-serve` uses it, and so does the launcher of a run that
-needs a server of its own.
+Imports neither torch nor vLLM. Used by `rloo vllm-serve`, and by the launcher of a run that needs
+its own server.
 """
 
 import contextlib
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from rloo_cli.generation.vllm_server import Config as ServerConfig
     from rloo_cli.generation.vllm_server import ServerSection
 
-SCRATCH_PREFIX = "rloo-server-"  # how the names of its temporary folders begin
-ERROR_FILE = "error.json"  # in the scratch folder, written by a server that could not start
+SCRATCH_PREFIX = "rloo-server-"  # prefix of its temporary folders
+ERROR_FILE = "error.json"  # in the scratch folder, written by a server that failed to start
 SERVER_KILL_TIMEOUT_S = 20.0  # from TERM to KILL
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server's process from its start on; `answering_server` says whether it answers."""
+    """A server's process after its start; `answering_server` checks whether it answers."""
 
     folder: Path
     child: subprocess.Popen[bytes]
@@ -111,7 +111,7 @@ def start_server(
 
 
 def short_temporary_folder() -> str:
-    """The folder for temporary files, or another where its path is too long.
+    """The folder for temporary files, or another one if its path is too long.
 
     A socket's path holds 107 bytes, and vLLM needs 37 of them for names in our scratch folder.
     """
@@ -123,7 +123,7 @@ def short_temporary_folder() -> str:
 
 
 def answering_server(process: ServerProcess) -> ServerRecord | None:
-    """The server once it answers; None until then. Does not wait."""
+    """The server if it answers, else None. Does not wait."""
     server = server_file.read_server_file(process.folder)
     if server is None or server.pid != process.child.pid or process.exit_code is not None:
         return None
@@ -133,11 +133,11 @@ def answering_server(process: ServerProcess) -> ServerRecord | None:
 def wait_for_server(
     process: ServerProcess, limit: float, stop_requested: Callable[[], bool] = lambda: False
 ) -> ServerRecord | None:
-    """Wait until the server answers; None where `stop_requested` comes first.
+    """Wait until the server answers; None if `stop_requested` comes first.
 
-    Raises RunError once it has ended the server: what the server's process found wrong, or
-    GenerationError with the log's last lines where it died or `limit` seconds are over
-    (generation.server.ready_timeout_s).
+    Raises RunError after ending the server: the error that the server's process reported, or
+    GenerationError with the log's last lines if it died or `limit` seconds
+    (generation.server.ready_timeout_s) are over.
     """
     while not stop_requested():
         if (server := answering_server(process)) is not None:
@@ -152,7 +152,7 @@ def wait_for_server(
 
 
 def server_failure(process: ServerProcess, limit: float) -> RunError:
-    """Why a server does not answer: what its process found wrong, else its log's last lines."""
+    """Why a server does not answer: the error of its process, else its log's last lines."""
     with contextlib.suppress(OSError, ValueError):
         blocks = json.loads((process.scratch.path / ERROR_FILE).read_text())
         kinds = {kind.code: kind for kind in (ConfigError, MachineError)}
@@ -161,16 +161,16 @@ def server_failure(process: ServerProcess, limit: float) -> RunError:
     after = f"after {time.monotonic() - process.started_at:.0f} s"
     more = f"log: {process.log}"
     if process.exit_code is not None:
-        what = f"the server's process ended with {process.exit_code} {after}"
-        tail, fix = server_log_tail(process), "correct what its log says, then run it again"
+        what = f"the server exited with code {process.exit_code} {after}"
+        tail, fix = server_log_tail(process), "fix the error in its log, then run this again"
         return GenerationError(Problem(what, "the rollout server", tail, fix, more))
     key = "generation.server.ready_timeout_s"
-    what, fix = f"the server does not answer {after}", f"{key}={2 * limit:g}"
+    what, fix = f"the server did not answer {after}", f"{key}={2 * limit:g}"
     return GenerationError(Problem(what, key, server_log_tail(process), fix, more))
 
 
 def server_log_tail(process: ServerProcess, lines: int = 15) -> str:
-    """The last lines of a server's log; "" where it cannot be read."""
+    """The last lines of a server's log; "" if unreadable."""
     with contextlib.suppress(OSError):
         text = process.log.read_text(errors="replace").rstrip()
         return "\n".join(line[:300] for line in text.splitlines()[-lines:])
@@ -178,7 +178,7 @@ def server_log_tail(process: ServerProcess, lines: int = 15) -> str:
 
 
 def stop_server(process: ServerProcess, kill_timeout_s: float = SERVER_KILL_TIMEOUT_S) -> list[int]:
-    """End a server and all it started, and remove its files. -> pids that did not end
+    """End a server and all it started, and remove its files. -> pids that did not exit
 
     SIGTERM comes first; after `kill_timeout_s` seconds the whole group is killed.
     """
@@ -190,7 +190,7 @@ def stop_server(process: ServerProcess, kill_timeout_s: float = SERVER_KILL_TIME
     if process.exit_code is None:
         kill_group_except(child.pid)
         child.wait()
-    if wait_for_group(child.pid, 2):  # a process that waits for a pipe to close has had the time
+    if wait_for_group(child.pid, 2):  # time for a process that waits for a pipe to close
         kill_group_except(child.pid)
     if wait_for_group(child.pid, 10):
         kill_group(child.pid)
@@ -209,11 +209,11 @@ Environment = dict[str, str]
 def managed_server(
     folder: Path, run: RunConfig, note: Callable[[str], None] = print, local_ranks: int = 1
 ) -> Iterator[tuple[Callable[[], None], Environment]]:
-    """While inside, a run that needs a server of its own has one.
+    """While inside, a run that needs its own server has one.
 
     `local_ranks`: processes on this machine that need a GPU each. Yields a function to call a few
     times a second, and variables for the worker's environment. Raises ConfigError and MachineError
-    where GPUs would have to be shared.
+    if GPUs would be shared.
     """
     keys = cast("ServerConfig", run.generation)
     if not keys.is_server or keys.server.base_url is not None:
@@ -224,7 +224,7 @@ def managed_server(
         yield lambda: None, gpus_left_by_server(gpus, running) if running is not None else {}
         return
     if running is not None and running.by != "train":
-        note(f"samples with the server at {running.url} (process {running.pid} on {running.host})")
+        note(f"sampling with the server at {running.url} (process {running.pid} on {running.host})")
         yield lambda: None, gpus_left_by_server(gpus, running, local_ranks)
         return
     trainer_env, server_env = split_gpus(gpus, local_ranks, gpus_per_server(run.generation))
@@ -247,7 +247,7 @@ def background_server(folder: Path, run: RunConfig) -> Iterator[None]:
             check_alive()
 
     with managed_server(folder, run) as (check_alive, env):
-        os.environ.update(env)  # before anything asks torch for its GPUs
+        os.environ.update(env)  # before torch looks for GPUs
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         try:
@@ -260,16 +260,16 @@ def background_server(folder: Path, run: RunConfig) -> Iterator[None]:
 def split_gpus(gpus: list[str], ranks: int, server_gpus: int) -> tuple[Environment, Environment]:
     """The trainer's and the server's environment: the first `ranks` GPUs, and the next ones.
 
-    Raises MachineError where there are GPUs but too few for both.
+    Raises MachineError if there are GPUs, but too few for both.
     """
     if not gpus:
         return {}, {}
     if len(gpus) < ranks + server_gpus:
         left = len(gpus) - server_gpus
         alone = "generation=vllm_colocate" + (" distributed=single" if ranks > 1 else "")
-        what = f"server and trainer would share a GPU: there are {len(gpus)}"
+        what = f"server and trainer would share a GPU: found {len(gpus)}"
         why = (
-            f"the trainer takes {ranks}, a server {server_gpus}; each would take the other's memory"
+            f"the trainer takes {ranks}, a server {server_gpus}; they would compete for its memory"
         )
         fix = f"distributed.num_processes={left}" if left > 0 else alone
         refuse("generation.backend", what, fix, why, error=MachineError)
@@ -280,9 +280,9 @@ def split_gpus(gpus: list[str], ranks: int, server_gpus: int) -> tuple[Environme
 def gpus_left_by_server(
     gpus: list[str], server: server_file.ServerRecord, local_ranks: int = 1
 ) -> Environment:
-    """The environment of a trainer's `local_ranks` processes beside a server that runs already.
+    """The environment of a trainer's `local_ranks` processes beside a running server.
 
-    Raises ConfigError where the server leaves them too few GPUs.
+    Raises ConfigError if the server leaves them too few GPUs.
     """
     if not gpus or server.is_alive() is None:  # on another machine
         return {}
@@ -295,13 +295,13 @@ def gpus_left_by_server(
         refuse("generation.backend", what, fix, why)
     if len(left) < local_ranks:
         key, processes = "distributed.num_processes", f"{local_ranks} processes"
-        what = f"server and trainer would share a GPU: {len(left)} are left for {processes}"
+        what = f"server and trainer would share a GPU: {len(left)} left for {processes}"
         refuse(key, what, f"{key}={len(left)}", why)
     return {VISIBLE_DEVICES_VARIABLE: ",".join(left)}
 
 
 class ServerSupervisor:
-    """Starts a run's server, and starts it again when it dies, until the restarts are used up."""
+    """Starts a run's server, and restarts it when it dies, until the restarts are used up."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class ServerSupervisor:
         self.failed = False
 
     def check_server_alive(self) -> None:
-        """Start the server, or check that it lives. Waits only to clear away one that died."""
+        """Start the server, or check that it runs. Only waits to clean up a dead server."""
         if self.failed:
             return
         if self.process is None:
@@ -341,7 +341,7 @@ class ServerSupervisor:
             update_json(self.folder / "run.json", server=record)
 
     def _restart_or_fail(self) -> None:
-        """Clear away a server that died or never answered, and start another if it is allowed."""
+        """Clean up a server that died or never answered, and start another if allowed."""
         assert self.process is not None
         process, self.process = self.process, None
         error = server_failure(process, self.keys.ready_timeout_s)
@@ -351,22 +351,22 @@ class ServerSupervisor:
             self._give_up(error, process.log)
             return
         self.restarts += 1
-        pause = 2.0 ** (self.restarts - 1)  # what killed it may take a moment to pass
+        pause = 2.0 ** (self.restarts - 1)  # the cause may be temporary
         self.next_start_at = time.monotonic() + pause
         count = f"restart {self.restarts} of {self.keys.max_restarts}"
         what = error.problems[0].what
-        self.note(f"warning: {what}; it is started again in {pause:g} s ({count})")
+        self.note(f"warning: {what}; restarting it in {pause:g} s ({count})")
 
     def _give_up(self, error: RunError, log: Path) -> None:
-        """Write to server.json, which the trainer waits for, that no server will come."""
+        """Record in server.json, for the waiting trainer, that no server will start."""
         self.failed = True
         server_file.write_server_failure(self.folder, "train", error, log)
 
     def end_server(self) -> None:
-        """End the server with all it started, and remove its server.json."""
+        """End the server with all its children, and remove its server.json."""
         if self.process is not None:
             if left := stop_server(self.process):
-                self.note(f"warning: processes {', '.join(map(str, left))} would not end")
+                self.note(f"warning: processes {', '.join(map(str, left))} did not exit")
             self.process = None
         last = server_file.read_server_file(self.folder)
         if last is not None and last.by == "train":

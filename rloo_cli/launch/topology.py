@@ -1,7 +1,7 @@
-"""Finds out what this process is: alone, one node's launcher, or one rank that others started.
+"""Determines this process's role: alone, a node's launcher, or a rank started by others.
 
-`rloo train` starts its ranks itself. Under torchrun and `accelerate launch` it is a rank already;
-in a Slurm step with one task per node it is that node's launcher, with several it is a rank.
+`rloo train` starts its ranks itself. Under torchrun and `accelerate launch` it is already a rank.
+In a Slurm step with one task per node it is that node's launcher; with several it is a rank.
 """
 
 import os
@@ -19,11 +19,11 @@ from rloo_cli.distributed import device_count
 from rloo_cli.launch.processes import ProcessSpec
 from rloo_cli.utils.environment import Environment, check_environment_numbers, environment_number
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, refuse
-from rloo_cli.utils.ports import bind_tcp_socket
+from rloo_cli.utils.ports import bind_failure, bind_tcp_socket
 
-LAUNCHER_VARIABLE = "RLOO_LAUNCHER"  # is set in the processes that we start: RANK is ours there
+LAUNCHER_VARIABLE = "RLOO_LAUNCHER"  # set in the processes that we start, where RANK is ours
 STORE_BACKLOG = 1024  # ranks that may connect at once
-# SLURM_STEP_ID where there is no step of srun: a batch script, the shell of salloc.
+# SLURM_STEP_ID outside srun: a batch script, the shell of salloc.
 NOT_A_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch", "interactive")
 
 
@@ -31,27 +31,27 @@ NOT_A_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch
 class ProcessTopology:
     """Which ranks of a run this process starts, and which there are on this node and in all."""
 
-    launched_by: str = ""  # what started us: "", "torchrun", "Slurm"
-    launch_id: str = ""  # the same for all launchers of one start, another at each start
-    first_rank: int = 0  # rank of the first process that we start
+    launched_by: str = ""  # our launcher: "", "torchrun", "Slurm"
+    launch_id: str = ""  # the same for all launchers of one start, different for each start
+    first_rank: int = 0  # rank of the first process we start
     num_started: int = 1  # how many we start
     world_size: int = 1
     first_local_rank: int = 0  # local rank of the first process that we start
     local_world_size: int = 1  # ranks on this node, whoever starts them
     num_nodes: int = 1
-    num_launchers: int = 1  # processes like this one
-    store_address: str = ""  # host:port of the store, where others have made it
+    num_launchers: int = 1  # number of launcher processes
+    store_address: str = ""  # host:port of the store, if others created it
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether the run's folder is ours to make."""
+        """Whether we create the run's folder."""
         return self.first_rank == 0
 
 
 def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, RunConfig, list[str]]:
     """This process's topology, the config with its numbers of processes and nodes, and notes.
 
-    Raises ConfigError where the environment and the config contradict each other.
+    Raises ConfigError if environment and config contradict each other.
     """
     check_environment_numbers(env)
     given = run.distributed
@@ -64,7 +64,7 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
         count = device_count.local_process_count(run.distributed, run.generation)
         place = ProcessTopology(num_started=count, world_size=count, local_world_size=count)
         if given.num_nodes > 1:
-            how = "in a step of one node" if step else "by itself"
+            how = "in a one-node step" if step else "without srun or torchrun"
             _refuse_lone_launcher(given, how)
     elif given.num_nodes not in (1, nodes):
         _refuse_other_step(given, nodes)
@@ -82,12 +82,12 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
         _refuse_many_processes(place)
     distributed, more = _with_numbers(distributed, place)
     if env.get("RANK") and not env.get("WORLD_SIZE"):
-        more.append(f"RANK={env['RANK']} is not used, for WORLD_SIZE is not set; unset RANK")
+        more.append(f"RANK={env['RANK']} is ignored because WORLD_SIZE is not set; unset RANK")
     return place, run.model_copy(update={"distributed": distributed}), [*notes, *more]
 
 
 def accelerate_engine(env: Environment) -> tuple[str, str]:
-    """The engine and the offload that `accelerate launch` asks for ("" for each it does not)."""
+    """The engine and the offload that `accelerate launch` requests ("" if it does not)."""
     cpu, engine, offload = "cpu", "", ""
     if env.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
@@ -105,9 +105,9 @@ def accelerate_engine(env: Environment) -> tuple[str, str]:
 def _with_accelerate_engine(
     env: Environment, given: DistributedConfig, topology: ProcessTopology
 ) -> tuple[DistributedConfig, list[str]]:
-    """The section with the engine of `accelerate launch`, if the config chose none itself.
+    """The section with the engine of `accelerate launch`, if the config does not choose one.
 
-    Raises ConfigError where the two differ: the launcher's file would be obeyed by half.
+    Raises ConfigError if the two differ: the launcher's file would only be half obeyed.
     """
     engine, offload = accelerate_engine(env)
     plain = "ACCELERATE_MIXED_PRECISION" in env and topology.world_size > 1
@@ -118,13 +118,13 @@ def _with_accelerate_engine(
     if wanted == {"engine": given.engine, "offload": given.offload}:
         return given, []
     if given.engine != "single":
-        why = f"accelerate launch says {engine}, offload {offload or 'none'}"
+        why = f"accelerate launch sets {engine}, offload {offload or 'none'}"
         fix = f"distributed.engine={engine} distributed.offload={wanted['offload']}, or start it" \
               " with torchrun"  # fmt: skip
-        what = f"distributed.engine = {given.engine}, and accelerate's launcher says another"
+        what = f"distributed.engine = {given.engine}, but accelerate launch sets another engine"
         raise ConfigError(Problem(what, "distributed.engine", why, fix))
     return given.model_copy(update=wanted), [
-        f"distributed.{key} is {value} here, as accelerate launch says (the config has {was})"
+        f"distributed.{key} is {value}, from accelerate launch (the config has {was})"
         for key, value in wanted.items()
         if (was := getattr(given, key)) != value
     ]
@@ -133,18 +133,18 @@ def _with_accelerate_engine(
 def _with_numbers(
     config: DistributedConfig, topology: ProcessTopology
 ) -> tuple[DistributedConfig, list[str]]:
-    """The section with the launcher's numbers, and notes on those that the config has otherwise."""
+    """The section with the launcher's numbers, and notes on those that differ from the config."""
     if not topology.launched_by:
         return config, []
     launcher = topology.launched_by
     numbers = {"num_processes": topology.local_world_size, "num_nodes": topology.num_nodes}
     notes = [
-        f"distributed.{key} is {value} here, as {launcher} says (the config has {was})"
+        f"distributed.{key} is {value}, from {launcher} (the config has {was})"
         for key, value in numbers.items()
         if (was := getattr(config, key)) not in (None, value)
     ]
     if config.rdzv is not None and topology.store_address:
-        notes.append(f"distributed.rdzv is not used: {launcher} says {topology.store_address}")
+        notes.append(f"distributed.rdzv is ignored: {launcher} sets {topology.store_address}")
     return config.model_copy(update=numbers), notes
 
 
@@ -153,7 +153,7 @@ def _torchrun_topology(env: Environment) -> ProcessTopology:
     on_node = environment_number("LOCAL_WORLD_SIZE", 1, env)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing and total > 1:
-        why = f"RANK={rank} and WORLD_SIZE={total} are set, as torchrun sets them"
+        why = f"RANK={rank} and WORLD_SIZE={total} are set, as by torchrun"
         fix = "unset RANK WORLD_SIZE, or start it with torchrun"
         refuse("environment", f"{missing[0]} is not set", fix, why)
     store = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
@@ -206,7 +206,7 @@ def _slurm_task_topology(env: Environment, nodes: int, tasks: int) -> ProcessTop
 
 
 def has_private_gpu(env: Environment) -> bool:
-    """Whether Slurm shows each task of this step a GPU of its own, and no other."""
+    """Whether Slurm shows each task of this step only its own GPU."""
     per_task = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
     tres = env.get("SLURM_TRES_PER_TASK", "")
     bind = env.get("SLURM_GPU_BIND", "")
@@ -214,7 +214,7 @@ def has_private_gpu(env: Environment) -> bool:
 
 
 def with_private_gpu(topology: ProcessTopology, env: Environment) -> ProcessTopology:
-    """The topology with local rank 0 where Slurm shows each task a GPU of its own, as number 0."""
+    """The topology with local rank 0 if Slurm shows each task only its own GPU, as number 0."""
     is_task = topology.launched_by == "Slurm" and topology.num_launchers == topology.world_size
     if is_task and has_private_gpu(env):
         return replace(topology, first_local_rank=0, local_world_size=1)
@@ -222,7 +222,7 @@ def with_private_gpu(topology: ProcessTopology, env: Environment) -> ProcessTopo
 
 
 def _per_node(text: str) -> list[int]:
-    """Slurm's "2(x3),1" -> [2, 2, 2, 1]; [] where it is not that."""
+    """Slurm's "2(x3),1" -> [2, 2, 2, 1]; [] if invalid."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         tasks, _, times = part.partition("(x")
@@ -236,9 +236,9 @@ def _refuse_many_processes(topology: ProcessTopology) -> NoReturn:
     started = f"{topology.launched_by} started {topology.world_size} processes"
     refuse(
         "distributed.engine",
-        f"distributed.engine = single, and {started}",
+        f"distributed.engine = single, but {started}",
         "distributed=ddp, distributed=zero2 or distributed=fsdp2",
-        "one process trains alone; each of the others would train the same run again",
+        "single trains in one process; each process would train the same run",
     )
 
 
@@ -246,20 +246,20 @@ def _refuse_lone_launcher(distributed: DistributedConfig, how: str) -> NoReturn:
     nodes = distributed.num_nodes
     refuse(
         "distributed.num_nodes",
-        f"distributed.num_nodes = {nodes}, and this process was started {how}",
+        f"distributed.num_nodes = {nodes}, but this process was started {how}",
         f"srun --nodes={nodes} --ntasks-per-node=1 rloo train ...\n"
         f"or on each node: torchrun --nnodes={nodes} --nproc-per-node=N "
         "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m rloo_cli train ...",
-        "each node needs a launcher of its own, and nothing here starts the others",
+        "each node needs its own launcher, and rloo does not start the others",
     )
 
 
 def _refuse_other_step(distributed: DistributedConfig, nodes: int) -> NoReturn:
     refuse(
         "distributed.num_nodes",
-        f"distributed.num_nodes = {distributed.num_nodes}, and this Slurm step has {nodes}",
+        f"distributed.num_nodes = {distributed.num_nodes}, but this Slurm step has {nodes}",
         f"distributed.num_nodes={nodes}, or srun --nodes={distributed.num_nodes}",
-        "which of the two is meant cannot be known",
+        "the two contradict each other",
     )
 
 
@@ -271,10 +271,10 @@ STORE_FD_VARIABLE = "RLOO_STORE_FD"
 
 
 def open_store_socket(rdzv: str | None, topology: ProcessTopology) -> socket.socket | None:
-    """The store's listening socket; None where none is needed or others have made the store.
+    """The store's listening socket; None if none is needed or others created the store.
 
-    On one machine it is the loopback's, unless `rdzv` (distributed.rdzv) says where, or MASTER_ADDR
-    and MASTER_PORT do. Raises MachineError where this machine cannot listen on that address.
+    On one machine it is on loopback, unless `rdzv` (distributed.rdzv), or MASTER_ADDR
+    and MASTER_PORT, set it. Raises MachineError if this machine cannot listen there.
     """
     if topology.world_size == 1 or topology.store_address:
         return None
@@ -291,15 +291,15 @@ def open_store_socket(rdzv: str | None, topology: ProcessTopology) -> socket.soc
         return bind_tcp_socket(*address, STORE_BACKLOG)
     except OSError as error:
         what = f"the processes cannot meet at {address[0]}:{address[1]}"
-        why = f"rank 0 is on {platform.node()} and cannot listen there: {error}"
+        why = f"rank 0 is on {platform.node()} and cannot listen there: {bind_failure(error)}"
         fix = f"{key}=null" if key == "distributed.rdzv" else "unset MASTER_ADDR MASTER_PORT"
         refuse(key, what, fix, why, error=MachineError)
 
 
 def _given_store_address(rdzv: str | None, env: Environment) -> tuple[tuple[str, int] | None, str]:
-    """Where the config or else the environment lets the ranks meet, and the name of what says it.
+    """The rendezvous address from the config or the environment, and the name of its source.
 
-    In a process that a launcher of ours started, the variables are those of its own run.
+    In a process started by our launcher, the variables belong to its own run.
     """
     if rdzv:
         return parse_address(rdzv), "distributed.rdzv"
@@ -310,7 +310,7 @@ def _given_store_address(rdzv: str | None, env: Environment) -> tuple[tuple[str,
 
 
 def _node_addresses() -> Iterator[str]:
-    """This node's addresses as the others resolve its name; then as packets leave it."""
+    """This node's addresses, by its resolved name, then by its outgoing route."""
     for name in (os.environ.get("SLURMD_NODENAME"), platform.node()):
         try:
             entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM) if name else []
@@ -320,7 +320,7 @@ def _node_addresses() -> Iterator[str]:
         yield from (a for a in addresses if not a.startswith(("127.", "::1")))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # kept for documents (RFC 5737): nothing is sent
+            probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737): nothing is sent
             yield probe.getsockname()[0]
         except OSError:
             return
@@ -335,7 +335,7 @@ def rank_process_specs(
     """
     launcher = {LAUNCHER_VARIABLE: str(os.getpid())}
     if topology.world_size == 1:
-        # What another program left in the environment must not make it one of many.
+        # Variables left by another program must not turn it into one of several ranks.
         stray = {name: n for name, n in SINGLE_RANK_ENVIRONMENT.items() if name in os.environ}
         return [ProcessSpec(stray | (launcher if topology.launched_by else {}))]
     common = launcher | {

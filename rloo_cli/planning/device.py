@@ -1,9 +1,9 @@
 """The devices of a run: memory, speed, and the network between them.
 
-Speeds are what programs reach, not what data sheets say: 788 TFLOP/s and 4.3 TB/s were measured on
-one H200 (docs/results/speed.md); the others are four fifths and nine tenths of their data sheets
-(`distributed/device_peaks.py`). A CPU's are measured with torch's own product: libraries differ by
-a half on the same CPU.
+Speeds are what programs reach, not data sheet values: 788 TFLOP/s and 4.3 TB/s were measured on one
+H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets
+(`distributed/device_peaks.py`). CPU speeds are measured with torch's own product: libraries differ
+by half on the same CPU.
 """
 
 import functools
@@ -26,7 +26,7 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class SpeedShares:
-    """What a run reaches of its device's speeds: sampling, passes without gradient, and with it."""
+    """The shares of a device's speeds that a run reaches: sampling, passes without, with grad."""
 
     decode: float = 0.60
     no_grad: float = 0.55
@@ -49,7 +49,7 @@ class Device:
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes that are not for tensors: CUDA's and NCCL's own, and fragments."""
+        """Bytes not available for tensors: CUDA, NCCL, fragmentation."""
         is_gpu, memory = self.kind == "cuda", self.memory_bytes
         return 1.5 * GIB + 0.05 * memory if is_gpu else 0.1 * memory
 
@@ -59,12 +59,12 @@ class Device:
         return self.memory_bytes - self.reserved_bytes
 
 
-FLOPS_SHARE, BANDWIDTH_SHARE = 0.8, 0.9  # of a data sheet's, that programs reach
+FLOPS_SHARE, BANDWIDTH_SHARE = 0.8, 0.9  # of a data sheet's values, reached by programs
 H200_REACHED = DevicePeaks(788e12, 4.3e12)
 
 
 def _gpu(name: str, kind: str, gib: float, inside: float = 450e9, **peaks: float) -> Device:
-    """A GPU of the table of peaks; `peaks`: where this one has others than its kind."""
+    """A GPU of the table of peaks; `peaks`: if this one differs from its kind."""
     sheet = replace(DEVICE_PEAKS[kind], **peaks)
     reached = DevicePeaks(FLOPS_SHARE * sheet.flops_per_s, BANDWIDTH_SHARE * sheet.bytes_per_s)
     reached = H200_REACHED if kind == "H200" else reached
@@ -83,9 +83,9 @@ GPUS = {
     )
 }  # fmt: skip
 ASSUMED_GPU = GPUS["H100-80GB"]
-CPU_CORE_FLOPS, CPU_BYTES = 40e9, 2e10  # a second, in float32; where nothing is measured
+CPU_CORE_FLOPS, CPU_BYTES = 40e9, 2e10  # per second, in float32, without measurements
 # Between what runs of smollm2_arithmetic, smollm2_reasoning and PPO reached on two machines of two
-# cores (docs/results/real_model.md): no launches to wait for, and a token's products are thin.
+# cores (docs/real_model.md): no launch overhead, and thin products per token.
 CPU_SHARES = SpeedShares(decode=0.48, no_grad=0.74, grad=0.66)
 
 
@@ -94,7 +94,7 @@ def cpu_device(measured: bool = False) -> Device:
     cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
     memory = min(total, int(limit) if limit.isdigit() else total)
-    name, source = f"CPU with {cores} cores", "this machine, which shows no GPU"
+    name, source = f"CPU with {cores} cores", "this machine, without a GPU"
     flops, num_bytes = cores * CPU_CORE_FLOPS, CPU_BYTES
     if measured:
         flops, num_bytes = measured_cpu_speeds()
@@ -105,7 +105,7 @@ def cpu_device(measured: bool = False) -> Device:
 
 @functools.cache
 def measured_cpu_speeds() -> tuple[float, float]:
-    """Float32 operations a second of a matrix product, and bytes a second of one with a vector,
+    """Float32 operations per second of a matrix product, and bytes per second of one with a vector,
     which has to read the whole matrix: on all cores, the best of several."""
     import torch
 
@@ -127,13 +127,13 @@ def find_device(name: str | None, small: bool = False, measured: bool = True) ->
     """The device to plan for: `name` (a GPU's name, 80GiB, cpu), else this machine's GPU.
 
     Without either: this machine's CPU if `small`, else ASSUMED_GPU. `measured`: the CPU's speeds
-    are measured, for which torch is imported. Raises ConfigError.
+    are measured, which imports torch. Raises ConfigError.
     """
     if name is None:
         gpu = _local_gpu()
         if gpu is not None:
             return gpu
-        assumed = "assumed: this machine shows no GPU; say --gpu NAME, --gpu 80GiB or --gpu cpu"
+        assumed = "assumed: no GPU found; set --gpu NAME, --gpu 80GiB or --gpu cpu"
         return cpu_device(measured) if small else replace(ASSUMED_GPU, source=assumed)
     if name.lower() == "cpu":
         return cpu_device(measured=True)
@@ -142,10 +142,10 @@ def find_device(name: str | None, small: bool = False, measured: bool = True) ->
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", name, re.IGNORECASE)
     if size is None or float(size[1]) <= 0:
         fix = f"--gpu 80GiB, --gpu cpu, or one of: {', '.join(GPUS)}"
-        why = "it is no GPU that rloo knows, no memory above 0 in GiB or GB, and not cpu"
-        refuse("command line", f"--gpu {name}: not understood", fix, why)
+        why = "expected a known GPU, a memory size in GiB or GB, or cpu"
+        refuse("command line", f"--gpu {name}: not a valid device", fix, why)
     memory = float(size[1]) * (GIB if size[2].lower() == "gib" else 1e9)
-    source = f"--gpu; speed assumed to be that of {ASSUMED_GPU.name}"
+    source = f"--gpu; speed of {ASSUMED_GPU.name} assumed"
     return replace(ASSUMED_GPU, name=f"GPU of {name}", memory_bytes=memory, source=source)
 
 
@@ -166,7 +166,7 @@ def _gpu_by_name(name: str) -> Device | None:
 
 
 def _gpu_of_its_kind(name: str) -> Device | None:
-    """The GPU of the list whose kind is in a maker's own name of it."""
+    """The GPU of the list whose kind is part of the vendor's device name."""
     kind = (find_device_kind(name) or "").replace(" ", "")
     return next((g for n, g in GPUS.items() if kind and kind.startswith(n.partition("-")[0])), None)
 
@@ -184,5 +184,5 @@ def _local_gpu() -> Device | None:
         return None
     like = _gpu_of_its_kind(name)
     speed = like or ASSUMED_GPU
-    source = "this machine" if like else f"this machine; speed assumed to be that of {speed.name}"
+    source = "this machine" if like else f"this machine; speed of {speed.name} assumed"
     return replace(speed, name=name.strip(), memory_bytes=memory, source=source)

@@ -2,9 +2,9 @@
 
     step = prefill + decode + passes without gradient + passes with it + reward models
 
-Decoding is bound by what a GPU reads: all weights once for each token of the batch, and keys and
-values of every sequence that has not ended; on a CPU, reading and computing add up. The rest is
-bound by matrix products, or by the network if weights or gradients are sharded.
+Decoding is bound by a GPU's memory reads: all weights once per token of the batch, and keys and
+values of every unfinished sequence; on a CPU, reading and computing add up. The rest is bound by
+matrix products, or by the network if weights or gradients are sharded.
 """
 
 import math
@@ -21,7 +21,7 @@ from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import trained_params, value_model_params
 from rloo_cli.planning.vllm_memory import EngineMemory
 
-MIN_DECODE_ITERATION_S = 0.004  # of one decoding iteration, however small: launches, scheduling
+MIN_DECODE_ITERATION_S = 0.004  # minimum of one decoding iteration: launches, scheduling
 ASSUMED_LENGTH_SHARE = 0.5  # assumed mean length as a share of the limit
 SAMPLING_PHASES = ("prefill", "decoding")
 PLANNED_MAX_LAG = 2  # of overlap=carry
@@ -32,7 +32,7 @@ class MeanLengths:
     """Mean tokens of prompts and completions, and sampled turns of a completion."""
 
     prompt: float
-    completion: float  # with what tools say in it
+    completion: float  # including tool output
     sampled: float  # of these, by the policy
     turns: float = 1.0
 
@@ -43,7 +43,7 @@ class StepDuration:
 
     phase_seconds: dict[str, float]
     mean_lengths: MeanLengths
-    # By mode of generation.overlap, where the sampler has GPUs of its own; and `turns`: trainer and
+    # By mode of generation.overlap, if the sampler has its own GPUs; and `turns`: trainer and
     # sampler take turns on all of them.
     overlap_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -60,9 +60,9 @@ def mean_token_lengths(
     turns: float | None = None,
     observation: float | None = None,
 ) -> MeanLengths:
-    """The mean lengths of the options; half of the limits where an option is not set.
+    """The mean lengths of the options; half of the limits if an option is not set.
 
-    `completion`: what the policy samples, over all turns; `observation`: between two turns.
+    `completion`: sampled by the policy, over all turns; `observation`: between two turns.
     """
     half, agent = ASSUMED_LENGTH_SHARE, inputs.agent
     prompt = prompt or half * inputs.max_prompt_tokens
@@ -72,13 +72,13 @@ def mean_token_lengths(
     turns = max(1.0, turns or half * agent.max_turns)
     length = inputs.run.generation.max_completion_length
     sampled = completion or min(turns * half * length, inputs.max_sampled_tokens)
-    told = (turns - 1) * (observation or half * observation_token_limit(agent, length))
+    observed = (turns - 1) * (observation or half * observation_token_limit(agent, length))
     room = max(inputs.max_completion_tokens - sampled, 0.0)
-    return MeanLengths(prompt, sampled + min(told, room), sampled, turns)
+    return MeanLengths(prompt, sampled + min(observed, room), sampled, turns)
 
 
 def forward_cost(model: ModelSpec) -> ForwardCost:
-    """The cost of a forward pass as the run counts it, with the experts that a token uses."""
+    """The cost of a forward pass as the run counts it, with the experts used by a token."""
     s = model.sizes
     return ForwardCost(model.active_params, s.layers, s.q_width, s.hidden, s.vocab_size)
 
@@ -92,7 +92,7 @@ def estimate_step_duration(
 ) -> StepDuration:
     """Seconds of a step. `sampler`: the vLLM engine; None = the transformers backend samples.
 
-    `micro_batches`: how many an update has; `recompute`: with gradient checkpointing.
+    `micro_batches`: per update; `recompute`: with gradient checkpointing.
     """
     run, device = inputs.run, inputs.device
     settings, p, c = run.algorithm, means.prompt, means.completion
@@ -105,7 +105,7 @@ def estimate_step_duration(
     policy = batch_flops(forward_cost(inputs.model))
     separate = load_algorithm(settings).forward_plan(run).separate is not None
     parts = _generation(inputs, means, sampler)
-    # An adapter that is switched off is the reference.
+    # The reference is the model with the adapter disabled.
     is_adapter = run.model.lora is not None and settings.needs_reference
     no_grad_passes = (inputs.reference_model is not None or is_adapter) + separate
     parts["reference and old_logp"] = no_grad_passes * policy / (shares.no_grad * speed)
@@ -159,15 +159,15 @@ def _overlap_seconds(
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """What one iteration of decoding costs one copy of the model, on its GPUs."""
+    """The cost of one decoding iteration for one copy of the model, on its GPUs."""
 
     token_flops: float
     flops_per_s: float
     weight_bytes: float
-    context_bytes: float  # keys and values that a completion has on the mean
+    context_bytes: float  # mean keys and values of a completion
     bytes_per_s: float
-    share: float  # of these speeds, that is reached
-    adds_up: bool  # reading and computing take turns, as on a CPU
+    share: float  # of these speeds that is reached
+    adds_up: bool  # reading and computing alternate, as on a CPU
 
     def read_s(self, completions: int) -> float:
         """Seconds of reading weights, keys and values, at full speed."""
@@ -205,7 +205,7 @@ def decode_speed(
 
 
 def _copy_lengths(inputs: PlanInputs, means: MeanLengths, copies: int) -> list[list[int]]:
-    """Sampled lengths of a step's completions at one of so many copies of the model."""
+    """Sampled lengths of a step's completions at one of this many copies of the model."""
     run = inputs.run
     limit = max(inputs.max_sampled_tokens, math.ceil(means.sampled))
     prompts = max(1, math.ceil(run.train.prompts_per_step / copies))
@@ -227,8 +227,8 @@ def _generation(
         parts = StepParts(_copy_lengths(inputs, means, copies), speed.iteration_s, at_once)
         decoding = overlap_times.simulate_overlap(parts)["none"]
     else:
-        # A CPU reads the weights until the longest completion has ended, and computes for those
-        # that have not.
+        # A CPU reads the weights until the longest completion has ended, and computes for the
+        # unfinished ones.
         rounds = math.ceil(completions / copies / at_once)
         turns = means.turns * run.generation.max_completion_length
         longest = max(min(turns, inputs.max_sampled_tokens), means.sampled)
@@ -241,10 +241,10 @@ def _generation(
 
 
 def prefilled_tokens(inputs: PlanInputs, means: MeanLengths) -> float:
-    """Tokens of a step that the sampler reads before it samples.
+    """Tokens of a step that the sampler prefills.
 
-    A group's prompt is read once. A later turn reads what tools said, if the sampler has kept the
-    keys and values of all before (vLLM's prefix cache), else the whole episode so far.
+    A group's prompt is read once. A later turn reads the tool output if the sampler has kept
+    earlier keys and values (vLLM's prefix cache), else the whole episode so far.
     """
     run, later = inputs.run, means.turns - 1
     prompts = run.train.prompts_per_step * means.prompt

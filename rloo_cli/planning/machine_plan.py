@@ -1,4 +1,4 @@
-"""The plan of a run on the devices that are named, present or assumed, and why it does not fit."""
+"""The plan of a run on named, present or assumed devices, and why it does not fit."""
 
 from rloo_cli.config import synthetic
 from rloo_cli.config.schema import RunConfig
@@ -14,14 +14,14 @@ def plan_run(
     request: PlanOptions | None = None,
     measured: bool = True,
 ) -> RunPlan:
-    """The plan of a run, on the GPUs that are named, present, or assumed.
+    """The plan of a run on named, present or assumed GPUs.
 
-    `measured`: a CPU's speeds are measured, for which torch is imported.
+    `measured`: measure a CPU's speeds, which imports torch.
     """
     request = request or PlanOptions()
     if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
-        why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
-        refuse("command line", f"--gpus {request.gpus}: there is one", fix, why)
+        why, fix = "distributed.engine = single uses one process", "distributed=ddp, zero2 or zero3"
+        refuse("command line", f"--gpus {request.gpus} needs several processes", fix, why)
     small = settings.model.path.startswith(synthetic.MAKE_PREFIX)
     return plan.make_run_plan(settings, device.find_device(gpu, small, measured), request)
 
@@ -29,7 +29,7 @@ def plan_run(
 def plan_on_this_machine(run: RunConfig) -> RunPlan:
     """The plan of a run on this machine.
 
-    It is on the CPU if there is no GPU and the run fits; else on the GPUs that `plan_run` assumes.
+    On the CPU if there are no GPUs and the run fits; else on the GPUs assumed by `plan_run`.
     A CPU's speeds are assumed: a dry run does not import torch to measure them.
     """
     here = device.find_device(None, small=True, measured=False)
@@ -41,7 +41,7 @@ def plan_on_this_machine(run: RunConfig) -> RunPlan:
 
 
 def does_not_fit_error(run_plan: RunPlan) -> MachineError:
-    """The error of a run that does not fit, with the two keys that would save most."""
+    """The error of a run that does not fit, with the two keys that save most."""
     case, needs = (
         run_plan.inputs,
         plan.phase_bytes(run_plan.inputs, run_plan.memory, run_plan.sampler),
@@ -49,7 +49,7 @@ def does_not_fit_error(run_plan: RunPlan) -> MachineError:
     worst = max(needs, key=lambda name: needs[name])
     phase = f"in the phase {worst!r}" if worst != "server" else "on the server's GPU"
     usable = planning_text.format_gib(case.device.usable_bytes)
-    why = f"{planning_text.format_gib(run_plan.needed_bytes)} {phase}, {usable} are usable of each"
+    why = f"{planning_text.format_gib(run_plan.needed_bytes)} {phase}, {usable} usable on each"
     engine = run_plan.sampler
     if engine is not None and engine.kv_cache_bytes < engine.least_kv_bytes:
         left = planning_text.format_gib(max(engine.kv_cache_bytes, 0.0))

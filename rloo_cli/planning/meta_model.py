@@ -1,9 +1,9 @@
-"""Counts a model on torch's meta device: its parameters, and what autograd keeps of a token.
+"""Counts a model on torch's meta device: parameters, and autograd memory per token.
 
-transformers builds the model of a config without weights. Its forward on meta tensors computes
-shapes alone, and `saved_tensors_hooks` sees what each layer keeps. Attention is replaced by one
-that keeps what a fused kernel keeps: queries, keys, values, output, a log-sum-exp for each head.
-Only `model_spec` imports this file, when it is needed: torch and transformers take seconds.
+transformers builds the model from a config without weights. Its forward on meta tensors only
+computes shapes, and `saved_tensors_hooks` records what each layer keeps. Attention is replaced by a
+version that keeps what a fused kernel keeps: queries, keys, values, output, a log-sum-exp per head.
+Only `model_spec` imports this file, when needed: torch and transformers take seconds.
 """
 
 import inspect
@@ -33,21 +33,21 @@ from rloo_cli.policy.load import zero_dropout
 from rloo_cli.utils.files import JsonObject
 
 TOKENS = 16  # of the forward on the meta device
-KEPT = "rloo_kept"  # the name by which transformers finds our attention and our experts
+KEPT = "rloo_kept"  # the name under which transformers finds our attention and experts
 DTYPES = (torch.bfloat16, torch.float32)
 NOT_READ = ("attn_implementation", "_attn_implementation", "quantization_config")  # of config.json
-# What a Llama is built of, for a model_type that transformers does not have.
+# Parameters of a Llama, for a model_type unknown to transformers.
 LLAMA_NEEDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 LLAMA_TAKES = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
                "tie_word_embeddings", "attention_bias", "mlp_bias")  # fmt: skip
 
 
 class _KeptAttention(torch.autograd.Function):
-    """Keeps what fused attention keeps. (N, heads, T, D) queries -> (N, T, heads, D_v)"""
+    """Keeps the same tensors as fused attention. (N, heads, T, D) queries -> (N, T, heads, D_v)"""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)  # strides are the queries', as in torch's own kernels
+        output = torch.empty_like(query)  # strides of the queries, as in torch's own kernels
         if value.shape[-1] != query.shape[-1]:
             output = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -56,14 +56,14 @@ class _KeptAttention(torch.autograd.Function):
 
 
 def _attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
-    """What transformers calls for attention. (N, heads, T, D) queries -> (N, T, heads, D_v)"""
+    """Attention function for transformers. (N, heads, T, D) queries -> (N, T, heads, D_v)"""
     return _KeptAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
 
 
 def _compute_experts(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What transformers calls for experts. (T, H) and twice (T, k) -> (T, H)
+    """Experts function for transformers. (T, H) and twice (T, k) -> (T, H)
 
-    Which experts a token has is unknown on the meta device, and changes nothing that is kept.
+    Which experts a token has is unknown on the meta device, and does not change the kept tensors.
     """
 
     def multiply(values: Tensor, stack: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ ALL_EXPERTS_FUNCTIONS.register(KEPT, _compute_experts)
 
 
 def count_model(values: JsonObject) -> ModelSpec:
-    """The spec, still without a name, of the model of a config.json; of a Llama of its sizes for a
-    model_type that transformers does not have.
+    """The unnamed spec of the model of a config.json; for a model_type unknown to transformers,
+    of a Llama of the same size.
 
-    Raises KeyError for a size that such a Llama lacks, else what transformers raises for values
-    of which it can build no model.
+    Raises KeyError for a size missing for such a Llama, else what transformers raises for values
+    that it cannot build a model from.
     """
     model, guessed = _build_model(values)
     config, decoder = model.config.get_text_config(), model.get_decoder()
@@ -130,7 +130,7 @@ def count_model(values: JsonObject) -> ModelSpec:
 
 
 def _build_model(values: JsonObject) -> tuple[PreTrainedModel, bool]:
-    """The model on the meta device, without dropout, and whether its family is only guessed."""
+    """The model on the meta device, without dropout, and whether its family is a guess."""
     values = {k: v for k, v in values.items() if k not in NOT_READ}
     if guessed := values.get("model_type") not in CONFIG_MAPPING:
         text = values | (values.get("text_config") or {})
@@ -142,7 +142,7 @@ def _build_model(values: JsonObject) -> tuple[PreTrainedModel, bool]:
     with torch.device("meta"):
         try:
             model = auto_class.from_config(config, attn_implementation=KEPT, dtype=torch.float32)
-        except KeyError:  # older models have a class for each attention
+        except KeyError:  # older models have a class per attention
             model = auto_class.from_config(config, attn_implementation="eager")
     zero_dropout(model)
     for module in model.modules():
@@ -164,7 +164,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _linears_of(layer: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The linear maps of a layer, each with the path of its module."""
+    """The linear layers in a decoder layer, with their module paths."""
     for path, module in layer.named_modules():
         name = path.rpartition(".")[2]
         if isinstance(module, nn.Linear):
@@ -179,7 +179,7 @@ def _linears_of(layer: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def _sum_linears(layers: Iterable[nn.Module]) -> Iterator[Linear]:
-    """Linear maps of all layers, those of one name and shape together."""
+    """Linear layers of all decoder layers, grouped by name and shape."""
     found: Counter[Linear] = Counter()
     for layer in layers:
         for _, linear in _linears_of(layer):
@@ -188,15 +188,15 @@ def _sum_linears(layers: Iterable[nn.Module]) -> Iterator[Linear]:
 
 
 def _idle_expert_params(layers: Iterable[nn.Module], used: int) -> int:
-    """Parameters of the experts to which a token does not go."""
+    """Parameters of the experts that a token does not use."""
     linears = (linear for layer in layers for _, linear in _linears_of(layer) if linear.is_expert)
     return sum(max(x.copies - used, 0) * x.inputs * x.outputs for x in linears)
 
 
 def _transient_values(layer: nn.Module, hidden: int, used: int) -> int:
-    """Values of a token in the MLP of a layer while it computes, and two hidden states.
+    """Values per token in a layer's MLP while it computes, plus two hidden states.
 
-    `used`: experts of a token.
+    `used`: experts per token.
     """
     total = 2 * hidden
     for path, linear in _linears_of(layer):
@@ -209,32 +209,32 @@ def _transient_values(layer: nn.Module, hidden: int, used: int) -> int:
 def _kept_bytes(
     model: nn.Module, layers: nn.ModuleList, forward: Callable[[], None], share: float
 ) -> tuple[float, float]:
-    """Bytes per token that layers keep for a backward pass, times `share`: bfloat16, float32.
+    """Bytes per token kept by layers for a backward pass, times `share`: bfloat16, float32.
 
-    `forward`: a forward of `TOKENS` tokens through them. Where the model's own code cannot compute
-    on meta tensors, what goes into its linear maps and comes out of them is taken.
+    `forward`: a forward of `TOKENS` tokens through them. If the model's own code cannot compute on
+    meta tensors, the inputs and outputs of its linear layers are counted instead.
     """
     kept = []
     for dtype in DTYPES:
         model.to(dtype)
         try:
             total = _saved_bytes(model, layers, forward) / TOKENS
-        except Exception:  # code that asks for the values of a tensor, or for other arguments
+        except Exception:  # code that reads tensor values, or needs other arguments
             total = _bytes_of_linears(layers, dtype)
         kept.append(share * total)
     return kept[0], kept[1]
 
 
 def _bytes_of_linears(layers: nn.ModuleList, dtype: torch.dtype) -> float:
-    """Bytes per token of what goes into the linear maps of these layers and comes out of them."""
+    """Bytes per token of the inputs and outputs of these layers' linear layers."""
     each = (linear for layer in layers for _, linear in _linears_of(layer))
     return float(dtype.itemsize * sum(x.inputs + x.outputs for x in each))
 
 
 def _saved_bytes(model: nn.Module, layers: nn.ModuleList, forward: Callable[[], None]) -> int:
-    """Bytes that autograd saves inside of the layers, without weights and what all layers get."""
+    """Bytes that autograd saves inside the layers, without weights and shared inputs."""
     others = [*model.parameters(), *model.buffers()]
-    held: dict[int, Tensor] = {}  # by storage: on the meta device, none has an address
+    held: dict[int, Tensor] = {}  # by storage: meta tensors have no address
     inside: list[nn.Module] = []
 
     def enter(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ def _saved_bytes(model: nn.Module, layers: nn.ModuleList, forward: Callable[[], 
 def _count_tower(
     model: PreTrainedModel, decoder: nn.Module, values: JsonObject
 ) -> TowerSpec | None:
-    """The vision tower; None for a model of text. Raises ValueError for one without layers."""
+    """The vision tower; None for a text model. Raises ValueError for one without layers."""
     if not has_tower(values):
         return None
     family, config = vision.family_of_model(model), model.config
@@ -302,7 +302,7 @@ def _run_tower_layer(layer: nn.Module, config: Any) -> None:
     hidden = torch.empty(
         TOKENS, width, device="meta", dtype=next(layer.parameters()).dtype, requires_grad=True
     )
-    # The lengths of images are asked for, and are real.
+    # The lengths of images must be real tensors.
     given = {"cu_seqlens": torch.tensor([0, TOKENS]), "position_embeddings": (angles, angles),
              "attention_mask": None}  # fmt: skip
     flat = "cu_seqlens" in names
@@ -310,7 +310,7 @@ def _run_tower_layer(layer: nn.Module, config: Any) -> None:
 
 
 def _patches_per_token(config: Any) -> tuple[int, int]:
-    """Patches of a tower that become one token of the language model, and a patch's side."""
+    """Patches of a tower per token of the language model, and a patch's side length."""
     tower = config.vision_config
 
     def whole(value: Any) -> int:  # a pair is square

@@ -1,11 +1,11 @@
-"""What was counted of a model: its sizes, linear maps, parameters by part, and bytes of a token."""
+"""Counts of a model: sizes, linear layers, parameters by part, and bytes per token."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a language model, under one name each."""
+    """The sizes of a language model, under common names."""
 
     layers: int
     hidden: int
@@ -24,7 +24,7 @@ class ModelSizes(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Linear maps of one name and shape."""
+    """Linear layers of one name and shape."""
 
     name: str
     inputs: int
@@ -34,23 +34,23 @@ class Linear(NamedTuple):
 
 
 class TowerSpec(NamedTuple):
-    """A vision tower and what joins it to the language model. Parameters are counted."""
+    """A vision tower and its projector. Sizes are numbers of parameters."""
 
-    tower_params: int  # those that `model.freeze=[vision]` keeps as they are
+    tower_params: int  # frozen by `model.freeze=[vision]`
     projector_params: int
     layers: int
     patches_per_token: int  # patches that become one token of the language model
     pixels_per_token: int
-    patch_kept_bytes: tuple[float, float]  # all layers keep of a patch: bfloat16, float32
+    patch_kept_bytes: tuple[float, float]  # kept per patch by all layers: bfloat16, float32
 
     def saved_bytes(self, bytes_per_weight: int) -> float:
-        """Bytes that its backward pass keeps for one token of an image."""
+        """Bytes kept for the backward pass per image token."""
         return self.patches_per_token * self.patch_kept_bytes[bytes_per_weight == 4]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A language model, as a plan sees it. Parameters are counted, not measured in bytes."""
+    """A language model for a plan. Sizes are numbers of parameters, not bytes."""
 
     name: str
     source: str  # where its config.json was found
@@ -61,13 +61,13 @@ class ModelSpec:
     head_params: int  # 0 = tied to the token table
     body_params: int  # everything but embedding, head and tower
     layer_params: int  # the largest layer
-    active_params: int  # those of the body that one token uses
-    layer_kept_bytes: tuple[float, float]  # a layer keeps of a token: bfloat16, float32
-    transient_values: int  # a layer has of a token while it computes, beside what it keeps
-    layout: str  # the fastest that computes the model's own numbers (README, Fast)
+    active_params: int  # body parameters used by one token
+    layer_kept_bytes: tuple[float, float]  # kept by a layer per token: bfloat16, float32
+    transient_values: int  # temporary values of a layer per token
+    layout: str  # the fastest exact layout for the model
     window: int | None = None  # of its attention: longer sequences are packed
     tower: TowerSpec | None = None  # of a vision-language model
-    guessed: bool = False  # its family is not known, and it is counted as a Llama
+    guessed: bool = False  # unknown family, counted as a Llama
 
     @property
     def total_params(self) -> int:
@@ -81,15 +81,15 @@ class ModelSpec:
         return self.sizes.vocab_size * self.sizes.hidden
 
     def layout_for(self, length: int) -> str:
-        """The layout of sequences of up to so many tokens."""
+        """The layout for sequences of up to this many tokens."""
         return "packed" if self.window is not None and length > self.window else self.layout
 
     def saved_bytes(self, bytes_per_weight: int) -> float:
-        """Bytes per token that a layer keeps for its backward pass."""
+        """Bytes per token kept by a layer for its backward pass."""
         return self.layer_kept_bytes[bytes_per_weight == 4]
 
     def transient_bytes(self, bytes_per_weight: int) -> float:
-        """Bytes per token that a layer holds while it computes."""
+        """Bytes per token held by a layer while it computes."""
         return float(bytes_per_weight * self.transient_values)
 
     def kv_bytes(self, bytes_per_weight: int) -> int:

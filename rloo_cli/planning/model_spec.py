@@ -1,9 +1,8 @@
 """A model as a plan needs it: parameters by part, and the memory of a token.
 
-It is counted from config.json: of a folder, of the cache, or of `known_models.json`, which has the
-config values of well-known models and of those made here, and what was counted of each, so that
-their plans need neither a hub nor torch. Any other model is counted when it is planned, for which
-torch and transformers are imported (`meta_model.py`).
+Counts come from config.json: of a folder, of the cache, or of `known_models.json`, which has config
+values and counts of well-known and synthetic models, so that their plans need neither a hub nor
+torch. Any other model is counted when it is planned, with torch and transformers (`meta_model.py`).
 """
 
 import functools
@@ -24,7 +23,7 @@ KNOWN_MODELS_FILE = Path(__file__).with_name("known_models.json")
 
 @functools.cache
 def known_models() -> Mapping[str, JsonObject]:
-    """Models by path: their `config` values, and what was `counted` of these."""
+    """Models by path: their `config` values, and their `counted` sizes."""
     entries: list[JsonObject] = json.loads(KNOWN_MODELS_FILE.read_text(encoding="utf-8"))
     return {path: entry for entry in entries for path in entry["paths"]}
 
@@ -44,7 +43,7 @@ def load_model_spec(path: str, revision: str | None = None, key: str = "model.pa
             return parse_model_spec(values, path, source, _weights_folder(path, revision))
     except KeyError as missing:
         why = f"its config.json has no {missing.args[0]}: not a language model that rloo knows"
-    except Exception as error:  # transformers' own code, with values that it was not made for
+    except Exception as error:  # transformers' own code, with unexpected values
         why = f"transformers cannot build it: {type(error).__name__}: {str(error)[:200]}"
     fix = f"{key}=ORG/NAME or a folder, of a language model"
     refuse(key, f"{path} cannot be planned", fix, why)
@@ -59,7 +58,7 @@ def parse_model_spec(
     of which it can build no model.
     """
     if "torch" not in sys.modules and sys.stderr.isatty():
-        print(f"loading torch, to count the parameters of {name}", file=sys.stderr, flush=True)
+        print(f"loading torch to count the parameters of {name}", file=sys.stderr, flush=True)
     spec = replace(
         _counted(json.dumps(values)),
         name=name,
@@ -82,7 +81,7 @@ def _counted(values: str) -> ModelSpec:
 
 
 def _spec_from_json(counted: JsonObject, name: str, source: str) -> ModelSpec:
-    """The spec of what `known_models.json` holds of a model."""
+    """The spec of a model in `known_models.json`."""
     tower = counted["tower"]
     values: JsonObject = counted | {
         "sizes": ModelSizes(*counted["sizes"]),
@@ -98,14 +97,14 @@ def model_config_values(path: str, revision: str | None = None) -> JsonObject:
 
 
 def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]:
-    if (base := hf_cache.adapter_base_path(path)) is not None:  # it is merged into its base
+    if (base := hf_cache.adapter_base_path(path)) is not None:  # merged into its base
         path, revision = base, None
-    if path.startswith(synthetic.MAKE_PREFIX):  # no synthetic model is made for a plan
-        return known_models()[path]["config"], "made here"
+    if path.startswith(synthetic.MAKE_PREFIX):  # a plan does not build synthetic models
+        return known_models()[path]["config"], "synthetic"
     try:
         values = hf_cache.read_model_config(path, revision)
     except ValueError as error:
-        fix = f"correct its config.json, or {key}=FOLDER with a whole one"
+        fix = f"correct its config.json, or {key}=FOLDER with a valid one"
         refuse(key, f"{path} cannot be planned", fix, error)
     if values:
         here = Path(path).expanduser().exists()
@@ -113,8 +112,8 @@ def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]
     if path in known_models():
         return known_models()[path]["config"], "built in"
     cache = hf_cache.hub_cache_folder()
-    why = f"no folder of that name, not in the cache {cache}, and not among the built-in ones"
-    fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else is read)"
+    why = f"not a folder, not in the cache {cache}, and not a built-in model"
+    fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else needed)"
     refuse(key, f"the config.json of {path} was not found", fix, why, error=MachineError)
 
 
@@ -126,7 +125,7 @@ def _weights_folder(path: str, revision: str | None) -> Path | None:
 
 
 def _count_parameters(folder: Path) -> int:
-    """Elements in the safetensors of a folder, by the files' headers; 0 without any."""
+    """Elements in the safetensors of a folder, by the files' headers; 0 if there are none."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """Seconds of a step under each `generation.overlap`, simulated from the seconds of its parts.
 
-The sampler decodes in lock step: an iteration gives every active completion one token, and takes as
-long as `iteration_s` says of their number. Trainer and sampler have hardware of their own. Nothing
-is random: the same parts give the same seconds (docs/generation.md, When it pays).
+The sampler decodes in lock step: each iteration adds one token to every active completion, and
+takes `iteration_s` of their number. Trainer and sampler have separate hardware. Nothing is random:
+equal inputs give equal times (docs/overlap.md, When it pays).
 """
 
 import heapq
@@ -12,39 +12,39 @@ from dataclasses import dataclass, field
 
 from rloo_cli.generation.common.pacing import group_capacity
 
-CARRY_STEPS, CARRY_WARMUP_STEPS = 16, 6  # of `carry`, which has no two equal steps at its start
-STEP_OF_PERMUTATION = 7919  # a prime: it deals the quantiles of lengths out to groups
-WORTH_IT = 1.1  # what is faster by less than this factor is not worth being further off-policy
+CARRY_STEPS, CARRY_WARMUP_STEPS = 16, 6  # of `carry`, whose first steps differ
+STEP_OF_PERMUTATION = 7919  # a prime, to distribute the quantiles of lengths over groups
+WORTH_IT = 1.1  # a smaller speedup is not worth being more off-policy
 MODES = ("none", "ahead", "carry")
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step consists of. All seconds are of a whole step, alone on its hardware."""
+    """The parts of a step. All seconds are for a whole step, alone on its hardware."""
 
     lengths: Sequence[Sequence[int]]  # P of K, sampled tokens of each completion
-    iteration_s: Callable[[int], float]  # of one decoding iteration with so many completions
-    max_active: int  # completions that are decoded at once
+    iteration_s: Callable[[int], float]  # of one decoding iteration with this many completions
+    max_active: int  # completions decoded at once
     prefill_s: float = 0.0
     train_s: float = 0.0  # forward passes, backward passes and the optimizer
     reward_s: float = 0.0  # scoring on the trainer's hardware
-    sync_s: float = 0.0  # sending weights; the sampler waits, too
+    sync_s: float = 0.0  # sending weights; the sampler waits too
 
 
 @dataclass
 class LockStepSampler:
-    """A sampler that decodes in lock step. Groups begin in order, each as soon as it has room."""
+    """A sampler that decodes in lock step. Groups start in order, each as soon as there is room."""
 
     parts: StepParts
     now: float = 0.0  # seconds
-    decoded: float = 0.0  # tokens that a completion has which was there from the start
+    decoded: float = 0.0  # tokens of a completion that started at 0
     ends: list[tuple[float, int]] = field(default_factory=list)  # heap: `decoded` at the end, group
     unfinished: dict[int, int] = field(default_factory=dict)  # group -> completions left
     waiting: list[int] = field(default_factory=list)
     finished_at: dict[int, float] = field(default_factory=dict)  # group -> seconds
 
     def submit_groups(self, groups: range) -> None:
-        """Let the sampler begin these groups after all that it has."""
+        """Queue these groups at the sampler."""
         self.waiting += groups
 
     def _begin_waiting(self) -> None:
@@ -80,7 +80,7 @@ class LockStepSampler:
 
 
 def simulate_overlap(parts: StepParts, max_lag: int = 2) -> dict[str, float]:
-    """Seconds of a step under each mode, between steps that are alike."""
+    """Seconds of a step under each mode, in a steady state."""
     sampler = LockStepSampler(parts)
     sampler.submit_groups(range(len(parts.lengths)))
     while sampler.decode():
@@ -94,7 +94,7 @@ def simulate_overlap(parts: StepParts, max_lag: int = 2) -> dict[str, float]:
 
 
 def _carry_seconds(parts: StepParts, max_lag: int) -> float:
-    """The mean of later steps, where the sampler has up to `max_lag` batches and never drains."""
+    """The mean of later steps, when the sampler has up to `max_lag` batches and never idles."""
     per_step, sampler, begun = len(parts.lengths), LockStepSampler(parts), 0
     ends: list[float] = []
     for step in range(CARRY_STEPS):
@@ -114,10 +114,10 @@ def _carry_seconds(parts: StepParts, max_lag: int) -> float:
 
 
 def advised_mode(seconds: dict[str, float]) -> str:
-    """The mode that is worth it: the most exact one within a tenth of the fastest.
+    """The recommended mode: the most exact one within a tenth of the fastest.
 
-    `seconds`: by mode, in the order of MODES, which is that of how far they are from the policy's
-    own samples; with `turns`, trainer and sampler taking turns on the same hardware, if known.
+    `seconds`: by mode, in the order of MODES, from most to least on-policy; with `turns`, trainer
+    and sampler taking turns on the same hardware, if known.
     """
     least = WORTH_IT * min(seconds.values())
     exact_first = sorted(seconds, key=lambda mode: ("turns", *MODES).index(mode))
@@ -127,7 +127,7 @@ def advised_mode(seconds: dict[str, float]) -> str:
 def spread_lengths(prompts: int, completions: int, mean: float, limit: int) -> list[list[int]]:
     """Lengths of a step's completions with this mean: exponential, cut at `limit`. -> P of K
 
-    They are the quantiles of that distribution, dealt out to the groups. Runs of reasoning models
+    They are the quantiles of that distribution, spread over the groups. Runs of reasoning models
     have such tails; a mean near the limit leaves none.
     """
     scale, total = _exponential_scale(mean, limit), prompts * completions
@@ -139,7 +139,7 @@ def spread_lengths(prompts: int, completions: int, mean: float, limit: int) -> l
 
 
 def _exponential_scale(mean: float, limit: int) -> float:
-    """The scale m of an exponential that has this mean once it is cut: m (1 - exp(-limit / m))."""
+    """The scale m of an exponential with this mean after the cut: m (1 - exp(-limit / m))."""
     low, high = mean, 1e4 * limit
     for _ in range(100):
         middle = math.sqrt(low * high)

@@ -1,8 +1,8 @@
-"""The memory of one rank that comes and goes: activations, logits, keys and values, gradients.
+"""The temporary memory of one rank: activations, logits, keys and values, gradients.
 
-Each phase of a step has its own peak, and the largest of them decides. What a micro-batch may hold
-follows the rule by which a run cuts its batches (`policy/token_budget.py`), with these figures
-instead of measured ones.
+Each phase of a step has its own peak; the largest decides. The size of a micro-batch follows the
+rule by which a run splits its batches (`policy/token_budget.py`), with these figures instead of
+measured ones.
 """
 
 from dataclasses import dataclass, field
@@ -26,29 +26,29 @@ from rloo_cli.policy.token_budget import (
     samples_beside_training,
 )
 
-FIRST_KV_POSITIONS = 64  # completion positions that decoding's first cache has
+FIRST_KV_POSITIONS = 64  # completion positions in the first KV cache
 SAMPLING_BYTES_PER_LOGIT = 16  # the model's own, in float32, processed, and its probability
-# Measured on a CPU (docs/scale.md): what libraries take that are loaded later, and the share of
-# activations that glibc keeps in pieces which the next micro-batch does not fit into.
+# Measured on a CPU (docs/plan.md): memory of libraries loaded later, and the share of
+# activations that glibc keeps in fragments too small for the next micro-batch.
 LATE_LIBRARY_BYTES, FRAGMENTED_SHARE = 0.1 * 2**30, 0.5
-IMAGE_LIBRARY_BYTES = 0.1 * 2**30  # more of them where a model sees images
-# What Python and torch hold before a run begins, and no phase counts; two processes share some.
+IMAGE_LIBRARY_BYTES = 0.1 * 2**30  # further libraries for images
+# Memory of Python and torch before a run starts, not counted in phases; partly shared.
 PROCESS_BYTES = 0.5 * 2**30
 NamedBytes = dict[str, float]
 
 
 @dataclass(frozen=True)
 class ForwardMemory:
-    """How the training forward is cut, and what it keeps."""
+    """The split of the training forward, and the memory it keeps."""
 
     tokens: int  # of the fullest micro-batch
     completion_tokens: int  # completion tokens among them
-    micro_batches: int  # of an update
+    micro_batches: int  # per update
     recompute: bool
-    layer_bytes: float  # what all layers keep
-    single_layer_bytes: float  # what one layer needs beside, while its gradient is computed
+    layer_bytes: float  # kept by all layers
+    single_layer_bytes: float  # further memory of one layer during its backward pass
     kept_logits_bytes: float
-    head_bytes: float  # tiles of logits, the head's gradient, and what is around it
+    head_bytes: float  # tiles of logits, the head's gradient, and its surroundings
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PeakMemory:
     phases: dict[str, NamedBytes]
     forward: ForwardMemory
     static: StaticMemory
-    engine_bytes: float = 0.0  # what a vLLM engine on the same device holds while we train
+    engine_bytes: float = 0.0  # held by a vLLM engine on the same device during training
     host_bytes: float = 0.0  # in the CPU's memory
     notes: tuple[str, ...] = field(default_factory=tuple)
 
@@ -69,7 +69,7 @@ class PeakMemory:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of one rank at most."""
+        """Peak bytes of one rank."""
         return sum(self.phases[self.worst_phase].values())
 
 
@@ -106,7 +106,7 @@ def _late_library_bytes(inputs: PlanInputs) -> float:
 
 
 def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemory:
-    """How micro-batches are cut, by the rule of `policy/token_budget.py`."""
+    """The split into micro-batches, by the rule of `policy/token_budget.py`."""
     run, group_tokens = inputs.run, inputs.group_tokens
     room = _activation_memory(inputs, static)
     wanted = run.model.gradient_checkpointing
@@ -118,7 +118,7 @@ def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemo
     budget = inputs.token_budget or run.train.micro_batch_tokens
     budget = budget or choose_token_budget(MAX_USEFUL_TOKENS[room.kind], group_tokens, fitting)
     tokens, micro_batches = _micro_batch_sizes(inputs, budget)
-    k, c = run.algorithm.num_generations, inputs.max_sampled_tokens  # those that have logits
+    k, c = run.algorithm.num_generations, inputs.max_sampled_tokens  # those with logits
     shared = inputs.resolved_layout == "shared"
     longest = inputs.max_prompt_tokens + inputs.max_completion_tokens
     share = k * c / group_tokens if shared else c / longest
@@ -136,7 +136,7 @@ def plan_forward_memory(inputs: PlanInputs, static: StaticMemory) -> ForwardMemo
 
 
 def _tokens_in_one_pass(inputs: PlanInputs) -> int:
-    """Tokens that have to fit a forward, as in `train/build.py`: a group with a KL is not cut."""
+    """Tokens that must fit a forward, as in `train/build.py`: a group with a KL is not split."""
     settings = inputs.run.algorithm
     if settings.needs_reference or settings.teacher_server is not None:
         return inputs.group_tokens
@@ -144,7 +144,7 @@ def _tokens_in_one_pass(inputs: PlanInputs) -> int:
 
 
 def _activation_memory(inputs: PlanInputs, static: StaticMemory) -> ActivationMemory:
-    """The memory that a training forward has, as a run counts it when it starts."""
+    """The memory available to a training forward, as computed at the start of a run."""
     run, device = inputs.run, inputs.device
     left = device.memory_bytes
     if device.kind == "cuda":
@@ -161,7 +161,7 @@ def _activation_memory(inputs: PlanInputs, static: StaticMemory) -> ActivationMe
 
 
 def kept_bytes_per_layer(inputs: PlanInputs) -> float:
-    """Bytes per token that a layer keeps, adapters' inputs in float32 included."""
+    """Bytes per token kept by a layer, including adapters' inputs in float32."""
     kept, lora = inputs.model.saved_bytes(inputs.bytes_per_weight), inputs.run.model.lora
     if lora is None:
         return kept
@@ -180,13 +180,13 @@ def _bytes_per_forward_token(inputs: PlanInputs, recompute: bool) -> float:
 
 
 def _micro_batch_sizes(inputs: PlanInputs, budget: int) -> tuple[int, int]:
-    """Tokens of the fullest micro-batch, and how many micro-batches there are.
+    """Tokens of the fullest micro-batch, and the number of micro-batches.
 
-    They hold whole groups if these fit, as many in each as in the others.
+    They hold whole groups if these fit, evenly distributed.
     """
     size, each = inputs.run.train.micro_batch_size, inputs.group_tokens
     if size is None and each > budget:
-        # No budget cuts one completion with its prompt.
+        # A completion and its prompt are never split.
         longest = inputs.max_prompt_tokens + inputs.max_completion_tokens
         tokens = max(min(each, budget), longest)
         return tokens, inputs.groups_per_update * -(-each // tokens)
@@ -208,9 +208,9 @@ def _head(inputs: PlanInputs, tokens: int, completion_tokens: int) -> float:
 
 
 def tower_bytes(inputs: PlanInputs, tokens: int) -> float:
-    """Bytes that a vision tower keeps for its backward pass, where all prompts are images.
+    """Bytes kept by a vision tower for its backward pass, if all prompts are images.
 
-    A forward over `tokens` tokens has the images of its prompts once. A frozen tower keeps nothing.
+    A forward over `tokens` tokens contains its prompts' images once. A frozen tower keeps nothing.
     """
     tower, run = inputs.model.tower, inputs.run
     if tower is None or "vision" in run.model.freeze or run.model.lora is not None:
@@ -224,15 +224,14 @@ def tower_bytes(inputs: PlanInputs, tokens: int) -> float:
 def _update_memory(inputs: PlanInputs, static: StaticMemory, forward: ForwardMemory) -> NamedBytes:
     """Forward and backward of the fullest micro-batch.
 
-    When a backward pass begins, everything that the forward kept is there, with the gradients of
-    earlier micro-batches; when it ends, the gradients are complete. In between one falls as the
-    other grows.
+    When a backward pass starts, the forward's memory and the gradients of earlier micro-batches
+    exist; when it ends, the gradients are complete. In between, one shrinks while the other grows.
     """
     adapter = trained_params(inputs)[1]
     table_params = 0 if adapter else inputs.model.output_embedding_params
     table = float(inputs.bytes_per_weight * table_params)
     several = forward.micro_batches > 1
-    # A value model's backward pass comes first: its gradients are there by then.
+    # A value model's backward pass comes first, so its gradients already exist.
     early = static.gradients if several else GRADIENT * float(value_model_params(inputs))
     fragmented = FRAGMENTED_SHARE if inputs.device.kind == "cpu" else 0.0
     begin: NamedBytes = {
@@ -248,16 +247,16 @@ def _update_memory(inputs: PlanInputs, static: StaticMemory, forward: ForwardMem
         "gradients": static.gradients,
         "gathered": static.gathered,
         "activations": forward.single_layer_bytes,
-        # The gradient of a head that is the token table waits for the table's own.
+        # The gradient of a tied head waits for that of the token table.
         "head": table * (several + (not inputs.model.head_params)),
     }
     return max((begin, end), key=lambda parts: sum(parts.values()))
 
 
 def _optimizer_step_memory(inputs: PlanInputs, static: StaticMemory) -> NamedBytes:
-    """Clipping and Adam, which takes square roots of all second moments at once on a GPU.
+    """Clipping and Adam, which computes square roots of all second moments at once on a GPU.
 
-    On a CPU it takes those of one tensor.
+    On a CPU it does so tensor by tensor.
     """
     if inputs.run.distributed.offload != "none":
         return {"gradients": static.gradients}
@@ -274,18 +273,18 @@ def _optimizer_step_memory(inputs: PlanInputs, static: StaticMemory) -> NamedByt
 
 
 def _rollout_memory(inputs: PlanInputs) -> NamedBytes:
-    """Decoding by the trainer's own weights; nothing if vLLM samples."""
+    """Decoding with the trainer's weights; empty if vLLM samples."""
     run, model, size = inputs.run, inputs.model, inputs.bytes_per_weight
     if not run.generation.samples_here:
         return {}
     parts: NamedBytes = {}
-    # A whole copy: decoding token by token would gather the weights for each token, and what
-    # samples beside the training must not see it change them.
+    # A full copy: token-by-token decoding would gather the weights for each token, and an
+    # overlapped sampler must not see the update change them.
     if inputs.weight_shards > 1 or run.generation.overlap != "none":
         parts["replica"] = size * model.total_params
     k, p, c = run.algorithm.num_generations, inputs.max_prompt_tokens, inputs.max_completion_tokens
     prompts, completions = inputs.prompts_per_rank, inputs.prompts_per_rank * k
-    if inputs.max_turns > 1:  # a later turn goes on from all that its own episode has so far
+    if inputs.max_turns > 1:  # a later turn continues from the whole episode so far
         k, prompts, c = 1, completions, run.generation.max_completion_length
         p += inputs.max_completion_tokens - c
     batch_tokens = run.generation.own_keys.batch_tokens
@@ -302,7 +301,7 @@ def _rollout_memory(inputs: PlanInputs) -> NamedBytes:
 
 
 def _reward_model_memory(inputs: PlanInputs, static: StaticMemory) -> NamedBytes:
-    """A reward model at work: offloaded models that are moved to the device, and a batch."""
+    """A running reward model: offloaded models that are moved to the device, and a batch."""
     moved = activations = 0.0
     longest = inputs.max_prompt_tokens + inputs.max_completion_tokens
     for name, model in inputs.reward_models.items():

@@ -1,4 +1,4 @@
-"""A run's plan: whether it fits, on how few GPUs, its time, its disk space, what to change."""
+"""A run's plan: whether it fits, on how few GPUs, time, disk space, and what to change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,21 +15,21 @@ from rloo_cli.planning.static_memory import MASTER, MOMENTS, trained_params, val
 from rloo_cli.planning.vllm_memory import EngineMemory
 
 MOST_GPUS = 4096
-RECORDED_TOKEN_BYTES = 8  # its id, and about 4 characters of text
-RECORDED_FIELDS_BYTES = 250  # what is recorded of a completion beside its tokens, and of a prompt
+RECORDED_TOKEN_BYTES = 8  # a token's id, and about 4 characters of text
+RECORDED_FIELDS_BYTES = 250  # recorded per completion besides its tokens, and per prompt
 UTILIZATION_STEPS = (0.05, 0.1)  # added to a recommended share if vLLM does not start with it
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of the command line beside the config; None = not set."""
+    """Command-line options besides the config; None = not set."""
 
-    gpus: int | None = None  # that train
+    gpus: int | None = None  # for training
     prompts: int | None = None  # in the data
     prompt_tokens: float | None = None  # mean of a prompt
-    completion_tokens: float | None = None  # mean of a completion, without what tools say
+    completion_tokens: float | None = None  # mean of a completion, without tool output
     turns: float | None = None  # mean of an episode
-    observation_tokens: float | None = None  # mean of what tools say between two turns
+    observation_tokens: float | None = None  # mean tool output between two turns
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class RunPlan:
     sampler: EngineMemory | None
     options: PlanOptions
     duration: StepDuration
-    steps: int | None  # None = known when the data is loaded
+    steps: int | None  # None = depends on the data
     checkpoint_bytes: float  # of one checkpoint
-    disk_bytes: float  # of all checkpoints that are kept and one more, and of recorded rollouts
+    disk_bytes: float  # of all kept checkpoints plus one, and of recorded rollouts
     rollouts_bytes: float  # of one recorded step
-    rollouts_kept: int | None  # recorded steps at the end; None = known when the data is loaded
+    rollouts_kept: int | None  # recorded steps at the end; None = depends on the data
 
     @property
     def needed_bytes(self) -> float:
@@ -96,8 +96,8 @@ def make_run_plan(run: RunConfig, device: Device, options: PlanOptions | None = 
 def recorded_step_bytes(inputs: PlanInputs, means: MeanLengths) -> float:
     """Bytes of one step's record of rollouts (data/rollout_record.py).
 
-    A token has its id, its text, and log-probabilities of sampler, policy and reference; a prompt
-    is there once, with its columns, which are taken to be as long as the prompt.
+    A token has its id, its text, and log-probabilities of sampler, policy and reference. A prompt
+    is recorded once with its columns, which are assumed to be as long as the prompt.
     """
     run = inputs.run
     compared = run.algorithm.needs_reference or run.algorithm.teacher_server is not None
@@ -109,7 +109,7 @@ def recorded_step_bytes(inputs: PlanInputs, means: MeanLengths) -> float:
 
 
 def recorded_steps(logging: LoggingConfig, steps: int | None) -> int | None:
-    """How many recorded steps a run leaves; None where its length is not known."""
+    """The number of recorded steps of a run; None if its length is unknown."""
     every, keep = logging.rollouts_every, logging.rollouts_keep_last
     if not every:
         return 0
@@ -158,7 +158,7 @@ def fits_device(inputs: PlanInputs, memory: PeakMemory, sampler: EngineMemory | 
 def smallest_gpu_count(plan: RunPlan) -> int | None:
     """The fewest training GPUs on which it fits; None if it fits on none of 1, 2, 4 ...
 
-    From 8 on, whole machines of 8. With `single` there is only one.
+    From 8 on, whole machines of 8. `single` has only one.
     """
     case = plan.inputs
     if case.device.kind != "cuda":
@@ -197,11 +197,11 @@ def recommended_gpu_utilization(plan: RunPlan) -> float | None:
 
 
 SectionT = TypeVar("SectionT", bound=Frozen)
-Change = tuple[str, str, object]  # an override, and the key and the value that it sets
+Change = tuple[str, str, object]  # an override, with its key and value
 
 
 def best_changes(plan: RunPlan) -> list[tuple[str, float]]:
-    """The two keys that save most, each alone: the override, and the bytes then needed."""
+    """The two keys that save most, each alone: the override, and the bytes needed with it."""
     useful: list[tuple[str, float]] = []
     case = plan.inputs
     for override, key, value in possible_changes(plan):

@@ -1,4 +1,4 @@
-"""The numbers of a run that the plan computes with: config, models, device, ranks, lengths."""
+"""The inputs of a plan: config, models, device, ranks, lengths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,14 +39,14 @@ class PlanInputs:
     run: RunConfig
     model: ModelSpec
     device: Device
-    ranks: int  # processes that train, over all machines
+    ranks: int  # training processes, over all machines
     max_prompt_tokens: int
-    reference_model: ModelSpec | None = None  # a second model in memory; None = there is none
-    value_model: ModelSpec | None = None  # it learns with the policy
+    reference_model: ModelSpec | None = None  # a second model in memory; None = none
+    value_model: ModelSpec | None = None  # trained with the policy
     reward_models: dict[str, ModelSpec] = field(default_factory=dict)
-    token_budget: int | None = None  # tokens of a forward, as a run chose them
-    recompute: bool | None = None  # gradient checkpointing, as a run chose it
-    layout: str = ""  # as a run chose it
+    token_budget: int | None = None  # tokens of a forward, as chosen by a run
+    recompute: bool | None = None  # gradient checkpointing, as chosen by a run
+    layout: str = ""  # as chosen by a run
 
     @property
     def bytes_per_weight(self) -> int:
@@ -59,7 +59,7 @@ class PlanInputs:
 
     @property
     def weight_shards(self) -> int:
-        """How many shards the weights are in."""
+        """The number of shards of the weights."""
         return self.ranks if self.parallel_strategy in SHARDED_ENGINES else 1
 
     @property
@@ -69,7 +69,7 @@ class PlanInputs:
 
     @property
     def max_completion_tokens(self) -> int:
-        """Most tokens of a completion; of an episode, with what its tools say."""
+        """Most tokens of a completion; for an episode, including tool output."""
         context = self.model.context_length
         room = None if context is None else context - self.max_prompt_tokens
         length = self.run.generation.max_completion_length
@@ -77,7 +77,7 @@ class PlanInputs:
 
     @property
     def max_sampled_tokens(self) -> int:
-        """Most tokens of a completion that the policy samples, over all its turns."""
+        """Most tokens of a completion sampled by the policy, over all its turns."""
         most = sampled_token_limit(self.agent, self.run.generation.max_completion_length)
         return min(most, self.max_completion_tokens)
 
@@ -112,7 +112,7 @@ class PlanInputs:
         return self.model.layout_for(longest) if wanted == "auto" else wanted
 
     def dtype_bytes(self, dtype: str) -> int:
-        """Bytes of a number of a dtype's name; auto is bfloat16 on a GPU."""
+        """Bytes per number of a dtype name; auto is bfloat16 on a GPU."""
         if dtype == "auto":
             return 2 if self.device.kind == "cuda" else 4
         return DTYPE_BYTES[dtype]
@@ -150,9 +150,9 @@ def _longest_prompt(
     sources: Sequence[DatasetConfig],
     context: int | None,
 ) -> int:
-    """Tokens of the longest prompt; with an agent, one that leaves room for the turns after it.
+    """Tokens of the longest prompt; with an agent, one that leaves room for later turns.
 
-    Where the context does not hold both at their longest, the episodes get half of it.
+    If the context cannot hold both at full length, episodes get half of it.
     """
     longest = prompt_limit.max_prompt_tokens(generation, sources, context)
     if agent is None or context is None:
@@ -162,9 +162,9 @@ def _longest_prompt(
 
 
 def reference_spec(config: ModelConfig, model: ModelSpec) -> ModelSpec | None:
-    """The frozen reference of a run that has one; `model`: the policy.
+    """The frozen reference of a run; `model`: the policy.
 
-    None for an adapter that is switched off to get the reference's numbers.
+    None for an adapter, which is disabled for the reference's numbers.
     """
     if config.ref_path is not None:
         return model_spec.load_model_spec(config.ref_path, None, "model.ref_path")
@@ -174,7 +174,7 @@ def reference_spec(config: ModelConfig, model: ModelSpec) -> ModelSpec | None:
 def value_model_spec(
     algorithm: AlgorithmConfig, model: ModelConfig, rewards: Mapping[str, RewardConfig]
 ) -> ModelSpec | None:
-    """The value model that learns beside the policy; None for algorithms that have none."""
+    """The value model trained with the policy; None for algorithms without one."""
     if not value_model.needs_value_model(algorithm):
         return None
     start = value_model.choose_value_init(model, rewards, model_spec.model_config_values)

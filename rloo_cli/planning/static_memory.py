@@ -1,4 +1,4 @@
-"""Bytes of one rank that stay from step to step: weights, gradients, optimizer, other models.
+"""Persistent bytes of one rank: weights, gradients, optimizer, other models.
 
 For each engine, n trained parameters of s bytes each and N ranks, after ZeRO (arXiv 1910.02054):
 
@@ -9,7 +9,7 @@ For each engine, n trained parameters of s bytes each and N ranks, after ZeRO (a
     zero2       s n       4 n / N    (4 + 8) n / N
     zero3       s n / N   4 n / N    (4 + 8) n / N      fsdp2 likewise
 
-Gradients of micro-batches add up in float32; float32 weights are their own masters.
+Gradients of micro-batches accumulate in float32; float32 weights are their own masters.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from rloo_cli.config.schema import LoraConfig
 from rloo_cli.planning.model_counts import Linear, ModelSpec
 from rloo_cli.planning.plan_inputs import PlanInputs
 
-# Bytes per parameter. For an optimizer that is not listed, two moments are assumed.
+# Bytes per parameter. Unlisted optimizers are assumed to have two moments.
 MOMENTS = {"adamw": 8, "torch.optim:AdamW": 8, "torch.optim:Adam": 8, "torch.optim:SGD": 0}
 MASTER = GRADIENT = 4
 ZERO_BUCKET_PARAMS = 500_000_000  # in DeepSpeed's buckets of gradients and of gathered weights
-ZERO3_GATHERED_PARAMS = 1_000_000_000  # parameters that its third stage keeps gathered
+ZERO3_GATHERED_PARAMS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered
 DDP_BUCKET = 25 * 2**20  # bytes in flight; its buckets are the gradients themselves
 
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes of one rank, by what they are for."""
+    """Bytes of one rank, by purpose."""
 
     weights: float
     gradients: float
@@ -38,18 +38,18 @@ class StaticMemory:
     value_model: float  # its weights
     reward_models: float
     buffers: float  # for communication
-    gathered: float  # weights of other ranks, while a layer computes
+    gathered: float  # weights of other ranks, during a layer's computation
     host_bytes: float  # in the CPU's memory
 
     @property
     def resting_bytes(self) -> float:
-        """Bytes that are there in every phase."""
+        """Bytes present in every phase."""
         others = self.reference + self.value_model + self.reward_models
         return self.weights + self.optimizer + others + self.buffers
 
 
 def trained_params(inputs: PlanInputs) -> tuple[int, int]:
-    """How many parameters are trained: the model's own, and adapters'."""
+    """The number of trained parameters: the model's own, and adapters'."""
     lora, model = inputs.run.model.lora, inputs.model
     if lora is None:
         return model.total_params - frozen_params(inputs), 0
@@ -63,7 +63,7 @@ def trained_params(inputs: PlanInputs) -> tuple[int, int]:
 
 
 def adapter_rank(lora: LoraConfig) -> int:
-    """The rank of a LoRA; of another kind that of a LoRA which has no fewer parameters.
+    """The rank of a LoRA; for other types, that of a LoRA with at least as many parameters.
 
     Most have far fewer; LoHa, the largest, has two pairs of factors.
     """
@@ -71,7 +71,7 @@ def adapter_rank(lora: LoraConfig) -> int:
 
 
 def frozen_params(inputs: PlanInputs) -> int:
-    """Parameters of a vision-language model that `model.freeze` keeps as they are."""
+    """Parameters of a vision-language model frozen by `model.freeze`."""
     tower, parts = inputs.model.tower, inputs.run.model.freeze
     if tower is None:
         return 0
@@ -86,7 +86,7 @@ def value_model_params(inputs: PlanInputs) -> int:
 
 
 def adapter_targets(inputs: PlanInputs) -> list[Linear]:
-    """The linear maps of all layers that get an adapter."""
+    """The linear layers with an adapter."""
     lora = inputs.run.model.lora
     if lora is None:
         return []
@@ -109,7 +109,7 @@ def policy_weight_bytes(inputs: PlanInputs, model: ModelSpec) -> float:
 
 
 def estimate_static_memory(inputs: PlanInputs) -> StaticMemory:
-    """What one rank holds. With uneven shards the fullest rank has at most a layer more."""
+    """What one rank holds. With uneven shards the fullest rank has at most one extra layer."""
     run, n, engine = inputs.run, inputs.ranks, inputs.parallel_strategy
     whole, adapter = trained_params(inputs)
     count, base = whole + adapter, policy_weight_bytes(inputs, inputs.model)
@@ -118,7 +118,7 @@ def estimate_static_memory(inputs: PlanInputs) -> StaticMemory:
     optimizer_shards = n if engine in ("zero1", "zero2", *SHARDED_ENGINES) else 1
     gradient_shards = n if engine in ("zero2", *SHARDED_ENGINES) else 1
     masters = MASTER if size < 4 and run.distributed.master_weights == "float32" else 0
-    every = count + value_model_params(inputs)  # a value model is spread as the policy is
+    every = count + value_model_params(inputs)  # a value model is sharded like the policy
     optimizer = (masters + MOMENTS.get(run.train.optimizer, 8)) * every / optimizer_shards
     weights = (base + 4 * adapter) / inputs.weight_shards
     ref_params = 0 if inputs.reference_model is None else inputs.reference_model.total_params
@@ -166,7 +166,7 @@ def _communication(inputs: PlanInputs, count: int, bytes_per_param: int) -> tupl
         return 0.0, float(min(2 * DDP_BUCKET, bytes_per_param * count))
     if engine in ("zero1", "zero2"):
         return 0.0, 2 * bucket
-    received = 1 - 1 / n  # a rank has its own part of what is gathered already
+    received = 1 - 1 / n  # a rank already has its own part of the gathered weights
     if engine == "zero3":
         live = max(ZERO3_GATHERED_PARAMS, model.layer_params + model.output_embedding_params)
         return s * min(live, model.total_params) * received, bucket

@@ -36,7 +36,7 @@ def plan_text(plan: RunPlan) -> str:
 
 
 def plan_summary(plan: RunPlan) -> Iterator[str]:
-    """The main lines: whether it fits, on how many GPUs, its time and disk space."""
+    """The main lines: whether it fits, number of GPUs, time and disk space."""
     case, run = plan.inputs, plan.inputs.run
     yield f"model      {_model(case.model)}"
     size = format_gib(case.device.memory_bytes)
@@ -47,7 +47,7 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     yield f"memory     {format_gib(plan.needed_bytes)} of {usable}: {what}"
     if case.device.kind == "cpu":
         base = format_gib(PROCESS_BYTES)
-        yield f"           and about {base} that Python and torch hold in each process"
+        yield f"           plus about {base} for Python and torch in each process"
     if plan.memory.host_bytes:
         yield f"CPU memory {format_gib(plan.memory.host_bytes)} for each rank"
     if (fewest := planning.smallest_gpu_count(plan)) is not None and case.device.kind == "cuda":
@@ -66,10 +66,10 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
 
 
 def teacher_line(keys: TeacherConfig | None) -> Iterator[str]:
-    """Which server has the teacher of a distillation; nothing where it is loaded here."""
+    """Which server has the teacher of a distillation; nothing if it is loaded locally."""
     if keys is not None:
         name = "" if keys.model is None else f"{keys.model} "
-        yield f"teacher    {name}at {keys.base_url}: nothing of it is loaded here"
+        yield f"teacher    {name}at {keys.base_url}: not loaded locally"
 
 
 def _gpus(count: int) -> str:
@@ -77,7 +77,7 @@ def _gpus(count: int) -> str:
 
 
 def _model(model: ModelSpec) -> str:
-    guessed = ", counted as a Llama: its family is not known" if model.guessed else ""
+    guessed = ", unknown family, counted as a Llama" if model.guessed else ""
     return f"{model.name}, {format_count(model.total_params)} parameters ({model.source}{guessed})"
 
 
@@ -109,11 +109,11 @@ def _engine(plan: RunPlan) -> Iterator[str]:
     asked = f"{engine.sequences} sequences of {length} tokens at once"
     cache = format_gib(engine.wanted_kv_bytes)
     yield f"           recommended: {key}={share:g} ({asked}, {cache} of KV cache);"
-    yield f"           if vLLM does not start with it, +0.05 or +0.1: {more}"
+    yield f"           if vLLM does not start with it, add 0.05 or 0.1: {more}"
 
 
 def _overlap(plan: RunPlan) -> Iterator[str]:
-    """Seconds of a step by generation.overlap, and which is worth it; nothing without a server."""
+    """Seconds of a step by generation.overlap, and the recommended mode; empty without a server."""
     seconds = plan.duration.overlap_seconds
     if not seconds:
         return
@@ -125,11 +125,9 @@ def _overlap(plan: RunPlan) -> Iterator[str]:
     yield f"           taking turns on the same {_gpus(gpus)} (generation=vllm_colocate): {turns}"
     mode = advised_mode(seconds)
     advice = {
-        "turns": "generation=vllm_colocate on all of them, which is as exact",
+        "turns": "generation=vllm_colocate on all of them, equally exact",
         "none": "generation.overlap=none: the others gain less than a tenth",
-    }.get(
-        mode, f"generation.overlap={mode}, with updates that are off-policy; compare it with none"
-    )
+    }.get(mode, f"generation.overlap={mode}, with off-policy updates; compare it with none")
     yield f"           advice: {advice}"
 
 
@@ -144,7 +142,7 @@ def _time(seconds: float) -> str:
 def _run(plan: RunPlan) -> str:
     if plan.steps is None:
         epochs = plan.inputs.run.train.epochs
-        return f"{epochs:g} epochs: steps are known when the data is, or with --prompts N"
+        return f"{epochs:g} epochs: steps depend on the data; or set --prompts N"
     tokens, count = plan.steps * plan.tokens_per_step, plan.steps
     return (
         f"{count} steps, {tokens:,.0f} tokens, about {_time(count * plan.duration.total_seconds)}"
@@ -171,23 +169,23 @@ def _table(plan: RunPlan) -> Iterator[str]:
 
 
 def _time_assumptions(plan: RunPlan) -> Iterator[str]:
-    """Speed and lengths, of which the seconds are made."""
+    """Speeds and lengths behind the seconds."""
     device, means = plan.inputs.device, plan.duration.mean_lengths
     speed = f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
     shares = device.shares
-    yield f"  time: {speed}, of which decoding reaches {shares.decode:.0%},"
+    yield f"  time: {speed}; decoding reaches {shares.decode:.0%} of it,"
     lengths = f"mean prompt {means.prompt:.0f}, completion {means.completion:.0f} tokens"
     yield f"  passes without gradient {shares.no_grad:.0%}, with it {shares.grad:.0%}; {lengths}"
     if device.kind == "cpu":
-        yield "  Python's own time is not counted: it is most of a step of a tiny model"
+        yield "  Python overhead is not counted; it dominates the steps of a tiny model"
     if device.kind == "cuda" or plan.duration.overlap_seconds:
-        yield "  lengths of completions are spread exponentially, up to their limit"
+        yield "  completion lengths follow an exponential distribution, up to their limit"
     if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
-        yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
+        yield "  (half of the limits; set --prompt-tokens N, --completion-tokens N)"
 
 
 def plan_assumptions(plan: RunPlan) -> Iterator[str]:
-    """The lines that say what the figures assume."""
+    """The assumptions behind the figures."""
     case, run, forward = plan.inputs, plan.inputs.run, plan.memory.forward
     device = case.device
     yield "assumed"
@@ -195,22 +193,22 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     size = {4: "float32", 2: "half precision"}[case.bytes_per_weight]
     masters = case.bytes_per_weight < 4 and run.distributed.master_weights == "float32"
     extra = "float32 masters, " if masters and not adapter else ""
-    yield f"  {format_count(whole or adapter)} numbers are trained; weights in {size}, {extra}"
-    yield "  two float32 moments, gradients added up in float32"
+    yield f"  {format_count(whole or adapter)} trained parameters; weights in {size}, {extra}"
+    yield "  two float32 moments, gradients accumulated in float32"
     if adapter:
-        yield "  adapters in float32; the model under them has no gradient"
+        yield "  adapters in float32; the base model has no gradient"
     yield (
         f"  prompts of up to {case.max_prompt_tokens} tokens and completions of "
         f"{case.max_completion_tokens}; a forward "
-        f"of {forward.tokens} tokens ({case.resolved_layout}), {forward.micro_batches} an update"
+        f"of {forward.tokens} tokens ({case.resolved_layout}), {forward.micro_batches} per update"
     )
     yield from _episode_assumptions(plan)
     if forward.recompute:
-        yield "  gradient checkpointing: activations are made again, one layer at a time"
+        yield "  gradient checkpointing: activations are recomputed, one layer at a time"
     if case.parallel_strategy == "zero3":
-        yield "  ZeRO-3: up to 1e9 gathered numbers, buckets of 5e8, as DeepSpeed has them"
+        yield "  ZeRO-3: up to 1e9 gathered parameters, buckets of 5e8, DeepSpeed's defaults"
     if case.reference_model is not None:
-        where = "in the CPU's memory" if run.model.ref_offload else "beside it"
+        where = "in CPU memory" if run.model.ref_offload else "on the same device"
         sharded = case.parallel_strategy in SHARDED_ENGINES and case.ranks > 1
         parts = f", in {case.ranks} parts" if sharded else ""
         size = format_count(case.reference_model.total_params)
@@ -218,53 +216,53 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     yield from _tower_assumptions(case)
     if case.value_model is not None:
         size = f"{format_count(value_model_params(case))} numbers ({case.value_model.name})"
-        yield f"  a value model of {size}, trained too"
+        yield f"  a value model of {size}, also trained"
     for name, model in case.reward_models.items():
         size = f"{format_count(model.total_params)} parameters ({model.source})"
         yield f"  reward.{name}: {size}, whole on each rank"
     if device.kind == "cuda":
         reserved = format_gib(device.reserved_bytes)
-        yield f"  {reserved} of each GPU are CUDA's, NCCL's, and lost between tensors"
+        yield f"  {reserved} of each GPU are reserved for CUDA, NCCL and fragmentation"
     yield from _time_assumptions(plan)
     if run.train.optimizer not in MOMENTS:
-        yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
+        yield f"  train.optimizer={run.train.optimizer} is assumed to keep as much as AdamW"
 
 
 def _tower_assumptions(case: PlanInputs) -> Iterator[str]:
-    """What a vision tower is, and what images cost; nothing for a model of text."""
+    """The vision tower and the cost of images; nothing for a text model."""
     tower = case.model.tower
     if tower is None:
         return
     frozen = ", frozen" if "vision" in case.run.model.freeze else ""
     yield (
         f"  a vision tower of {format_count(tower.tower_params)} parameters{frozen}, and"
-        f" {format_count(tower.projector_params)} between it and the language model; it sees each"
+        f" {format_count(tower.projector_params)} in the projector; it sees each"
         " prompt's images once"
     )
     pixels, most = case.run.data.max_pixels, case.max_prompt_tokens
-    each = f"{tower.pixels_per_token} pixels are a token"
+    each = f"{tower.pixels_per_token} pixels per token"
     if pixels is not None:
         each += f", {-(-pixels // tower.pixels_per_token)} of an image of data.max_pixels"
-    yield f"  images: {each}; a prompt has at most {most} tokens, all of them images"
+    yield f"  images: {each}; a prompt has at most {most} tokens, assumed to be all images"
 
 
 def _episode_assumptions(plan: RunPlan) -> Iterator[str]:
-    """How long episodes are taken to be; nothing without an agent."""
+    """The assumed length of episodes; nothing without an agent."""
     case, means = plan.inputs, plan.duration.mean_lengths
     if case.agent is None:
         return
     length = case.run.generation.max_completion_length
     yield (
         f"  episodes of up to {case.max_turns} turns of {length} sampled tokens, and up to"
-        f" {observation_token_limit(case.agent, length)} of tools after each"
+        f" {observation_token_limit(case.agent, length)} of tool output after each"
     )
-    told = means.completion - means.sampled
+    read = means.completion - means.sampled
     yield (
-        f"  on the mean {means.turns:.3g} turns: {means.sampled:.0f} sampled tokens, and"
-        f" {told:.0f} that are read; seconds of the tools are not counted"
+        f"  mean: {means.turns:.3g} turns: {means.sampled:.0f} sampled tokens, and"
+        f" {read:.0f} read tokens; tool time is not counted"
     )
     if plan.options.turns is None or plan.options.observation_tokens is None:
-        yield "  (half of the limits; --turns N, --observation-tokens N say better)"
+        yield "  (half of the limits; set --turns N, --observation-tokens N)"
 
 
 def plan_values(plan: RunPlan) -> JsonObject:

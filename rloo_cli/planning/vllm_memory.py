@@ -1,7 +1,7 @@
-"""vLLM's memory: weights, keys and values, and the share of a GPU to give it.
+"""vLLM's memory: weights, keys and values, and its share of a GPU.
 
-A copy of the model uses `tensor_parallel_size` GPUs, and of each the share
-`gpu_memory_utilization`; what its weights leave of that share is for keys and values.
+A copy of the model uses `tensor_parallel_size` GPUs, and the share `gpu_memory_utilization` of
+each; the rest of that share after its weights is for keys and values.
 """
 
 import math
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rloo_cli.generation.vllm_colocate import ColocateSection
     from rloo_cli.generation.vllm_server import ServerSection
 
-# What an engine takes if these keys are null.
-DEFAULT_MAX_NUM_SEQS = 1024  # completions of a step decoded at once, as `arguments` asks for
+# An engine's values if these keys are null.
+DEFAULT_MAX_NUM_SEQS = 1024  # completions of a step decoded at once, as set by `arguments`
 DEFAULT_MAX_BATCHED_TOKENS = 8192  # tokens of its largest forward
 ENGINE_OVERHEAD_BYTES = 2.0 * 2**30  # CUDA graphs, workspaces, its share of NCCL
 UTILIZATION_STEP = 0.05
@@ -41,22 +41,22 @@ class EngineMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes that the engine takes."""
+        """Bytes used by the engine."""
         return self.gpu_memory_utilization * self.gpu_bytes
 
     @property
     def kv_cache_bytes(self) -> float:
-        """Bytes that are left for keys and values."""
+        """Bytes left for keys and values."""
         return self.total_bytes - self.weight_bytes - self.forward_bytes
 
     @property
     def extra_gpus(self) -> int:
-        """GPUs beside those that train."""
+        """GPUs besides the training GPUs."""
         return 0 if self.colocated else self.tensor_parallel_size * self.copies
 
     @property
     def bytes_while_training(self) -> float:
-        """Bytes that the engine holds on the trainer's GPU while that trains."""
+        """Bytes held by the engine on the trainer's GPU during training."""
         if not self.colocated or self.sleep == "weights":
             return 0.0
         if self.sleep == "none":
@@ -83,7 +83,7 @@ def estimate_engine_memory(inputs: PlanInputs) -> EngineMemory | None:
     size = inputs.bytes_per_weight if keys.dtype == "auto" else inputs.dtype_bytes(keys.dtype)
     each = {"fp8": 1.0, "bitsandbytes": 0.5}.get(keys.quantization or "", float(size))
     cached = 1 if "fp8" in (keys.kv_cache_dtype or "") else size
-    heads = max(s.kv_heads / parallel, 1.0)  # a head is not cut: it is there more than once
+    heads = max(s.kv_heads / parallel, 1.0)  # a head is not split but replicated
     token = 2.0 * s.layers * heads * s.head_dim * cached
     if run.generation.shares_device:
         copies = max(inputs.ranks // parallel, 1)

@@ -1,8 +1,7 @@
-"""Starts processes, each in a session of its own, and ends them with everything they started.
+"""Starts processes, each in its own session, and ends them with everything they started.
 
-A process is identified by its pid and the time it began, never by its name: a pid alone soon
-belongs to another process. A zombie counts as gone. What only the Linux kernel offers is left out
-on other systems.
+A process is identified by its pid and start time, never by its name: a pid alone soon belongs to
+another process. A zombie counts as gone. Linux-only features are skipped on other systems.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from rloo_cli.utils.files import JsonObject
 
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
-MAX_LINE_CHARS = 2000  # of one printed line of a labelled child: a longer one is shown as several
+MAX_LINE_CHARS = 2000  # per printed line of a labelled child: a longer line is split
 RELAY_END_S = 0.5
 # The threads that print what labelled children print.
 _relays: "WeakKeyDictionary[subprocess.Popen[Any], threading.Thread]" = WeakKeyDictionary()
@@ -37,12 +36,12 @@ POLL_S = 0.05
 
 
 def python_command(*arguments: str) -> list[str]:
-    """The command of this Python; -P: no file in the current folder can pass for a package."""
+    """The command of this Python; -P: no file in the current folder can shadow a package."""
     return [sys.executable, "-P", *arguments]
 
 
 def package_environment() -> dict[str, str]:
-    """The variable by which a Python that is started elsewhere finds this package."""
+    """The variable by which a Python started elsewhere finds this package."""
     parts = [str(paths.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(parts)}
 
@@ -56,13 +55,12 @@ def start_child(
     label: str = "",
     **streams: Any,
 ) -> subprocess.Popen[Any]:
-    """Start a process in a session of its own: a Ctrl-C reaches it through us alone.
+    """Start a process in its own session: a Ctrl-C only reaches it through us.
 
-    env: its variables, beside ours where it is to inherit them. log: the file that stdout and
-    stderr are appended to; there is no stdin then. death_signal: what the kernel sends the process
-    when the thread that called this has ended; 0 sends nothing. label: each line of its stdout and
-    stderr is printed to our stderr and written to the log behind these words, its control
-    characters shown. streams: other
+    env: its variables, including ours to inherit. log: the file that stdout and stderr are appended
+    to; stdin is closed then. death_signal: the kernel sends it to the process when the calling
+    thread has ended; 0 sends nothing. label: each line of its stdout and stderr is printed to our
+    stderr and written to the log after this label, control characters shown. streams: other
     arguments of Popen.
     """
     with contextlib.ExitStack() as stack:
@@ -94,8 +92,8 @@ def start_child(
 
 
 def _relay_lines(source: int, label: str) -> None:
-    """Print each line of a pipe with its label, until the last process that has it has ended."""
-    # User code in this process may close descriptors that are not its own.
+    """Print each line of a pipe with its label, until the last process that holds it has ended."""
+    # User code in this process may close descriptors that it does not own.
     with contextlib.suppress(OSError), open(source, encoding="utf-8", errors="replace") as file:
         while line := file.readline(MAX_LINE_CHARS):
             text = f"{label}: {console.show_control_characters(line.rstrip())}"
@@ -104,15 +102,15 @@ def _relay_lines(source: int, label: str) -> None:
 
 
 def _ask_for_signal(death_signal: int) -> Callable[[], None] | None:
-    """A function for a child to call before it becomes another program, so that it gets this signal
-    when we end; None where there is no such thing."""
+    """A function for a child to call before it executes another program, so that it gets this
+    signal when we end; None if the system lacks this."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, death_signal)
-        if os.getppid() != parent:  # we died before it asked
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
 
     return ask
@@ -121,14 +119,14 @@ def _ask_for_signal(death_signal: int) -> Callable[[], None] | None:
 def die_with_parent() -> None:
     """Called in a process that multiprocessing started: the kernel kills it when its parent dies.
 
-    Does nothing in a server's first process, whose starter has arranged for that. The kernel
+    Does nothing in a server's first process, whose parent already arranged it. The kernel
     watches the thread that started us; vLLM starts its processes from main threads.
     """
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before we asked
+    if os.getppid() != parent.pid:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -137,12 +135,12 @@ def die_with_pid(parent: int) -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
 
 def end_with_pipe(pipe: int) -> None:
-    """Let the kernel end this process, whatever it does, when the pipe's other end is closed."""
+    """Let the kernel end this process when the pipe's other end is closed."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
@@ -161,20 +159,22 @@ def stop_child(child: subprocess.Popen[Any], grace_s: float = 0.0) -> int:
     kill_group(child.pid)
     code = child.wait()
     if (relay := _relays.pop(child, None)) is not None:
-        relay.join(RELAY_END_S)  # its last lines; what has left its group may hold the pipe open
+        relay.join(
+            RELAY_END_S
+        )  # its last lines; a process outside the group may hold the pipe open
     return code
 
 
 def kill_group(group: int) -> None:
-    """Kill a process group at once; nothing happens where it is gone."""
+    """Kill a process group at once; nothing happens if it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def kill_group_except(group: int, spared_pid: int = 0) -> None:
-    """Kill a process group but for one process, and for Python's tracker of shared memory.
+    """Kill a process group, except one process and Python's tracker of shared memory.
 
-    The tracker frees the memory that the others leave, hundreds of megabytes, and then ends.
+    The tracker frees the memory left by the others, hundreds of megabytes, and then exits.
     """
     for pid in group_processes(group):
         with contextlib.suppress(psutil.Error):
@@ -184,7 +184,7 @@ def kill_group_except(group: int, spared_pid: int = 0) -> None:
 
 
 def group_processes(group: int) -> list[int]:
-    """The pids of a process group that run."""
+    """The running pids of a process group."""
     pids = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
@@ -204,9 +204,9 @@ def wait_for_group(group: int, limit_s: float) -> list[int]:
 def kill_marked_processes(name: str, value: str) -> None:
     """Kill every process but ours whose environment has this variable with this value.
 
-    A process that has left its group by setsid is found, too.
+    Processes that left their group by setsid are found too.
     """
-    for _ in range(3):  # one that is just being forked is found at the second look
+    for _ in range(3):  # a process being forked is found in the second pass
         others = (p for p in psutil.process_iter() if p.pid != os.getpid())
         marked = [p for p in others if _has_variable(p, name, value)]
         for process in marked:
@@ -219,12 +219,12 @@ def kill_marked_processes(name: str, value: str) -> None:
 def _has_variable(process: psutil.Process, name: str, value: str) -> bool:
     try:
         return bool(process.environ().get(name) == value)
-    except (psutil.Error, OSError):  # gone, or somebody else's
+    except (psutil.Error, OSError):  # gone, or another user's
         return False
 
 
 def process_start_time(pid: int) -> str:
-    """When a process began, in the kernel's ticks since boot; "" when it is gone.
+    """When a process started, in the kernel's ticks since boot; "" when it is gone.
 
     psutil's time is counted from 1970, which moves when the clock is set; run.json keeps this one.
     """
@@ -242,11 +242,11 @@ def is_process_alive(process: JsonObject) -> bool:
 
 
 def kill_leftover_process(process: JsonObject, patience_s: float = 10.0) -> None:
-    """Wait until a process that run.json names has ended, then kill it and its group."""
+    """Wait for a process that run.json names to end, then kill it and its group."""
     limit = time.monotonic() + patience_s
     while is_process_alive(process):
         if time.monotonic() > limit:
-            print(f"process {process['pid']} was left by an earlier attempt: it is killed")
+            print(f"process {process['pid']} is left over from an earlier attempt: killing it")
             kill_group(int(process["group"]))
             limit = time.monotonic() + patience_s
         time.sleep(POLL_S)

@@ -1,7 +1,7 @@
 """Writing to stdout and stderr so that no character, full disk or closed terminal makes it fail.
 
-What a run prints is also in its folder. So once the console takes nothing more (a closed pipe,
-/dev/full, a reward that closed file descriptor 1), nothing is written to it, and the run goes on.
+A run's output is also in its folder. So once the console fails (a closed pipe, /dev/full, a reward
+that closed file descriptor 1), nothing more is written to it, and the run goes on.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from typing import Any, NoReturn, TextIO
 from rloo_cli.utils import heartbeat
 
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
-# Colours, moves within the lines that are drawn, a hidden cursor: all that rich, progress bars and
-# coloured logs need. Any other sequence can set a title, fill the clipboard or make the terminal
-# type something.
+# Colours, moves within the drawn lines, a hidden cursor: all that rich, progress bars and coloured
+# logs need. Any other sequence can set a title, fill the clipboard or make the terminal type
+# something.
 DRAWING_SEQUENCE = r"\x1b\[[0-9;]*[mABCDGK]|\x1b\[\?25[lh]"
 COMMAND = re.compile(rf"({DRAWING_SEQUENCE})|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 MIN_SPARE_DESCRIPTOR = 64  # copies of descriptors 1 and 2 get at least this number
-_spare_descriptors: dict[int, int] = {}  # 1 and 2 -> their copies that `open_descriptors` made
-_saved_streams: dict[str, object] = {}  # "stdout" and "stderr" -> those that `keep_streams` found
+_spare_descriptors: dict[int, int] = {}  # 1 and 2 -> their copies from `open_descriptors`
+_saved_streams: dict[str, object] = {}  # "stdout" and "stderr" -> those found by `keep_streams`
 
 
 def show_control_characters(text: str) -> str:
     """The same lines, with a visible sign for each control and invisible character.
 
-    What a model, a server or a data set wrote could otherwise command the terminal.
+    Text from a model, a server or a data set could otherwise control the terminal.
     """
     return "\n".join(_visible_line(line) for line in text.replace("\r\n", "\n").split("\n"))
 
@@ -41,17 +41,17 @@ def _visible_line(line: str) -> str:
 
 
 def disarm_commands(text: str) -> str:
-    """The same text, with a visible sign for what commands a terminal beyond drawing lines."""
+    """The same text, with a visible sign for terminal sequences beyond drawing."""
     return COMMAND.sub(lambda found: found[1] or _visible_line(found[0]), text)
 
 
 class SafeStream:
-    """A text stream whose writes never raise. `write_error`: why nothing is written any more."""
+    """A text stream whose writes never raise. `write_error`: the error that stopped all writing."""
 
     def __init__(self, inner: TextIO):
         self.inner = inner
         self.write_error: Exception | None = None
-        with contextlib.suppress(Exception):  # a stream of the caller's may have no such method
+        with contextlib.suppress(Exception):  # the caller's stream may lack this method
             inner.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
@@ -81,7 +81,7 @@ class SafeStream:
             self._retry_write(self.inner.flush)
 
     def close(self) -> None:
-        """Only flush: a reward that closes sys.stdout must not close the run's."""
+        """Only flush: a reward that closes sys.stdout must not close the run's stdout."""
         self.flush()
 
     def _retry_write(self, action: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ class SafeStream:
             self._give_up(error)
 
     def _recover(self, error: Exception) -> None:
-        """Open the console again where user code closed it; else give it up."""
+        """Reopen the console if user code closed it; else give up."""
         if isinstance(error, OSError) and error.errno != errno.EBADF:
             self._give_up(error)
             return
@@ -102,7 +102,7 @@ class SafeStream:
                 self.inner = open(number, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
     def _give_up(self, error: Exception) -> None:
-        """Send everything to /dev/null: what is buffered must not fail again at Python's end."""
+        """Send everything to /dev/null: buffered text must not fail again at exit."""
         self.write_error = self.write_error or error
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
@@ -115,17 +115,17 @@ class SafeStream:
 
 
 def guard_stream(stream: TextIO | None) -> SafeStream:
-    """A stream that never fails around this one. For None, as sys.stdout is where it was closed
-    when Python began, it discards everything."""
+    """A stream around this one that never fails. For None (sys.stdout closed when Python started)
+    it discards everything."""
     if isinstance(stream, SafeStream):
         return stream
     return SafeStream(open(os.devnull, "w", encoding="utf-8") if stream is None else stream)
 
 
 def open_descriptors() -> None:
-    """Open descriptors 0 to 2 where they are closed, and keep copies of 1 and 2.
+    """Open descriptors 0 to 2 if they are closed, and keep copies of 1 and 2.
 
-    Else the next file that is opened would get the number 1, and everything that libraries print.
+    Otherwise the next opened file would become descriptor 1, and receive the output of libraries.
     """
     while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(null, True)
@@ -134,23 +134,23 @@ def open_descriptors() -> None:
         if number not in _spare_descriptors:
             try:
                 copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, MIN_SPARE_DESCRIPTOR)
-            except OSError:  # fewer files than that may be open: `check_process_limits` says so
+            except OSError:  # too few open files allowed: `check_process_limits` reports it
                 copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
             _spare_descriptors[number] = copy
 
 
 def restore_descriptors() -> None:
-    """Open descriptors 1 and 2 again where a reward has closed them."""
+    """Reopen descriptors 1 and 2 if a reward has closed them."""
     for number, copy in _spare_descriptors.items():
         try:
             os.fstat(number)
         except OSError:
-            with contextlib.suppress(OSError):  # it has closed the copy as well
+            with contextlib.suppress(OSError):  # the copy is closed as well
                 os.dup2(copy, number)
 
 
 def keep_streams() -> None:
-    """Remember sys.stdout and sys.stderr as they are, for `restore_streams`."""
+    """Remember sys.stdout and sys.stderr for `restore_streams`."""
     _saved_streams.update(stdout=sys.stdout, stderr=sys.stderr)
 
 
@@ -162,14 +162,14 @@ def restore_streams() -> None:
 
 
 def forget_streams() -> None:
-    """Undo `keep_streams`: the console is somebody else's again."""
+    """Undo `keep_streams`: the console belongs to the caller again."""
     _saved_streams.clear()
 
 
 def end_process(code: int) -> NoReturn:
-    """Flush the console, mark the end as ours and end at once.
+    """Flush the console, mark the exit as our own, and exit at once.
 
-    A reward's thread that hangs must not delay the end.
+    A reward's hanging thread must not delay the exit.
     """
     restore_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -180,9 +180,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def prepare_environment() -> None:
-    """Set what our processes inherit: UTF-8 files, a console that takes every character, asserts.
+    """Set what child processes inherit: UTF-8 files, a console for all characters, asserts.
 
-    A process whose locale is not UTF-8 is executed again in Python's UTF-8 mode: libraries open
+    A process whose locale is not UTF-8 re-executes itself in Python's UTF-8 mode: libraries open
     files in the locale's encoding.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

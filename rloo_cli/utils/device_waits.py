@@ -1,28 +1,28 @@
 """Waits for a GPU's queued work, and gets and sets the GPU of a thread.
 
-Kernels are only queued by the call that starts them, and the current device belongs to a thread.
-Without a GPU, or before CUDA is initialized, nothing here does anything.
+A call that starts a kernel only queues it, and the current device belongs to a thread. Without a
+GPU, or before CUDA is initialized, these functions do nothing.
 """
 
 import threading
 
 import torch
 
-_device_timeouts: list[str] = []  # has an entry once a GPU has hung: it is not waited for again
+_device_timeouts: list[str] = []  # non-empty once a GPU has hung: then nothing waits for it again
 
 
 def wait_for_device() -> None:
-    """Return once everything that was queued on the current GPU, on any stream, is done.
+    """Return when all work queued on the current GPU, on any stream, is done.
 
-    It returns at once where `is_device_done` has found that the GPU hangs: the process is ending
-    then, and no wait may delay that.
+    It returns at once if `is_device_done` has found that the GPU hangs: the process is ending then,
+    and must not wait.
     """
     if torch.cuda.is_initialized() and not _device_timeouts:  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def is_device_done(limit_s: float) -> bool:
-    """Whether everything that was queued on the current GPU is done within so many seconds."""
+    """Whether all work queued on the current GPU finishes within this many seconds."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     number = current_gpu()
@@ -42,13 +42,13 @@ def is_device_done(limit_s: float) -> bool:
 
 
 def wait_for_stream() -> None:
-    """Return once everything that was queued on the current stream of this thread is done."""
+    """Return when all work queued on this thread's current stream is done."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 
 def current_gpu() -> int | None:
-    """The number of this thread's GPU; None where CUDA is not in use."""
+    """The number of this thread's GPU; None if CUDA is not in use."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
@@ -59,6 +59,6 @@ def use_gpu(number: int | None) -> None:
 
 
 def release_cached_memory() -> None:
-    """Release the memory that torch keeps of freed tensors, so that other processes can use it."""
+    """Release torch's cached memory of freed tensors for other processes."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Errors that are shown to the user, in four parts (what, where, why, fix), and their exit codes.
+"""Errors shown to the user, in four parts (what, where, why, fix), and their exit codes.
 
 Every refusal of ours is a `RunError` that holds one or more `Problem`s. Anything else that
 reaches `main` is a bug in rloo and exits with 1.
@@ -15,13 +15,13 @@ from typing import NoReturn
 from rloo_cli.utils import redact
 from rloo_cli.utils.console import show_control_characters
 
-FOUND_CODE = 20  # of verbs that look for something, where they found it
-MAX_PROBLEMS_SHOWN = 20  # problems printed at once; only the number of the others is
+FOUND_CODE = 20  # exit code of verbs that found what they look for
+MAX_PROBLEMS_SHOWN = 20  # problems printed at once; the others are only counted
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and what would be right."""
+    """One problem, and its fix."""
 
     what: str
     where: str = ""  # key + file:line, recipe name, or "command line"
@@ -30,7 +30,7 @@ class Problem:
     more: str = ""
 
     def render(self) -> str:
-        """The block that is printed, without control characters, whoever wrote what is quoted."""
+        """The printed block; control characters in quoted text are removed."""
         lines = [f"error: {self.what}"]
         for part in ("where", "why", "fix", "more"):
             text = getattr(self, part)
@@ -61,7 +61,7 @@ class RunError(Exception):
 
 
 class ConfigError(RunError):
-    """What the user wrote is wrong, including a named file that is missing."""
+    """The user's input is wrong; this includes missing files."""
 
     code = 2
 
@@ -82,11 +82,11 @@ def refuse(
     more: str = "",
     error: type[RunError] = ConfigError,
 ) -> NoReturn:
-    """Refuse what a user wrote: raise `error` with its four parts, without the error before it.
+    """Refuse user input: raise `error` with its four parts, without the previous error.
 
-    key: the dotted key, file or variable. Where the config is checked, `messages.locate_problem`
-    puts the file and line of a key, or the command line, in its place. at: a row, line or
-    checkpoint, where the key alone does not say it. what, why, fix, more: as in `Problem`; an
+    key: the dotted key, file or variable. When a config is checked, `messages.locate_problem`
+    replaces it by the key's file and line, or the command line. at: a row, line or checkpoint, if
+    the key alone does not identify it. what, why, fix, more: as in `Problem`; an
     exception as `why` stands for its text.
     """
     where = f"{key}, {at}" if at else key
@@ -95,17 +95,17 @@ def refuse(
 
 
 def value_problem(key: str, value: object, what: str, instead: object, why: str) -> Problem:
-    """The problem of a key's value, for a rule: `KEY = VALUE` and what is wrong with it, and
-    `KEY=INSTEAD`, where `instead` may go on with other ways out."""
+    """The problem of a key's value, for a rule: `KEY = VALUE` and the error, and
+    `KEY=INSTEAD`, where `instead` can add alternatives."""
     return Problem(f"{key} = {value} {what}", key, why, f"{key}={instead}")
 
 
 def clash_problems(
     setting: str, clashes: Iterable[tuple[bool, str, str, str, str]]
 ) -> Iterator[Problem]:
-    """The problems of what does not go with a setting, such as `generation.overlap=carry`.
+    """Conflicts with a setting, such as `generation.overlap=carry`.
 
-    clashes: of each whether the config has it, the key to name, what does not go with the setting,
+    clashes: for each, whether the config has it, the key to name, what conflicts,
     why, and what to write instead.
     """
     for is_there, key, other, why, fix in clashes:
@@ -114,7 +114,7 @@ def clash_problems(
 
 
 def _first_lines(error: BaseException) -> str:
-    """What an exception says, with its type where that says more than `ValueError` or `OSError`."""
+    """An exception's message, with its type unless that is `ValueError` or `OSError`."""
     text = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
     if text and isinstance(error, ValueError | OSError):
         return text
@@ -122,37 +122,35 @@ def _first_lines(error: BaseException) -> str:
 
 
 def check_missing_library(error: Exception, key: str) -> None:
-    """Raise MachineError where a library's error says that another library is missing or too old.
+    """Raise MachineError if a library's error means that another library is missing or too old.
 
-    To be called first where such an error becomes a rule of ours: its fix would mislead.
+    Call it before turning such an error into another refusal, whose fix would mislead.
     """
     text = str(error).strip()
     if not isinstance(error, ImportError) and "version of PEFT" not in text:
         return
     why = "\n".join(line[:300] for line in text.splitlines()[:4])
     name = "peft" if "PEFT" in text else getattr(error, "name", None) or "NAME"
-    fix = (
-        f"pip install --upgrade {name.partition('.')[0]}, in the version that the line above names"
-    )
+    fix = f"pip install --upgrade {name.partition('.')[0]}, in the version named above"
     what = "a library that this run needs is missing, or too old for the others"
     raise MachineError(Problem(what, key, why, fix)) from None
 
 
 class DataError(RunError):
-    """The data set is not what the config says it is."""
+    """The data set does not match the config."""
 
     code = 4
 
 
 class DamagedFile(DataError, ValueError):
-    """A JSON file of a run that cannot be read. As a text it is the bare reason."""
+    """An unreadable JSON file of a run. Its text is only the reason."""
 
     def __str__(self) -> str:
         return self.problems[0].why
 
 
 class RewardError(RunError):
-    """A reward failed, or returned something that is not a score."""
+    """A reward failed, or returned an invalid score."""
 
     code = 5
 
@@ -164,17 +162,17 @@ class GenerationError(RunError):
 
 
 class NumbersError(RunError):
-    """Non-finite numbers, or nothing left to learn from."""
+    """Non-finite numbers, or no data left to learn from."""
 
     code = 7
 
 
 class GuardError(NumbersError):
-    """A guard that the config sets to `fail` saw what it looks for; the run's state is whole."""
+    """A guard set to `fail` fired; the run's state is complete."""
 
 
 class StorageError(RunError):
-    """A save that had to succeed did not."""
+    """A required save failed."""
 
     code = 8
 
@@ -183,11 +181,12 @@ DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def disk_write_error(error: OSError) -> RunError:
-    """A write that failed because of the disk, as a StorageError. Raises any other error again."""
+    """A failed disk write as a StorageError. Re-raises any other error."""
     if error.errno not in DISK_ERRNOS:
         raise error
-    what, where = "the disk does not take what is written", str(error.filename or "this machine")
-    fix = "free some space, or make it writable, then go on with resume=auto"
+    what = "cannot write: the disk is full or read-only"
+    where = str(error.filename or "this machine")
+    fix = "free some space, or make it writable, then resume with resume=auto"
     return StorageError(Problem(what, where, str(error), fix))
 
 
@@ -198,13 +197,13 @@ class OutOfMemory(RunError):
 
 
 class TrackerError(RunError):
-    """A tracker or a hub that was required did not take the run."""
+    """A required tracker or hub did not accept the run."""
 
     code = 10
 
 
 class Stopped(RunError):
-    """Stopped early on request. `at_once`: the signal's handler raised it, wherever that was."""
+    """Stopped early on request. `at_once`: the signal's handler raised it, wherever it was."""
 
     code, at_once = 75, False
 
@@ -212,8 +211,8 @@ class Stopped(RunError):
 def require_package(key: str, package: str, extra: str, why: str, module: str = "") -> None:
     """Raises MachineError, with the line that installs it, if a package is missing.
 
-    extra: of rloo-cli, that brings it. why: what needs it. module: its name in Python, where that
-    is another.
+    extra: of rloo-cli, that installs it. why: what needs it. module: its Python name, if that
+    differs.
     """
     if _is_missing(module or package.replace("-", "_")):
         fix = f"pip install 'rloo-cli[{extra}]'"
@@ -223,7 +222,7 @@ def require_package(key: str, package: str, extra: str, why: str, module: str = 
 def _is_missing(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # of its parent package
         return True
 
 
@@ -243,9 +242,9 @@ def print_error(error: RunError) -> int:
 
 
 def print_exit(error: BaseException, advice: str = "please report it with the lines above") -> int:
-    """Print what ended a command or one of its processes. -> the exit code that goes with it
+    """Print the error that ended a command or one of its processes. -> its exit code
 
-    A refusal of ours is printed as it is, an interrupt not at all, anything else as a bug, with its
+    A RunError is printed as a refusal, an interrupt not at all, anything else as a bug, with its
     traceback and `advice`.
     """
     if isinstance(error, RunError):

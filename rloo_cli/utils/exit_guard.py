@@ -1,7 +1,7 @@
-"""Keeps user code from ending the process silently by `os._exit`, or by an import that never ends.
+"""Keeps user code from ending the process silently by `os._exit`, or by an endless import.
 
-`os._exit(0)` in a reward would pass for a run that ended well. While user code runs, it raises an
-exception; in child processes, and for our own code, it works as ever.
+`os._exit(0)` in a reward would look like a successful run. While user code runs, it raises an
+exception; in child processes, and for our own code, it works as usual.
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-REWARD_THREADS = ("reward ", "async rewards")  # how the names of threads that run rewards begin
+REWARD_THREADS = ("reward ", "async rewards")  # prefixes of the names of reward threads
 _exit = os._exit
 _pid = os.getpid()
 _importing: list[int] = []  # identifiers of the threads that import user code now
@@ -33,9 +33,9 @@ def refuse_os_exit() -> None:
 
 @contextmanager
 def guard_import(seconds: float) -> Iterator[None]:
-    """Guard an import of user code: it may take so many seconds, and may not end the process.
+    """Guard an import of user code: it has a timeout and cannot end the process.
 
-    Raises TimeoutError inside. Only in the main thread is there a limit: others cannot be
+    Raises TimeoutError inside. The limit only exists in the main thread: other threads cannot be
     interrupted.
     """
     refuse_os_exit()
@@ -44,7 +44,7 @@ def guard_import(seconds: float) -> Iterator[None]:
     main = thread is threading.main_thread() and hasattr(signal, "setitimer")
 
     def on_alarm(number: int, frame: object) -> None:
-        raise TimeoutError(f"its import has not ended after timeout_s = {seconds:g} s")
+        raise TimeoutError(f"its import did not finish within timeout_s = {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, on_alarm) if main else None
     try:

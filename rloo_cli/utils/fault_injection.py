@@ -1,13 +1,13 @@
-"""Injects faults at named points: so the tests prove that nothing is lost when one happens.
+"""Injects faults at named points: the tests use them to prove that nothing is lost.
 
     RLOO_ALLOW_FAULTS=1 RLOO_FAULTS="ckpt.rename@1=kill9; reward@3=raise" rloo train ...
 
 `name@n=action`: the n-th time (default 1) that a point whose name matches (`ckpt.*` matches all
-of a save) is passed. Without the first variable a set second one is refused. Points:
+of a save) is passed. RLOO_FAULTS is refused without the first variable. Points:
 load, gen.request, gen.chunk, turn (between two turns of episodes), reward, logp, loss, grad,
 step, metrics, eval, of a weight sync
 sync.{start,update,finish,version} (skip leaves that part out), and of a save
-ckpt.{write,fsync,manifest,rename,latest,prune}. Nothing is done unless armed.
+ckpt.{write,fsync,manifest,rename,latest,prune}. Unarmed points do nothing.
 """
 
 import errno
@@ -39,13 +39,13 @@ class _Fault:
 
 
 def arm_faults() -> None:
-    """Arm the faults of RLOO_FAULTS. Raises ConfigError where they are not allowed or not valid."""
+    """Arm the faults of RLOO_FAULTS. Raises ConfigError if they are not allowed or not valid."""
     text = os.environ.get("RLOO_FAULTS", "")
     _armed.clear()
     if not text.strip():
         return
     if os.environ.get("RLOO_ALLOW_FAULTS") != "1":
-        why = "it breaks runs on purpose, and RLOO_ALLOW_FAULTS=1 is not set"
+        why = "it breaks runs on purpose and needs RLOO_ALLOW_FAULTS=1"
         refuse("environment", "RLOO_FAULTS is set", "unset RLOO_FAULTS", why)
     _armed.extend(_parse_fault(part) for part in text.split(";") if part.strip())
 
@@ -56,14 +56,14 @@ def _parse_fault(text: str) -> _Fault:
     action, _, rank = action.partition("#")
     action, _, value = action.partition(":")
     if action not in ACTIONS or not (at or "1").isdigit() or not (rank or "0").isdigit():
-        why = f"name@n=action[:value][#rank], with one of {', '.join(ACTIONS)}"
-        what = f"RLOO_FAULTS: {text.strip()!r} is not a fault"
+        why = f"expected name@n=action[:value][#rank], with one of {', '.join(ACTIONS)}"
+        what = f"RLOO_FAULTS: {text.strip()!r} is not a valid fault"
         refuse("environment", what, "RLOO_FAULTS=step@2=kill9", why)
     return _Fault(name.strip(), int(at or 1), action, value, int(rank or 0))
 
 
 def trigger_fault(name: str) -> str | None:
-    """Pass the point `name`: do what is armed there. -> `nan` or `skip`, which the caller does"""
+    """Pass the point `name`: trigger its armed fault. -> `nan` or `skip`, which the caller does"""
     for armed in _armed:
         if not fnmatch.fnmatch(name, armed.name):
             continue
@@ -74,7 +74,7 @@ def trigger_fault(name: str) -> str | None:
 
 
 def poison_tensor(name: str, value: "Tensor") -> "Tensor":
-    """Pass the point `name` with a tensor of any shape: it becomes NaN where `nan` is armed."""
+    """Pass the point `name` with a tensor of any shape: it becomes NaN if `nan` is armed."""
     return value * float("nan") if trigger_fault(name) == "nan" else value
 
 

@@ -1,4 +1,4 @@
-"""Writes files so that a reader never sees half of one, and a crash leaves it as it was."""
+"""Writes files so that a reader never sees half of one, and a crash leaves the old one."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rloo_cli.utils.errors import DamagedFile, refuse
 
-JsonObject = dict[str, Any]  # plain values by name, as JSON and YAML hold them
+JsonObject = dict[str, Any]  # plain values by name, as in JSON and YAML
 
 
 class HasFileno(Protocol):
@@ -24,7 +24,7 @@ class HasFileno(Protocol):
 def write_text(path: Path, text: str) -> None:
     """Write a whole file, or nothing: temporary name, fsync, rename. Its folder is created.
 
-    Raises FileNotFoundError below a folder of `hold_folder` that is gone: it is not created again.
+    Raises FileNotFoundError below a folder of `hold_folder` that was removed: it is not recreated.
     """
     write_whole_file(path, text.encode("utf-8"))
 
@@ -50,31 +50,31 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> JsonObject:
-    """The content of a JSON file; {} where there is no such file.
+    """The content of a JSON file; {} if the file is missing.
 
-    Raises DamagedFile, a ValueError too, for one that does not hold an object.
+    Raises DamagedFile, a ValueError too, if it does not hold an object.
     """
     if not path.is_file():
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, and an object was expected")
+            raise ValueError(f"expected an object, found a {type(values).__name__}")
     except (ValueError, RecursionError) as error:
-        what, fix = f"{path.name} cannot be read", "put it back as it was written"
+        what, fix = f"{path.name} cannot be read", "restore the original file"
         refuse(str(path), what, fix, error, error=DamagedFile)
     return values
 
 
 def update_json(path: Path, **values: object) -> None:
-    """Add keys to a JSON file. Raises FileNotFoundError where its folder does not exist."""
+    """Add keys to a JSON file. Raises FileNotFoundError if its folder is missing."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     write_json(path, read_json(path) | values)
 
 
 def fsync_path(path: Path) -> None:
-    """fsync a file or a folder: from then on a crash of the machine leaves it as it is now."""
+    """fsync a file or a folder: a crash of the machine then keeps its current state."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -87,14 +87,14 @@ _held_folders: dict[Path, int] = {}  # a folder -> its inode
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """While inside, nothing creates this folder again once somebody has removed it."""
-    handle = os.open(folder, os.O_RDONLY)  # open, so that no other folder gets its number
+    """While inside, a removed folder is not recreated."""
+    handle = os.open(folder, os.O_RDONLY)  # open, so that no other folder gets its inode
     _held_folders[folder] = os.fstat(handle).st_ino
     try:
         yield
     finally:
         _held_folders.pop(folder, None)
-        with contextlib.suppress(OSError):  # a reward may close what is not its own
+        with contextlib.suppress(OSError):  # a reward may close descriptors that it does not own
             os.close(handle)
 
 
@@ -102,7 +102,7 @@ def check_folder_present(path: Path) -> None:
     """Raises FileNotFoundError for a path below a folder of `hold_folder` that is gone."""
     for folder in _held_folders:
         if path.is_relative_to(folder) and is_folder_gone(folder):
-            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(folder))
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed", str(folder))
 
 
 def is_folder_gone(folder: Path) -> bool:
@@ -111,7 +111,7 @@ def is_folder_gone(folder: Path) -> bool:
         return folder in _held_folders and folder.stat().st_ino != _held_folders[folder]
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except OSError:  # a network's file system that does not answer for a moment
+    except OSError:  # a network file system that does not answer briefly
         return False
 
 
@@ -122,9 +122,9 @@ def unused_path(path: Path) -> Path:
 
 
 def wait_until_readable(end: int | HasFileno, seconds: float) -> bool:
-    """Whether a pipe or socket can be read, or has ended, within so many seconds.
+    """Whether a pipe or socket can be read, or has ended, within this many seconds.
 
-    `select.select` takes no descriptor above 1023, and a run may hold more files and connections.
+    `select.select` does not support descriptors above 1023, which a run can exceed.
     """
     with selectors.DefaultSelector() as waiting:
         waiting.register(end, selectors.EVENT_READ)

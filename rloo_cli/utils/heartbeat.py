@@ -1,9 +1,9 @@
-"""A process's signs of life for the one that started it, and the mark of its end, through a pipe.
+"""A process's heartbeats and end mark for its parent, through a pipe.
 
-A thread of its own sends a byte a second, so a long step is alive. A process that was stopped
-(SIGSTOP), or whose thread never gets Python's lock again, is silent. The mark is the process's last
-act: an exit code without it is not ours, but that of user code which ended the process, by
-`sys.exit`, `os._exit`, an exec, or a C library's `exit`.
+A separate thread sends a byte a second, so a long step counts as alive. A stopped process
+(SIGSTOP), or one whose thread never gets Python's lock, is silent. The mark is the process's last
+act: an exit code without it is from user code that ended the process, by `sys.exit`, `os._exit`, an
+exec, or a C library's `exit`.
 """
 
 import contextlib
@@ -12,29 +12,29 @@ import threading
 import time
 from collections.abc import Iterator
 
-HEARTBEAT_VARIABLE = "RLOO_HEARTBEAT_FD"  # the pipe's end that is written to
+HEARTBEAT_VARIABLE = "RLOO_HEARTBEAT_FD"  # the pipe's write end
 INTERVAL_S = 1.0
-MOST_COUNTED_S = 2.0  # of the time between two looks: who did not look was stopped, too
+MOST_COUNTED_S = 2.0  # counted per check interval: a parent that did not check was stopped too
 BEAT, END_MARK = b".", b"E"
-_pipe: list[int] = []  # the pipe's end, once this process has taken it from its environment
+_pipe: list[int] = []  # the pipe's end, after this process has taken it from its environment
 
 
 def start_heartbeat() -> None:
-    """Send signs of life from now on, if the process that started this one wants them."""
+    """Send heartbeats from now on, if the parent process wants them."""
     if (handle := _take_pipe()) is not None:
         threading.Thread(target=_beat, args=(handle,), name="heartbeat", daemon=True).start()
 
 
 def mark_end() -> None:
-    """Say that the exit code which follows at once is this process's own. Call it last."""
+    """Mark the exit code that follows as this process's own. Call it last."""
     if (handle := _take_pipe()) is not None:
-        with contextlib.suppress(OSError):  # the process that reads is gone
+        with contextlib.suppress(OSError):  # the reader is gone
             os.write(handle, END_MARK)
 
 
 @contextlib.contextmanager
 def mark_failed_start() -> Iterator[None]:
-    """Mark the end where what is inside fails: the imports of a worker, before any user code."""
+    """Mark the end if the block fails: a worker's imports, before any user code."""
     try:
         yield
     except BaseException:
@@ -43,7 +43,7 @@ def mark_failed_start() -> Iterator[None]:
 
 
 def _take_pipe() -> int | None:
-    """The pipe's end, which no child of this process inherits; None without such a pipe."""
+    """The pipe's end, not inherited by children; None without a pipe."""
     number = os.environ.pop(HEARTBEAT_VARIABLE, None)
     if number is not None:
         os.set_inheritable(int(number), False)
@@ -53,15 +53,15 @@ def _take_pipe() -> int | None:
 
 
 def _beat(handle: int) -> None:
-    with contextlib.suppress(OSError):  # the process that reads is gone
+    with contextlib.suppress(OSError):  # the reader is gone
         while True:
-            with contextlib.suppress(BlockingIOError):  # full: it is read late, and that is enough
+            with contextlib.suppress(BlockingIOError):  # full: the reader is late, which is enough
                 os.write(handle, BEAT)
             time.sleep(INTERVAL_S)
 
 
 class HeartbeatReader:
-    """The other side: how long a process has been silent, and whether it has marked its end.
+    """The parent's side: how long a process has been silent, and whether it marked its end.
 
     `write_end` is for that process.
     """
@@ -69,15 +69,15 @@ class HeartbeatReader:
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
-        self._has_begun = False  # until its imports are done it sends nothing
+        self._has_begun = False  # it sends nothing before its imports are done
         self._silent_s = 0.0
         self._looked_at = time.monotonic()
         self._has_marked_end = False
 
     def silent_seconds(self) -> float:
-        """Seconds without a sign of life; 0 before the first. To be asked every second or so.
+        """Seconds without a heartbeat; 0 before the first. Call it about every second.
 
-        Time in which nobody asked hardly counts: a whole job that was stopped and goes on, or a
+        Time between late calls hardly counts: a whole job that was stopped and continued, or a
         machine that slept, must not look as if its processes had died.
         """
         now = time.monotonic()
@@ -87,7 +87,7 @@ class HeartbeatReader:
         return self._silent_s if self._has_begun else 0.0
 
     def has_marked_end(self) -> bool:
-        """Whether a process that has ended gave its exit code itself."""
+        """Whether an ended process set its exit code itself."""
         self._read_pipe()
         return self._has_marked_end
 
@@ -104,6 +104,6 @@ class HeartbeatReader:
         self.write_end = -1
 
     def close(self) -> None:
-        """Close what is open here."""
+        """Close both ends."""
         self.close_write_end()
         os.close(self._read_end)

@@ -1,8 +1,8 @@
-"""The HTTP client: a request with limits, when it is sent again, an event loop on a thread.
+"""The HTTP client: requests with limits, retries, an event loop on a thread.
 
-Clients of rollout servers, teachers, rewards, judges and images stand on it; they decide what an
-answer means. No proxy of the environment is used unless one is passed, and no redirect is
-followed: a token goes to the address of the config and nowhere else.
+Clients of rollout servers, teachers, rewards, judges and images are built on it; they interpret the
+answers. No proxy from the environment is used unless one is passed, and no redirect is followed: a
+token only goes to the address in the config.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 POLL_S = 0.1  # seconds between two calls of `poll`
 MAX_TRIES = 5
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # of the pauses between two tries, which double
-# Its own source of chance: a pause must not move the random state of a training.
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # pauses between retries, which double
+# A separate random generator: a pause must not change the training's random state.
 _jitter_rng = random.Random()
 FailureReason = Literal[
     "address", "certificate", "connection", "timeout", "closed", "broken", "answer"
@@ -41,9 +41,10 @@ RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class RequestFailed(Exception):
-    """A request had no answer: `why` in words, `tries` so far, and `reason`:
+    """A request failed: `why` as text, `tries` so far, and `reason`:
 
-    address (it is not a URL), certificate, connection (none was made), timeout, closed (by the
+    address (not a URL), certificate, connection (could not connect), timeout, closed (by the server
+    before it answered), broken (network error), answer (too long, or truncated).
     server before it answered), broken (the network's error), answer (too long, or cut).
     """
 
@@ -54,12 +55,12 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What a server answered."""
+    """A server's answer."""
 
     status: int
     content: bytes
     headers: Mapping[str, str]
-    tries: int = 1  # that it took
+    tries: int = 1  # attempts
 
     @cached_property
     def text(self) -> str:
@@ -68,11 +69,11 @@ class HttpAnswer:
 
     @property
     def is_html(self) -> bool:
-        """Whether it is a page for people, as a wrong address gives it."""
+        """Whether it is an HTML page, as from a wrong address."""
         return self.text.lstrip()[:15].lower().startswith(("<!doctype", "<html"))
 
     def error_message(self) -> str:
-        """What an error's JSON says, or the answer's text."""
+        """The message in an error's JSON, or the answer's text."""
         with suppress(ValueError, AttributeError):
             body = json.loads(self.text)
             error = body.get("error", body.get("detail", body.get("message", body)))
@@ -88,10 +89,10 @@ def open_session(
 ) -> "aiohttp.ClientSession":
     """Open a session; call it on the loop that uses it.
 
-    `max_connections`: 0 = no limit. `keepalive_s`: for how long a connection may be idle and be
-    used again; 0 = it serves one request. `headers`: of every request.
+    `max_connections`: 0 = no limit. `keepalive_s`: how long an idle connection can be reused; 0 =
+    one request per connection. `headers`: of every request.
     """
-    import aiohttp  # lazy: rewards that ask no service do not need it
+    import aiohttp  # lazy: rewards without a service do not need it
 
     connector = aiohttp.TCPConnector(
         limit=max_connections,
@@ -123,7 +124,7 @@ async def send_request(
     `max_bytes`: of the answer. `tls_name`: whose certificate it must be; None = the URL's host. An
     answer of any status is returned. Raises RequestFailed.
     """
-    import aiohttp  # lazy: rewards that ask no service do not need it
+    import aiohttp  # lazy: rewards without a service do not need it
 
     connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
     try:
@@ -143,21 +144,21 @@ async def send_request(
                 if len(content) > max_bytes:
                     raise RequestFailed("answer", f"it has more than {max_bytes} bytes", str(url))
             if response.status != 200:
-                response.close()  # and with it the connection: servers hang up after an error
+                response.close()  # also closes the connection: servers hang up after an error
             return HttpAnswer(response.status, bytes(content), response.headers)
     except (aiohttp.ClientError, OSError) as error:
         raise _named_failure(error, str(url), timeout_s, connect_s) from None
 
 
 def _named_failure(error: Exception, url: str, timeout_s: float, connect_s: float) -> RequestFailed:
-    """What aiohttp raised, as a RequestFailed that says why."""
-    import aiohttp  # lazy: rewards that ask no service do not need it
+    """An aiohttp error as a RequestFailed with its reason."""
+    import aiohttp  # lazy: rewards without a service do not need it
 
     why = str(error) or type(error).__name__
     reason: FailureReason = "answer"
     match error:
         case aiohttp.InvalidURL():
-            reason, why = "address", "it is not an address"
+            reason, why = "address", "it is not a valid address"
         case aiohttp.ConnectionTimeoutError():
             reason, why = "connection", f"no connection within {round(connect_s, 2):g} s"
         case TimeoutError():
@@ -171,7 +172,7 @@ def _named_failure(error: Exception, url: str, timeout_s: float, connect_s: floa
         case OSError():
             reason, why = "broken", f"the connection broke: {why}"
         case aiohttp.ClientPayloadError():
-            why = "it ended in the middle"
+            why = "it was truncated"
         case aiohttp.ClientResponseError():  # its text has the proxy's password
             why = f"{error.status} {error.message}"
     return RequestFailed(reason, why, url)
@@ -184,11 +185,11 @@ async def send_with_retries(
     statuses: frozenset[int] = RETRY_STATUSES,
     max_tries: int = MAX_TRIES,
 ) -> HttpAnswer:
-    """Call `send`, and again after these failures and statuses, until `deadline` (the loop's time).
+    """Call `send`, and retry after these failures and statuses, until `deadline` (the loop's time).
 
-    Between two tries it waits as long as a Retry-After says, or twice as long each time; but not
-    after the first connection that the server closed, which may have been an idle one. Returns the
-    last answer, or raises the last RequestFailed.
+    It waits for Retry-After between tries, or twice as long each time, except after the first
+    connection closed by the server, which may have been an idle one. Returns the last answer, or
+    raises the last RequestFailed.
     """
     now, backoff_s = asyncio.get_running_loop().time, FIRST_BACKOFF_S
     for tries in itertools.count(1):
@@ -214,7 +215,7 @@ async def send_with_retries(
 
 
 def _retry_after_seconds(header: str, default_s: float) -> float:
-    """What a Retry-After header says, in seconds or as a date; else `default_s`."""
+    """The wait in a Retry-After header, given in seconds or as a date; else `default_s`."""
     with suppress(ValueError):
         return max(0.0, float(header))
     with suppress(ValueError, TypeError):
@@ -223,7 +224,7 @@ def _retry_after_seconds(header: str, default_s: float) -> float:
 
 
 def environment_proxy(url: str) -> str | None:
-    """The proxy that the environment names for a URL; None for a host that needs none."""
+    """The environment's proxy for a URL; None if the host needs none."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
@@ -247,8 +248,8 @@ class EventLoopThread:
     ) -> T:
         """Do `work` on the loop and wait for it. `poll` is called meanwhile.
 
-        When `poll` raises or the time is over, the work is cancelled, which closes its requests,
-        so that servers abort them. Raises what `work` and `poll` raise, and RequestFailed.
+        When `poll` raises or time runs out, the work is cancelled, which closes its requests so
+        that servers abort them. Raises what `work` and `poll` raise, and RequestFailed.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
         end = time.monotonic() + timeout_s
@@ -286,8 +287,8 @@ async def _end_tasks(last_work: Coroutine[object, object, None] | None) -> None:
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """The results of all, in order. An error of one cancels the others, which closes their
-    requests, so that servers abort them."""
+    """The results of all, in order. An error of one cancels the others, which closes their requests
+    so that servers abort them."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -300,7 +301,7 @@ async def gather_or_cancel(work: Iterable[Coroutine[object, object, T]]) -> list
 def run_in_event_loop(
     work: Coroutine[object, object, T], poll: Callable[[], None] = lambda: None
 ) -> T:
-    """Do `work` on an event loop of its own. `poll` is called meanwhile; when it raises, the work
+    """Do `work` on a new event loop. `poll` is called meanwhile; when it raises, the work
     is cancelled, which closes its requests."""
     thread = EventLoopThread("questions")
     try:

@@ -1,10 +1,10 @@
-"""Notices user code that needs the main thread of a process: it sets a signal handler or an alarm.
+"""Detects user code that needs the main thread: it sets a signal handler or an alarm.
 
 Rewards and tools may run in threads of a run's process, where Python refuses `signal.signal` with a
 ValueError. A reward that catches every exception would then score everything 0; `signal.alarm` and
 `signal.setitimer` would interrupt the run's own main thread. math-verify, for one, limits its time
-by an alarm. While `note_main_thread_calls` is entered, such calls raise ValueError and are noted,
-so that the run can stop, whatever the code makes of the exception.
+by an alarm. While `note_main_thread_calls` is entered, such calls raise ValueError and are
+recorded, so that the run can stop, whatever the code does with the exception.
 """
 
 import signal
@@ -21,8 +21,8 @@ _noted_calls: ContextVar[list[str] | None] = ContextVar("noted_calls", default=N
 
 @contextmanager
 def note_main_thread_calls() -> Iterator[list[str]]:
-    """While inside, the names of the functions that this thread, or this task of an event loop,
-    has called although they work in a main thread only."""
+    """While inside, the names of functions called by this thread, or this task of an event loop,
+    that only work in a main thread."""
     calls: list[str] = []
     token = _noted_calls.set(calls)
     try:

@@ -1,7 +1,7 @@
 """Messages over a socket that a process shares with its own child: a length, then that many bytes.
 
-A receiver may set a deadline and a limit on bytes, so that a child that stops in the middle of a
-message, or sends without end, cannot hold its parent.
+A receiver can set a deadline and a byte limit, so that a child that stops in the middle of a
+message, or sends without end, cannot block its parent.
 """
 
 import pickle
@@ -15,20 +15,20 @@ from typing import Any, Self
 LENGTH_HEADER = struct.Struct("!Q")
 SMALL_BYTES = 1 << 16  # read at a time; most messages have less
 LARGE_BYTES = 1 << 20  # read at a time of a longer message
-SHORTEST_WAIT_S = 0.01  # a deadline that has passed still reads what is already there
-TIMEOUT_SLACK_S = 0.01  # a socket's timeout that is right to this is not set again
+SHORTEST_WAIT_S = 0.01  # a passed deadline still reads available data
+TIMEOUT_SLACK_S = 0.01  # a timeout within this of the target is not set again
 
 
 class PeerGone(Exception):
-    """The process at the other end ended, or sent something that is not a message."""
+    """The process at the other end ended, or sent an invalid message."""
 
 
 class MessageSocket:
-    """One end of a connection. `connection` belongs to it from now on."""
+    """One end of a connection. It takes ownership of `connection`."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
-        self.received = bytearray()  # what has been read of the next messages
+        self.received = bytearray()  # bytes read of the next messages
         self.timeout: float | None = None  # of the connection
         connection.settimeout(None)
         self.poll = select.poll()
@@ -36,7 +36,7 @@ class MessageSocket:
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
-        """Our end, and the socket to give to a child."""
+        """Our end, and the socket for a child."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
@@ -84,7 +84,7 @@ class MessageSocket:
         return pickle.loads(self.receive(deadline))
 
     def has_input(self, seconds: float = 0.0) -> bool:
-        """Whether there is something to receive, or the other end is closed, within this time."""
+        """Whether data arrives, or the other end is closed, within this time."""
         return bool(self.received or self.poll.poll(1000 * seconds))
 
     def close(self) -> None:

@@ -7,23 +7,23 @@ docs/metrics.md:
         ("loss", "", "mean:updates", "loss of an update, mean over the step's updates"),
     ]}
 
-with the name in metrics.jsonl, the unit, how several steps make one line, and what it means. That
-page (`python -m rloo_cli.utils.metrics` fills it), the merging and the names that a reward may not
-take are read from these tables. They are read from the text of the modules, not by importing them,
-which would import torch: so a table is a literal, and a process that needs the names has them all.
+with the name in metrics.jsonl, the unit, how several steps merge into one line, and the meaning.
+That page (`python -m rloo_cli.utils.metrics` fills it), the merging and the names forbidden for
+rewards come from these tables. The tables are parsed from the source, not imported, since importing
+would load torch: so a table is a literal, and every process knows all of them.
 
 A name may hold `<reward>` (the name of a reward entry), `<k>` (a number), `<phase>` and `<name>`; a
 metric of an evaluation begins with `eval_`, or with `eval_<set>_` for a set of eval.sets. A metric
-that a reward logs by `log_metric` has the name that the reward chose.
+that a reward logs by `log_metric` has the name chosen by the reward.
 
-How several steps make one line (`merge_steps`; a metric of an evaluation has no rule, ""):
+How several steps merge into one line (`merge_steps`; a metric of an evaluation has no rule, ""):
 
 last              the last step's value
 min, max          the smallest, the largest of the steps' values
-mean              each step counts alike: seconds and counts of a step
+mean              every step has equal weight: seconds and counts of a step
 mean:COUNT        weighted by a count of each step (`step_metrics.mean_counts`)
 rms:COUNT         a root mean square: the root of the mean of squares, weighted so
-share:COUNT       the same as mean:COUNT, and 0 in a step that has no value
+share:COUNT       as mean:COUNT, with 0 for a step without a value
 """
 
 import ast
@@ -37,7 +37,7 @@ from rloo_cli.utils.paths import PACKAGE
 
 MetricValues = dict[str, float]
 PAGE = PACKAGE.parent / "docs" / "metrics.md"
-# Of the names of a section; those of episodes are a step's or a held-out set's.
+# Prefixes of a section's names; those of episodes are a step's or a held-out set's.
 NAME_PREFIXES = {"Evaluations": r"eval_(?:\w+_)?", "Episodes": r"(?:eval_(?:\w+_)?)?"}
 PLACEHOLDERS = {"reward": r"[^/]+", "k": r"\d+", "phase": r"[\w ]+", "name": r".+"}
 
@@ -81,9 +81,9 @@ def _metric_patterns() -> list[tuple[re.Pattern[str], Metric]]:
 
 @cache
 def find_metric(name: str) -> Metric | None:
-    """The declaration of a metric of metrics.jsonl; None for one that is not ours.
+    """The declaration of a metric of metrics.jsonl; None for others.
 
-    Placeholders of `merge` are filled in as they are in the name.
+    Placeholders of `merge` are filled in as in the name.
     """
     for pattern, metric in _metric_patterns():
         if match := pattern.fullmatch(name):
@@ -96,10 +96,10 @@ def find_metric(name: str) -> Metric | None:
 
 @cache
 def is_reserved(name: str) -> bool:
-    """Whether a reward may not log a number under this name: it is the run's own.
+    """Whether this name is reserved for the run, so that a reward cannot log it.
 
-    So are the names of evaluations, and everything in a folder of the run's metrics (`perf/...`).
-    Rewards may log in `reward/` and TRL's `rewards/`, but what the run itself logs there.
+    Names of evaluations are reserved too, and everything in a folder of the run's metrics
+    (`perf/...`). Rewards can log in `reward/` and TRL's `rewards/`, except the run's own names.
     """
     folder, slash, rest = name.partition("/")
     if slash and folder in ("reward", "rewards"):
@@ -110,9 +110,9 @@ def is_reserved(name: str) -> bool:
 
 
 def merge_rule(name: str) -> tuple[str, str]:
-    """How steps merge for a metric: the rule's first word, and the name of its count, or "".
+    """How steps merge for a metric: the rule's first word, and the name of its count or "".
 
-    A metric that no module declares was logged by a reward: its count has its name.
+    An undeclared metric was logged by a reward; its count has the same name.
     """
     metric = find_metric(name)
     kind, _, count = (f"mean:{name}" if metric is None else metric.merge).partition(":")
@@ -122,7 +122,7 @@ def merge_rule(name: str) -> tuple[str, str]:
 def merge_steps(steps: Sequence[MetricValues], counts: Sequence[MetricValues]) -> MetricValues:
     """The metrics of several steps as one line; `counts`: of each step.
 
-    A step without a finite value for a metric is left out of that metric.
+    A step without a finite value for a metric is excluded from that metric.
     """
     merged: MetricValues = {}
     for name in dict.fromkeys(name for metrics in steps for name in metrics):
@@ -151,9 +151,9 @@ def without_tags(text: str) -> str:
 
 
 def fill_page(text: str) -> str:
-    """docs/metrics.md with the tables of its sections made anew; all else in it is kept.
+    """docs/metrics.md with regenerated tables; the rest is kept.
 
-    Raises ValueError where it lacks a section that a module declares metrics of.
+    Raises ValueError if it lacks a section with declared metrics.
     """
     rows: dict[str, list[str]] = {}
     for m in declared_metrics():

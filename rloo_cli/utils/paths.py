@@ -30,11 +30,11 @@ def cache_folder() -> Path:
 
 
 def stand_in_for_home() -> str:
-    """Name a cache folder and a user where this process has neither. -> a warning, or ""
+    """Set a cache folder and a user name if this process lacks them. -> a warning, or ""
 
-    A container may run with a user id that no passwd entry has, and without HOME. Hugging Face's
-    libraries would then make a folder named ~, and torch ask for the user's name in vain. What is
-    set in the environment here holds for our processes, too.
+    A container may run with a user id without a passwd entry, and without HOME. Hugging Face's
+    libraries would then create a folder named ~, and torch would fail to find the user's name. The
+    variables set here also apply to our child processes.
     """
     try:
         pwd.getpwuid(os.getuid())
@@ -42,26 +42,26 @@ def stand_in_for_home() -> str:
         os.environ.setdefault("LOGNAME", f"uid-{os.getuid()}")
     if os.path.expanduser("~") != "~" or os.environ.get("XDG_CACHE_HOME"):
         return ""
-    import tempfile  # lazy: almost everybody has a home folder
+    import tempfile  # lazy: rarely needed
 
     folder = Path(tempfile.gettempdir(), f"rloo-cache-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        folder = Path(tempfile.mkdtemp(prefix="rloo-cache-"))  # another user has taken that name
+        folder = Path(tempfile.mkdtemp(prefix="rloo-cache-"))  # the name is taken by another user
     os.environ["XDG_CACHE_HOME"] = str(folder)
     if os.environ.get("RLOO_CACHE") and os.environ.get("HF_HOME"):
         return ""
     return (
         f"HOME is not set and user {os.getuid()} has no home folder: the cache is in {folder};"
-        " set RLOO_CACHE and HF_HOME to keep it elsewhere"
+        " set RLOO_CACHE and HF_HOME to use another folder"
     )
 
 
-_paths_as_typed: dict[Path, Path] = {}  # what `absolute_path` made absolute -> as it was typed
+_paths_as_typed: dict[Path, Path] = {}  # absolute path from `absolute_path` -> as typed
 
 
 def absolute_path(path: Path) -> Path:
-    """An absolute path, which stays what it is when code of a user's changes the current folder."""
+    """An absolute path, which user code that changes the current folder does not affect."""
     absolute = path.absolute()
     if not path.is_absolute():
         _paths_as_typed[absolute] = path
@@ -69,7 +69,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def path_as_typed(path: Path) -> Path:
-    """A path as the user typed it, where `absolute_path` got it or a folder above it."""
+    """A path as the user typed it, if `absolute_path` got it or a parent folder."""
     for absolute, typed in _paths_as_typed.items():
         if path.is_relative_to(absolute):
             return typed / path.relative_to(absolute)
@@ -77,9 +77,9 @@ def path_as_typed(path: Path) -> Path:
 
 
 def unusable_cache_problem(why: str) -> Problem:
-    """The problem of a cache folder that cannot be made or written."""
+    """The problem of a cache folder that cannot be created or written."""
     where = "RLOO_CACHE" if os.environ.get("RLOO_CACHE") else "XDG_CACHE_HOME, HOME"
-    what = f"the cache {cache_folder()} cannot be made or written"
+    what = f"the cache {cache_folder()} cannot be created or written"
     return Problem(what, f"environment: {where}", why, "export RLOO_CACHE=/a/folder/of/yours")
 
 
@@ -95,7 +95,7 @@ def doc_pages() -> dict[str, Path]:
 
 
 def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
-    """Config group -> its choices -> file, for our conf/ and a user's own folders.
+    """Config group -> its choices -> file, in conf/ and in a user's folders.
 
     A user's recipes may lie in `recipe/` or `recipes/` of such a folder.
     """
@@ -107,7 +107,7 @@ def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
 
 @functools.cache
 def _shipped_choices(conf: Path, recipes: Path) -> dict[str, dict[str, Path]]:
-    """The choices of these two folders, which stay as they are while a process lives."""
+    """The choices of these two folders, constant during a process."""
     files = sorted(recipes.rglob("*.yaml"))
     groups = {"recipe": {str(path.relative_to(recipes).with_suffix("")): path for path in files}}
     _add_choices(groups, conf)

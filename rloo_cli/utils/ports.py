@@ -15,7 +15,7 @@ class ListeningSocket:
     """A TCP socket that listens, or a UDP socket that receives."""
 
     address: str
-    port: int  # TCP and UDP each have their own: both may have one of the same number
+    port: int  # TCP and UDP ports are separate: both can use the same number
     is_tcp: bool
     pid: int | None  # None: a process of another user
 
@@ -36,7 +36,7 @@ def port_holder(port: int) -> str:
         with contextlib.suppress(psutil.Error):
             if pid is not None:
                 return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"
-    return "a process of another user" if holders else "a process that is gone again"
+    return "a process of another user" if holders else "a process that has exited"
 
 
 def bind_tcp_socket(host: str, port: int, backlog: int | None = None) -> socket.socket:
@@ -54,6 +54,13 @@ def bind_tcp_socket(host: str, port: int, backlog: int | None = None) -> socket.
     return bound
 
 
+def bind_failure(error: OSError) -> str:
+    """Why a socket could not be bound, without the error number."""
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "the address is not an address of this machine"
+    return error.strerror or str(error)
+
+
 def bind_or_refuse(
     section: str,
     host: str,
@@ -62,14 +69,14 @@ def bind_or_refuse(
     error: type[RunError] = MachineError,
 ) -> socket.socket:
     """`bind_tcp_socket` for the keys SECTION.host and SECTION.port. Raises `error`, which names the
-    process that has the port."""
+    process that uses the port."""
     try:
         return bind_tcp_socket(host, port, backlog)
     except OSError as failed:
         key, what = f"{section}.port", f"{section}.port = {port} is taken"
-        why, fix = f"by {port_holder(port)}", f"{key}=0 for a free one"
+        why, fix = f"by {port_holder(port)}", f"{key}=0 for a free port"
         if failed.errno != errno.EADDRINUSE:
-            key, why = f"{section}.host", str(failed)
+            key, why = f"{section}.host", bind_failure(failed)
             what = f"{key} = {host!r}, port {port}: the server cannot listen there"
             fix = f"{key}=127.0.0.1, or an address of this machine"
         refuse(key, what, fix, why, error=error)

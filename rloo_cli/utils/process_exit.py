@@ -24,9 +24,9 @@ def run_and_exit(
     memory_fix: str,
     is_printed_elsewhere: Callable[[BaseException], bool] = lambda error: False,
 ) -> NoReturn:
-    """Do `work`, and end this process with exit code 0 or that of the error that stopped it.
+    """Do `work`, and exit with code 0, or with the code of the error that stopped it.
 
-    `memory_fix`: the fix that is shown where memory runs out. `is_printed_elsewhere`: whether
+    `memory_fix`: the fix to show for out of memory. `is_printed_elsewhere`: whether
     another rank prints an error. A signal ends the work at once.
     """
     console.open_descriptors()
@@ -47,7 +47,7 @@ def run_and_exit(
 
 
 def user_exit_error(ended: BaseException) -> GenerationError:
-    """The error for a SystemExit, KeyboardInterrupt or GeneratorExit, naming what raised it."""
+    """The error for a SystemExit, KeyboardInterrupt or GeneratorExit, naming its source."""
     frame = traceback.extract_tb(ended.__traceback__)[-1]
     what = f"{type(ended).__name__}({ended}) ended the work before it was done"
     why = f"{frame.name} raised it; only the run itself may end the process"
@@ -56,11 +56,11 @@ def user_exit_error(ended: BaseException) -> GenerationError:
 
 
 def _as_refusal(error: Exception, memory_fix: str) -> Exception:
-    """An error of files or of memory as a refusal with its exit code; any other as it is."""
+    """A file or memory error as a refusal with its exit code; any other unchanged."""
     if isinstance(error, OSError):
         what = "a file cannot be read or written"
         where = str(error.filename or "this machine")
-        fix = "see to that file, its rights and the space on its disk, then give the command again"
+        fix = "check that file, its permissions and free disk space, then run the command again"
         return StorageError(Problem(what, where, str(error), fix))
     if isinstance(error, torch.OutOfMemoryError):
         why = str(error).splitlines()[0]
@@ -71,9 +71,9 @@ def _as_refusal(error: Exception, memory_fix: str) -> Exception:
 def silence_libraries() -> None:
     """Keep transformers and DeepSpeed from printing, in this process and its children.
 
-    transformers imports DeepSpeed where it is installed, whether it is used or not.
+    transformers imports DeepSpeed if it is installed, used or not.
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others, and say so
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it probes devices and prints

@@ -1,6 +1,6 @@
 """Finds what looks like a secret, and masks it in everything that is printed, logged or kept.
 
-A config holds none (`compose` and `messages` refuse it), so this is for what other code prints:
+A config holds none (`compose` and `messages` refuse it), so this is for the output of other code:
 an exception of a reward that quotes its environment, a library that prints a token.
 """
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # lazy: `rloo --help` logs nothing
     import logging
 
 MASK = "[secret]"
-SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
+SHORTEST = 8  # shorter values (1, true, none) would be masked in ordinary text
 SECRET_KEY = re.compile(
     r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I
 )
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
-# What command lines often hold and no secret is: a few lower-case words, a path of such words, a
-# short number. It is masked in what is printed, and is no reason to refuse a command.
+# Common non-secrets in command lines: a few lower-case words, a path of such words, a
+# short number. They are masked in output, but do not make a command invalid.
 HARMLESS_VALUE = re.compile(
     r"[a-z]{1,15}([ ._-][a-z]{1,15}){0,2}|[0-9.]{1,11}"
     r"|~?[a-z._-]{0,20}[0-9]{0,4}(/[a-z._-]{0,20}[0-9]{0,4})+"
@@ -36,16 +36,16 @@ SECRET_VARIABLE = re.compile(
 
 
 def environment_secrets() -> dict[str, str]:
-    """Value -> name of every environment variable that looks like it holds a secret."""
+    """Value -> name of every environment variable that seems to hold a secret."""
     long = [(value, name) for name, value in os.environ.items() if len(value) >= SHORTEST]
     secrets = [(value, name) for value, name in long if SECRET_VARIABLE.search(name)]
-    return dict(sorted(secrets, key=lambda pair: -len(pair[0])))  # one may hold another
+    return dict(sorted(secrets, key=lambda pair: -len(pair[0])))  # one can contain another
 
 
 def find_secret(text: str) -> str:
     """The secret in a text: its variable's name, or its first letters; "" where there is none.
 
-    A variable's value is not a secret where it is a path that exists, or plain words."""
+    A variable's value is not a secret if it is an existing path, or plain words."""
     for value, name in environment_secrets().items():
         if value in text and not HARMLESS_VALUE.fullmatch(value) and not os.path.exists(value):
             return name
@@ -82,10 +82,10 @@ class RedactingFormatter:
 
 
 class RedactingStream:
-    """A text stream that masks the secrets in what is written to it, and disarms its sequences.
+    """A text stream that masks secrets and neutralises control sequences in what is written to it.
 
-    What shows a text of a model or a data set cleans it by itself, more thoroughly; this is for
-    what other code prints.
+    Code that prints text of a model or a data set cleans it more thoroughly; this is for the
+    output of other code.
     """
 
     def __init__(self, inner: TextIO | console.SafeStream):
@@ -106,12 +106,12 @@ class RedactingStream:
 def redact_console() -> None:
     """Mask secrets in stdout, stderr and the handlers of the root logger from now on.
 
-    Printing cannot fail from then on, either (`console`).
+    Printing cannot fail from then on either (`console`).
     """
     out, err = console.guard_stream(sys.stdout), console.guard_stream(sys.stderr)
     sys.stdout, sys.stderr = RedactingStream(out), RedactingStream(err)
     console.keep_streams()
-    if logging := sys.modules.get("logging"):  # else there is no handler yet
+    if logging := sys.modules.get("logging"):  # else no handler exists
         for handler in logging.getLogger().handlers:
             handler.setFormatter(RedactingFormatter(logging.BASIC_FORMAT))
 

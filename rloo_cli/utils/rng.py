@@ -30,7 +30,7 @@ def seed_generators(number: int) -> None:
 
 
 def fresh_random_states(number: int, step: int, rank: int) -> RandomStates:
-    """New states for a rank that goes on from a checkpoint of another number of ranks."""
+    """New states for a rank that resumes from a checkpoint with another number of ranks."""
     before = capture_random_states()
     seed_generators(int(np.random.SeedSequence([number, step, rank]).generate_state(1)[0]))
     states = capture_random_states()
@@ -39,7 +39,7 @@ def fresh_random_states(number: int, step: int, rank: int) -> RandomStates:
 
 
 def capture_random_states() -> RandomStates:
-    """The states of all generators as they are now."""
+    """The current states of all generators."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors |= {f"cuda-{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
@@ -65,15 +65,15 @@ def restore_random_states(states: RandomStates) -> None:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of an episode's turn: of turn 0 the completion's own, of others derived from it.
+    """The seed of an episode's turn: turn 0 has the completion's own, others are derived from it.
 
-    Made as `sampling_seed`, of `{seed}/turn/{turn}`.
+    Computed as `sampling_seed`, from `{seed}/turn/{turn}`.
     """
     return derived_seed(seed, "turn", turn) if turn else seed
 
 
 def derived_seed(seed: int, purpose: str, number: int) -> int:
-    """Another seed for something that belongs to a completion, made as `sampling_seed`."""
+    """A further seed for a completion, computed as `sampling_seed`."""
     text = f"{seed}/{purpose}/{number}"
     return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:8], "big") >> 1
 

@@ -1,8 +1,7 @@
-"""Temporary folders that do not outlive their owner for long, however it ended.
+"""Temporary folders that are removed soon after their owner ends, however it ends.
 
-The owner keeps a file in its folder locked. The kernel lets go of the lock when the owner ends,
-also when it is killed, and whoever makes the next folder of the same kind removes those that nobody
-has locked any more.
+The owner keeps a file in its folder locked. The kernel releases the lock when the owner ends, also
+when it is killed, and the next folder of the same kind removes the unlocked ones.
 """
 
 import fcntl
@@ -12,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 LOCK_FILE = "owner.lock"
-LOCKED = b"locked\n"  # what the file says once its owner had the lock
+LOCKED = b"locked\n"  # content of the file after its owner got the lock
 
 
 class ScratchFolder:
     """A new folder below `place`, readable by its owner alone; its name begins with `prefix`.
 
-    It is locked for as long as this object exists. Raises OSError where it cannot be made.
+    It is locked as long as this object exists. Raises OSError if it cannot be created.
     """
 
     def __init__(self, prefix: str, place: str):
@@ -30,14 +29,14 @@ class ScratchFolder:
         self._lock.flush()
 
     def remove(self) -> None:
-        """Remove it with everything in it; what cannot be removed stays."""
+        """Remove it with everything in it; ignore what cannot be removed."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def remove_abandoned_folders(prefix: str, place: str) -> None:
-    """Remove folders of this kind whose owner has ended. Another user's cannot be opened; one
-    without the word LOCKED is new, and its owner about to lock it."""
+    """Remove folders of this kind whose owner has ended. Another user's folders cannot be opened; a
+    folder without LOCKED is new and about to be locked."""
     for path in Path(place).glob(f"{prefix}*/{LOCK_FILE}"):
         with suppress(OSError), path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Notes signals that ask the run to end: every wait then calls `raise_if_stopped`.
+"""Records signals that ask the run to stop; every wait calls `raise_if_stopped`.
 
-To ask only at the ends of steps would not do: a step may take longer than a scheduler waits before
-it kills.
+Checking only at the ends of steps is not enough: a step can take longer than a scheduler waits
+before it kills.
 """
 
 import os
@@ -13,8 +13,8 @@ from rloo_cli.utils import heartbeat
 from rloo_cli.utils.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
-STOPPED_FIX = "give the same command again; rloo train goes on with resume=auto"
+AGAIN_S = 5.0  # a second Ctrl-C within these seconds exits at once
+STOPPED_FIX = "run the same command again; rloo train resumes with resume=auto"
 
 _received_signals: list[tuple[int, float]] = []  # signal, when
 _raise_at_once = [False]
@@ -22,14 +22,14 @@ _forks_reset: list[bool] = []  # has an entry once `_reset_signals` is registere
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to end. A closed terminal (SIGHUP) does, except under
-    nohup, which has it ignored."""
+    """The signals that ask this process to stop, including a closed terminal (SIGHUP) except under
+    nohup, which ignores it."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or not ignores_hangup)
 
 
 def install_signal_handlers(at_once: bool = False) -> None:
-    """Handle the signals that ask for an end. `at_once`: raise Stopped where they arrive."""
+    """Handle the stop signals. `at_once`: raise Stopped where they arrive."""
     _raise_at_once[0] = at_once
     for number in stop_signals():
         signal.signal(number, _on_signal)
@@ -41,8 +41,8 @@ def install_signal_handlers(at_once: bool = False) -> None:
 def _reset_signals() -> None:
     """In a forked child, restore the default handlers.
 
-    A pool that a reward makes with multiprocessing ends its children by SIGTERM and waits for them;
-    with our handler they would live on, and the reward would wait until its time is over.
+    A reward's multiprocessing pool ends its children by SIGTERM and waits; with our handler
+    they would live on, and the reward would wait until its timeout.
     """
     for number in SIGNALS:
         if signal.getsignal(number) is _on_signal:
@@ -50,22 +50,22 @@ def _reset_signals() -> None:
 
 
 def defer_signals() -> None:
-    """From now on a signal waits for the next `raise_if_stopped`: what follows must be whole."""
+    """From now on a signal waits for the next `raise_if_stopped`: what follows must complete."""
     _raise_at_once[0] = False
 
 
 def forget_signals() -> None:
-    """Forget all signals that came (for tests)."""
+    """Forget all received signals (for tests)."""
     _received_signals.clear()
 
 
 def stop_requested_at() -> float | None:
-    """When the end was asked for (time.monotonic), or None."""
+    """When a stop was requested (time.monotonic), or None."""
     return _received_signals[0][1] if _received_signals else None
 
 
 def raise_if_stopped() -> None:
-    """Raises Stopped (exit 75) when a signal has asked the run to end."""
+    """Raises Stopped (exit 75) if a signal has asked the run to stop."""
     if _received_signals:
         name = signal.Signals(_received_signals[0][0]).name
         raise Stopped(f"stopped by {name}: {STOPPED_FIX}")
@@ -87,8 +87,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def stop_behind(error: Exception) -> Exception:
-    """The Stopped that came of a signal at once, where `error` was raised because of it; else
-    `error`. What handles every error of a template or of a library takes Stopped for one, too."""
+    """The Stopped of an at-once signal, if `error` was raised because of it; else `error`. Handlers
+    for any error of a template or a library also catch Stopped."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, Stopped) and link.at_once:

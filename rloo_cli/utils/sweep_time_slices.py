@@ -1,9 +1,9 @@
-"""A trial's side of a sweep: between two steps it waits here for its time slice. Imports no torch.
+"""A trial's side of a sweep: between steps it waits here for its time slice. Imports no torch.
 
 `rloo sweep` starts each trial as an ordinary run with RLOO_TURNS in its environment: the sweep's
-socket, and the trial's number. Without it nothing here does anything. At the end of its time slice
-a trial sends the step that it has done, follows orders (save, leave the device, end) and goes on
-when it gets the step at which its next time slice ends. Both sides send lines of JSON.
+socket, and the trial's number. Without it, nothing here has an effect. At the end of its time slice
+a trial sends its last step, follows orders (save, leave the device, stop), and continues when it
+receives the step at which its next time slice ends. Both sides send lines of JSON.
 """
 
 import json
@@ -19,8 +19,8 @@ from rloo_cli.utils.errors import Stopped, refuse
 from rloo_cli.utils.files import JsonObject
 
 SOCKET_VARIABLE = SWEEP_SOCKET_VARIABLE  # <socket>:<number>
-STOP_CHECK_S = 0.2  # how often a trial that waits checks whether it was asked to end
-STOPPED_TRIAL_FIX = "to go on with it alone: rloo train with its overrides, and resume=auto"
+STOP_CHECK_S = 0.2  # seconds between stop checks of a waiting trial
+STOPPED_TRIAL_FIX = "to resume it alone: rloo train with its overrides and resume=auto"
 SWEEP_GONE = "stopped: the process of rloo sweep ended before its trials; rloo sweep resume SWEEP"
 
 SweepMessage = JsonObject
@@ -33,11 +33,11 @@ class JsonLineSocket:
         self.connection, self.buffer = connection, b""
 
     def send(self, **values: object) -> None:
-        """Send one object. Raises OSError where the other side is gone."""
+        """Send one object. Raises OSError if the other side is gone."""
         self.connection.sendall(json.dumps(values).encode() + b"\n")
 
     def receive(self) -> list[SweepMessage] | None:
-        """Wait for bytes. -> the messages that are whole now; None where the other side is gone"""
+        """Wait for bytes. -> the messages completed by them; None if the other side is gone"""
         try:
             received = self.connection.recv(65536)
         except ConnectionError:
@@ -50,12 +50,12 @@ class JsonLineSocket:
 
 @dataclass(frozen=True)
 class TimeSliceHooks:
-    """What a trial can be ordered to do while it waits."""
+    """Orders that a waiting trial can execute."""
 
     save: Callable[[], str | None]  # writes a checkpoint and returns its path
-    offload: Callable[[], None]  # leaves the device
-    reload: Callable[[], None]  # comes back to the device
-    check_stop: Callable[[], object]  # raises Stopped where a signal has come
+    offload: Callable[[], None]  # moves off the device
+    reload: Callable[[], None]  # moves back to the device
+    check_stop: Callable[[], object]  # raises Stopped if a signal was received
 
 
 class SweepTrial:
@@ -69,14 +69,14 @@ class SweepTrial:
             end.connect(path)
             self.trial_number = int(number)
         except (OSError, ValueError) as error:
-            what = f"{SOCKET_VARIABLE} = {socket_address!r} does not lead to a sweep that runs"
+            what = f"{SOCKET_VARIABLE} = {socket_address!r} does not name a running sweep"
             refuse("environment", what, f"unset {SOCKET_VARIABLE}", error)
         self.json_socket = JsonLineSocket(end)
 
     def wait_for_time_slice(self, step: int, hooks: TimeSliceHooks) -> float:
-        """Wait until the step after `step` is in our time slice. -> the seconds that took
+        """Wait until the step after `step` is in our time slice. -> seconds waited
 
-        Raises Stopped where the trial is to end, or the sweep is gone.
+        Raises Stopped if the trial must stop, or the sweep is gone.
         """
         if step < self.until_step:
             return 0.0
@@ -113,7 +113,7 @@ class SweepTrial:
 
     def _send(self, **values: object) -> None:
         try:
-            self.json_socket.send(member=self.trial_number, **values)
+            self.json_socket.send(trial=self.trial_number, **values)
         except OSError:
             raise Stopped(SWEEP_GONE) from None
 
@@ -127,7 +127,7 @@ def is_sweep_trial() -> bool:
 
 
 def wait_in_sweep(step: int, hooks: TimeSliceHooks) -> float:
-    """`wait_for_time_slice` of this process. Raises ConfigError where RLOO_TURNS leads nowhere."""
+    """`wait_for_time_slice` of this process. Raises ConfigError for an invalid RLOO_TURNS."""
     if not _sweep_trial:
         _sweep_trial.append(SweepTrial(os.environ[SOCKET_VARIABLE]))
     return _sweep_trial[0].wait_for_time_slice(step, hooks)

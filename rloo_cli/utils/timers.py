@@ -1,8 +1,8 @@
 """Measures the seconds of a step's phases.
 
-A GPU's work is only queued by the call that starts it. To wait for it at the end of each phase
-would keep the CPU from preparing the next micro-batch meanwhile; so a phase's begin and end are
-marks in the device's own queue, which are read once, when the step ends.
+A call that starts GPU work only queues it. Waiting for it at the end of each phase would keep the
+CPU from preparing the next micro-batch; so a phase's start and end are marks in the device's own
+queue, read once, when the step ends.
 """
 
 import time
@@ -25,17 +25,17 @@ METRICS = {"Progress and time": [  # read by utils.metrics
 
 
 class PhaseClock(Protocol):
-    """Marks moments, and knows the seconds between them later."""
+    """Marks moments; the seconds between them are available later."""
 
     def mark(self) -> Any:
-        """This moment; on a GPU, that in which it has done what is queued so far."""
+        """This moment; on a GPU, the moment when it has done all work queued so far."""
 
     def seconds_between(self, marks: Sequence[Any]) -> list[float]:
         """Wait for the last mark. -> the seconds from each mark to the next"""
 
 
 class HostClock:
-    """The CPU's clock, for work that is done when its call returns."""
+    """The CPU's clock, for synchronous work."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -63,10 +63,10 @@ def choose_phase_clock(device: torch.device) -> DeviceClock | None:
 
 
 class StepTimer:
-    """Seconds per phase of a step. `on_phase` is called with each phase's name as it begins.
+    """Seconds per phase of a step. `on_phase` is called with each phase's name at its start.
 
-    `clock`: that of the device which does the work; None = the CPU's. The phases of one timer
-    begin and end in one thread.
+    `clock`: of the device that does the work; None = the CPU's. The phases of one timer start and
+    end in one thread.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class StepTimer:
         clock: PhaseClock | None = None,
     ):
         self.on_phase, self.clock = on_phase, clock or HostClock()
-        self.failed_phase = ""  # the innermost that an exception left in this step
+        self.failed_phase = ""  # the innermost that raised an exception in this step
         self.started_at = self.step_started_at = time.perf_counter()
-        self._running: list[str] = []  # phases that have begun, the innermost last
+        self._running: list[str] = []  # running phases, the innermost last
         self._marks: list[tuple[Any, str]] = []  # and the phase from there on, "" = none
 
     @contextmanager
@@ -107,9 +107,9 @@ class StepTimer:
         return seconds
 
     def lap(self) -> dict[str, float]:
-        """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took.
+        """`step_time` and `time/<phase>` since the last lap; `time/idle` is outside phases.
 
-        A step waits for the device here and nowhere else in this class.
+        A step waits for the device only here in this class.
         """
         seconds = self.seconds
         self._marks = self._marks[-1:]
@@ -126,7 +126,7 @@ class StepTimer:
         self.started_at += seconds
 
     def elapsed(self) -> float:
-        """Seconds since the timer was made, but for those left out."""
+        """Seconds since the timer was created, without the excluded ones."""
         return time.perf_counter() - self.started_at
 
     def _mark(self) -> None:

@@ -1,26 +1,26 @@
-"""Which addresses are of the open network, and which ones a host's name has.
+"""Public addresses, and the addresses of a host name.
 
-A name may resolve to another address the second time: whoever checks must connect to an address
-that was checked, and not to the name.
+A name may resolve to a different address the second time: connect to the address that was checked,
+not to the name.
 """
 
 import asyncio
 import ipaddress
 import socket
 
-# What holds an IPv4 address in its last 32 bits, and leads there.
+# Networks that embed an IPv4 address in their last 32 bits and route to it.
 WRAPPED_IPV4 = tuple(map(ipaddress.ip_network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
-LOCAL_TRANSLATION = ipaddress.ip_network("64:ff9b:1::/48")  # RFC 8215: of this network alone
+LOCAL_TRANSLATION = ipaddress.ip_network("64:ff9b:1::/48")  # RFC 8215: local use only
 
 
 class PrivateAddress(Exception):
-    """A host has an address of this machine or of its network."""
+    """A host resolves to an address of this machine or its network."""
 
 
 async def resolve_host(host: str, port: int, private: bool) -> list[str]:
-    """The addresses of a host, all of which may be asked. Raises OSError, PrivateAddress.
+    """The allowed addresses of a host. Raises OSError, PrivateAddress.
 
-    `private`: addresses of this machine and its network may be asked, too.
+    `private`: also allow addresses of this machine and its network.
     """
     loop = asyncio.get_running_loop()
     entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -33,7 +33,7 @@ async def resolve_host(host: str, port: int, private: bool) -> list[str]:
 
 
 def is_public_address(address: str) -> bool:
-    """Whether an IP address is of the open network: not this machine's, a local or a shared one."""
+    """Whether an IP address is public: not this machine's, a local or a shared one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.sixtofour is not None:

@@ -1,11 +1,11 @@
-"""Worker processes that may be killed at any time: for rewards, tools, environments, mathematics.
+"""Worker processes that can be killed at any time: for rewards, tools, environments, mathematics.
 
 A pool has one process that forks its workers (worker_process.py), started with the first of them. A
-worker answers one message after the other. Its code may hold Python's lock for good, crash, exit or
-fork: that costs the call, and the next one gets another worker. Workers end with the run, however
-it ends. What they print reaches stderr and the log, labelled.
+worker answers one message after the other. Its code may block Python's lock, crash, exit or fork:
+that fails the call, and the next one gets another worker. Workers end with the run, however it
+ends. Their output goes to stderr and the log, labelled.
 
-Messages to a worker are pickled. Its answers are bytes: whoever asks decides how far to trust them.
+Messages to a worker are pickled. Its answers are bytes: the caller decides how far to trust them.
 """
 
 import atexit
@@ -25,19 +25,19 @@ from typing import IO, Any, Protocol
 from rloo_cli.utils import child_process
 from rloo_cli.utils.message_socket import MessageSocket, PeerGone
 
-START_TIMEOUT_S = 60.0  # the first fork waits until the pool's code is imported
+START_TIMEOUT_S = 60.0  # the first fork waits for the import of the pool's code
 CLOSE_TIMEOUT_S = 2.0  # for the process that forks to kill its workers
-IDLE_WAIT_S = 0.1  # for another call to end, before one worker more is forked
-STACK_DUMP_WAIT_S = 0.3  # that a worker gets to write its stack
+IDLE_WAIT_S = 0.1  # wait for another call before forking one more worker
+STACK_DUMP_WAIT_S = 0.3  # time for a worker to write its stack
 MAX_STACK_CHARACTERS = 4000
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 
 
 class WorkerCode(Protocol):
-    """What a pool's workers do. It is pickled, so its class stands at the top of a module."""
+    """The code of a pool's workers. It is pickled, so its class must be at the top of a module."""
 
     def prepare(self) -> None:
-        """Import what all workers share, once, in the process that forks them: no threads."""
+        """Import shared modules once, in the forking process: no threads."""
 
     def start(self) -> None:
         """Called in each worker before its first message."""
@@ -47,9 +47,9 @@ class WorkerCode(Protocol):
 
 
 class WorkerGone(Exception):
-    """The worker exited, or sent something that is no answer. Its text says how it ended.
+    """The worker exited, or sent an invalid answer. Its text says how it ended.
 
-    `exit_code`: negative for a signal; None where it is not known.
+    `exit_code`: negative for a signal; None if unknown.
     """
 
     def __init__(self, exit_code: int | None):
@@ -62,18 +62,18 @@ class WorkerGone(Exception):
 
 
 class Worker:
-    """A forked process. `stack`: the file that it writes its stack to."""
+    """A forked process. `stack`: the file for its stack."""
 
     def __init__(self, starter: "_Starter", messages: MessageSocket, pid: int, stack: IO[bytes]):
         self.starter, self.messages, self.pid, self.stack = starter, messages, pid, stack
         self.is_gone = False
-        self.is_in_call = False  # it has not answered the last message
+        self.is_in_call = False  # a message is unanswered
 
     def request(self, message: object, timeout_s: float, max_bytes: int | None = None) -> bytes:
         """The answer to one message, of at most `max_bytes`.
 
-        Raises WorkerGone; TimeoutError, after which it can only be killed; and what pickling raises
-        for a message that cannot be sent, which leaves the worker as it was.
+        Raises WorkerGone; TimeoutError, after which it must be killed; and pickling errors for a
+        message that cannot be sent, which leave the worker unchanged.
         """
         deadline = time.monotonic() + timeout_s
         body = pickle.dumps(message)
@@ -88,14 +88,14 @@ class Worker:
         return answer
 
     def current_stack(self) -> str:
-        """The frames that it is in now, even if it holds Python's lock; "" if unknown."""
+        """Its current frames, even if it holds Python's lock; "" if unknown."""
         self.starter.send_packet(f"stack {self.pid}")  # a signal to faulthandler
         time.sleep(STACK_DUMP_WAIT_S)
         self.stack.seek(0)
         return self.stack.read().decode(errors="replace")[-MAX_STACK_CHARACTERS:]
 
     def kill(self) -> None:
-        """Kill it and whatever it started, if it is still there."""
+        """Kill it and everything it started, if it is still running."""
         if not self.is_gone:
             self._close()
             self.starter.send_packet(f"kill {self.pid}")
@@ -128,7 +128,7 @@ class _Starter:
         its_start.close()
         os.close(its_pipe)
         self.control.settimeout(START_TIMEOUT_S)
-        with start, contextlib.suppress(PeerGone):  # it has ended already: the first fork says so
+        with start, contextlib.suppress(PeerGone):  # already ended: the first fork reports it
             start.send_pickled((os.getcwd(), code))
 
     def fork(self) -> Worker:
@@ -149,7 +149,7 @@ class _Starter:
         return Worker(self, messages, int(pid), stack)
 
     def end_worker(self, pid: int) -> int | None:
-        """Kill a worker. -> the exit code that it had by itself, or that of the kill"""
+        """Kill a worker. -> its own exit code, or that of the kill"""
         try:
             with self.lock:
                 self.control.send(f"end {pid}".encode())
@@ -158,12 +158,12 @@ class _Starter:
             return None
 
     def send_packet(self, packet: str) -> None:
-        """Send what is not answered."""
+        """Send a packet without an answer."""
         with contextlib.suppress(OSError):
             self.control.send(packet.encode())
 
     def close(self) -> None:
-        """End it, and with it its workers."""
+        """End it and its workers."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(CLOSE_TIMEOUT_S)
@@ -173,10 +173,10 @@ class _Starter:
 
 
 class WorkerPool:
-    """The workers of one kind. `keep`: how many idle ones are kept.
+    """The workers of one kind. `keep`: number of idle workers to keep.
 
-    `name`: whose they are, such as `a tool`: for what they print, and for `ps`. `log`: a file that
-    gets what they print, in place of stderr and the run's log.
+    `name`: the owner, such as `a tool`, for the workers' output and for `ps`. `log`: a file for
+    their output, instead of stderr and the run's log.
     """
 
     def __init__(self, code: WorkerCode, name: str, keep: int, log: Path | None = None):
@@ -189,11 +189,11 @@ class WorkerPool:
         _pools.add(self)
 
     def take_new(self) -> Worker:
-        """A worker that nothing has used yet, which the caller kills. Raises OSError."""
+        """A fresh worker, which the caller kills. Raises OSError."""
         with self.start_lock:
             try:
                 return self._fork()
-            except OSError:  # a worker may have killed the process that forks
+            except OSError:  # a worker may have killed the forking process
                 self._close_starter()
                 return self._fork()
 
@@ -202,13 +202,13 @@ class WorkerPool:
         return self.starter.fork()
 
     def start_idle(self) -> None:
-        """Start the workers that are kept, so that the first calls do not wait for them."""
-        for _ in range(self.keep - len(self.idle)):  # calls may take some of them meanwhile
+        """Start the kept workers in advance, so that the first calls do not wait."""
+        for _ in range(self.keep - len(self.idle)):  # concurrent calls may take some
             self.idle.append(self.take_new())
 
     @contextlib.contextmanager
     def idle_worker(self) -> Iterator[Worker]:
-        """A worker for one call, idle or new, which is kept if it answered. Raises OSError."""
+        """A worker for one call, idle or new, kept if it answers. Raises OSError."""
         worker = self._take_idle()
         try:
             yield worker
@@ -218,7 +218,7 @@ class WorkerPool:
     def _take_idle(self) -> Worker:
         """An idle worker or a new one.
 
-        Where `keep` of them are busy it waits a moment for one, and then starts one more.
+        If `keep` workers are busy, it waits briefly for one, then starts one more.
         """
         limit = time.monotonic() + IDLE_WAIT_S
         with self.changed:

@@ -1,14 +1,14 @@
 """The process that forks the workers of a pool (worker_pool.py), and what runs in a worker.
 
-A fork takes a millisecond or two, where a new Python takes half a second, and shares what has been
-imported. Arguments: the descriptors of the control socket, of the socket with the pool's code, and
-of a pipe that closes when the run ends; and the pool's name, for `ps`. When the pipe closes, the
-kernel ends this process, and with it its workers.
+A fork takes a millisecond or two, a new Python half a second; it shares what has been imported.
+Arguments: the descriptors of the control socket, of the socket with the pool's code, and of a pipe
+that closes when the run ends; and the pool's name, for `ps`. When the pipe closes, the kernel ends
+this process and its workers.
 
-The run asks by packets: `fork`, with a worker's socket and the file for its stack attached, is
-answered with its pid; `end PID` kills a worker with all that it started, and is answered with its
-exit code; `kill PID` does the same without an answer; `stack PID` has it write its stack. Exited
-workers are reaped here, so that a signal never reaches another process.
+The run sends packets. `fork`, with a worker's socket and the file for its stack attached, returns
+its pid. `end PID` kills a worker with everything it started, and returns its exit code; `kill PID`
+does the same without an answer; `stack PID` makes it write its stack. Exited workers are reaped
+here, so that a signal never reaches another process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from rloo_cli.utils.files import wait_until_readable
 from rloo_cli.utils.message_socket import MessageSocket, PeerGone
 from rloo_cli.utils.worker_pool import WorkerCode
 
-REAP_S = 0.5  # seconds between two looks for exited workers
+REAP_S = 0.5  # seconds between checks for exited workers
 PACKET_BYTES = 64
 
 
@@ -37,7 +37,7 @@ class WorkerStarter:
         self.exit_codes: dict[int, int] = {}  # of workers that exited by themselves, by pid
 
     def serve(self) -> None:
-        """Answer until the run closes the socket, and end every worker."""
+        """Answer until the run closes the socket, then kill every worker."""
         while True:
             ready = wait_until_readable(self.control, REAP_S)
             while self._reap(-1, os.WNOHANG):
@@ -64,7 +64,7 @@ class WorkerStarter:
         if not pid:
             code = 1
             try:
-                os.setsid()  # it is killed with everything that it starts
+                os.setsid()  # killed with everything that it starts
                 die_with_pid(starter)
                 self.control.close()
                 faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -79,21 +79,21 @@ class WorkerStarter:
         return pid
 
     def _end(self, pid: int) -> int | None:
-        """Kill a worker. -> its exit code, negative for a signal; None where it is not known"""
+        """Kill a worker. -> its exit code, negative for a signal; None if unknown"""
         if pid in self.running:
-            _kill(pid)  # one that exits already keeps its exit code
+            _kill(pid)  # an exiting worker keeps its exit code
             self._reap(pid, 0)
         return self.exit_codes.pop(pid, None)
 
     def _signal(self, word: str, pid: int) -> None:
         if word == "kill":
             _kill(pid)
-            self.running.discard(pid)  # nobody will ask for its exit code
+            self.running.discard(pid)  # its exit code is not needed
         else:
             os.kill(pid, signal.SIGUSR1)
 
     def _reap(self, pid: int, options: int) -> bool:
-        """Note the exit of a worker, if one exited, and kill what it started and left."""
+        """Note the exit of a worker, if one exited, and kill its leftover children."""
         try:
             pid, status = os.waitpid(pid, options)
         except ChildProcessError:
@@ -107,7 +107,7 @@ class WorkerStarter:
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker that was not reaped yet, and its group, which it may not have made yet."""
+    """Kill an unreaped worker, and its group, which may not exist yet."""
     os.kill(pid, signal.SIGKILL)
     kill_group(pid)
 
@@ -119,7 +119,7 @@ def _answer_messages(messages: MessageSocket, code: WorkerCode) -> None:
         code.start()
         while True:
             answer = code.answer(messages.receive_pickled())
-            if os.getpid() != pid:  # user code forked, and this is the copy
+            if os.getpid() != pid:  # this is a fork by user code
                 os._exit(0)
             messages.send(answer)
 
@@ -132,7 +132,7 @@ def main() -> None:
         folder, code = messages.receive_pickled()
     os.chdir(folder)
     code.prepare()
-    gc.freeze()  # so that collections in a fork do not copy what it shares with us
+    gc.freeze()  # so that garbage collection in a fork does not copy shared memory
     WorkerStarter(control, code).serve()
 
 

@@ -62,7 +62,7 @@ class EchoEnvironment:
             case {"type": "error", "data": {"code": code, "message": message}} if (
                 code in TOLD_ERRORS
             ):
-                raise ValueError(message)  # the model is told
+                raise ValueError(message)  # reported to the model
             case other:
                 self._lost = f"not an observation: {other!r:.300}"
                 raise ConnectionError(self._lost)

@@ -1,6 +1,6 @@
 """An echo environment of OpenEnv, the one that `openenv init` makes: python echo_server.py PORT.
 
-It runs in a virtual environment of its own: pip install -r scripts/openenv/requirements.lock. An
+It runs in a separate virtual environment: pip install -r scripts/openenv/requirements.lock. An
 action is a message, and its reward grows with the message. echo_environment.py is its client.
 """
 

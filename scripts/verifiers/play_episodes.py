@@ -1,4 +1,4 @@
-"""Plays episodes of an environment of the package `verifiers`, which has a Python of its own.
+"""Plays episodes of an environment of the package `verifiers`, which needs a separate Python.
 
 The versions that verifiers needs are not vLLM's, so this is a program for that other Python. It
 imports nothing of rloo, and verifiers only once it runs:
@@ -136,16 +136,16 @@ class ProxyCaller:
         return json.loads(text) if text else None
 
 
-async def play_episode(environment: Any, told: dict[str, Any], caller: ProxyCaller) -> None:
-    """One episode: verifiers plays it, and the proxy is told what came of it."""
-    url, key = told["base_url"], told["api_key"]
+async def play_episode(environment: Any, assigned: dict[str, Any], caller: ProxyCaller) -> None:
+    """One episode: verifiers plays it, and reports the result to the proxy."""
+    url, key = assigned["base_url"], assigned["api_key"]
     client = policy_client(url, key)
     reward, error = None, None
     errors: list[str] = []
     rubric_errors.set(errors)
     try:
-        row = {"example_id": 0, "seed": told["seed"], **told["row"]}
-        played = await environment.run_rollout(row, client, told["model"], {})
+        row = {"example_id": 0, "seed": assigned["seed"], **assigned["row"]}
+        played = await environment.run_rollout(row, client, assigned["model"], {})
         reward, failed = played.get("reward"), played.get("error")
         if failed is not None:
             error = str(failed.get("error_chain_repr") or failed)
@@ -170,7 +170,7 @@ async def _tell_end(
                 error = f"the reward {reward!r} was refused: {refused}"
         await caller.post(f"{url}/rloo/done", key, {} if error is None else {"error": error})
     except OSError as problem:  # the episode was ended meanwhile, which the run has noted
-        print(f"an episode's end could not be told: {problem}", file=sys.stderr)
+        print(f"an episode's end could not be reported: {problem}", file=sys.stderr)
 
 
 async def play_episodes(environment: Any, url: str, token: str) -> None:
@@ -178,9 +178,9 @@ async def play_episodes(environment: Any, url: str, token: str) -> None:
     caller = ProxyCaller()
     tasks: set[asyncio.Task[None]] = set()
     while True:
-        while (told := await _next_episode(caller, url, token)) is None:
+        while (assigned := await _next_episode(caller, url, token)) is None:
             pass
-        tasks.add(task := asyncio.create_task(play_episode(environment, told, caller)))
+        tasks.add(task := asyncio.create_task(play_episode(environment, assigned, caller)))
         task.add_done_callback(tasks.discard)
 
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from rloo_cli.agents import tools
 from rloo_cli.agents.common.call_parsers import PARSERS
 from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
+from rloo_cli.agents.common.template_rules import RuleRenderer, build_renderer
 from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
-from rloo_cli.agents.common.written_rules import RuleRenderer, build_renderer
 from rloo_cli.agents.tools import Config as ToolsConfig
 from rloo_cli.config import agent as config_agent
 from rloo_cli.config import check
@@ -256,7 +256,7 @@ def renderer_of(asked: str, tokenizer: Any, path: str = "somewhere/else") -> Any
         ("llama3", "renderers:llama-3", "a/folder"),
     ],
 )
-def test_a_run_may_ask_for_the_hand_written_rules(model: str, asked: str, path: str) -> None:
+def test_a_run_may_ask_for_the_template_rules(model: str, asked: str, path: str) -> None:
     pytest.importorskip("renderers", reason="the package renderers is not installed")
     tokenizer = rules_tokenizer(model)
     stop = tokenizer.eos_token_id

@@ -286,7 +286,7 @@ def test_explain_tells_which_keys_of_a_teachers_server_act() -> None:
 
 
 def test_a_dry_run_and_a_plan_tell_the_teachers_address() -> None:
-    line = f"\nteacher    at {URL}: nothing of it is loaded here\n"
+    line = f"\nteacher    at {URL}: not loaded locally\n"
     assert line in dry_run_text(served())
     assert line in dry_run_text(served("model.path=some/model"))  # of which nothing is known
     assert dry_run_values(served())["plan"]["teacher"] == URL

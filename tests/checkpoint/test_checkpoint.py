@@ -212,9 +212,9 @@ def test_only_what_is_provably_ours_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "allowed", "said"),
     [
-        ("step=kill9", "0", "RLOO_ALLOW_FAULTS=1 is not set"),
-        ("step=explode", "1", "is not a fault"),
-        ("step@x=kill9", "1", "is not a fault"),
+        ("step=kill9", "0", "needs RLOO_ALLOW_FAULTS=1"),
+        ("step=explode", "1", "is not a valid fault"),
+        ("step@x=kill9", "1", "is not a valid fault"),
     ],
 )
 def test_faults_need_a_second_word_and_are_read_strictly(

@@ -216,7 +216,7 @@ def test_a_run_that_is_not_finished_is_named_and_does_not_count(capsys, sentence
     write(root, "grpo-4", 4, (0.0,), "failed", 1, algorithm__name="grpo")
     told = said(capsys, "runs")
     why = "grpo, seed 4 (runs/grpo-4): failed (exit 7) at step 1 of 4"
-    assert f"does not count: {why}" in told
+    assert f"excluded: {why}" in told
     grpo = written()["configurations"][1]
     assert grpo["seeds"] == [1, 2, 3] and grpo["left_out"][0]["run"] == "runs/grpo-4"
     sentence("\n".join(written()["notes"]))
@@ -366,7 +366,7 @@ def test_a_single_seed_has_the_interval_over_its_prompts(capsys):
 
 
 def test_win_rates_count_for_the_warning_about_many_comparisons(capsys):
-    root, warning = two(), "of many, one"
+    root, warning = two(), "one in twenty misleads"
     assert warning not in said(capsys, "runs")
     for seed in (1, 2):
         judged(root / f"rloo-{seed}", 0.5)

@@ -79,7 +79,7 @@ def test_data_that_is_only_on_a_hub_is_said_not_to_have_been_looked_at(
 ) -> None:
     assert dry("data.path=nobody/nothing-of-this-name", "reward=exact_match") == 0
     said = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("data ") and "not looked at" in line for line in said)
+    assert any(line.startswith("data ") and "not checked" in line for line in said)
 
 
 @pytest.mark.parametrize(

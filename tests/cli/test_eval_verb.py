@@ -256,10 +256,10 @@ WRONG = {
     "eval.sets.hard.splitt=x": ["eval.sets.hard.splitt is not a key"],
     "seed=abc": ["seed = 'abc' is not valid", "command line: seed=abc"],
     "seed.more=1": ["seed.more is not a key"],
-    "model.path=other": ["model.path is the checkpoint's"],
-    "reward=accuracy": ["not one value of one key"],
-    "+debug=cpu": ["not one value of one key"],
-    "eval.max_samples=1,2": ["not one value of one key"],
+    "model.path=other": ["model.path cannot be changed"],
+    "reward=accuracy": ["not a single key=value"],
+    "+debug=cpu": ["not a single key=value"],
+    "eval.max_samples=1,2": ["not a single key=value"],
     "eval.sets.hard={": ["{"],
     "eval.temperature=${generation.temperature}": ["eval.temperature"],
     "hf_token=x": ["this looks like a secret"],
@@ -303,9 +303,9 @@ def test_a_config_is_data_and_checked_like_any_other(
     changes = {
         ("data", "split"): ("${oc.env:PRIVATE}", None),  # a split of that name: nothing is resolved
         ("seed", None): ("${oc.env:PRIVATE}", "seed = '${oc.env:PRIVATE}' is not valid"),
-        ("model", "_target_"): ("os.system", "names no Python objects"),
+        ("model", "_target_"): ("os.system", "cannot name Python objects"),
         ("eval", "surprise"): (1, "eval.surprise is not a key"),
-        ("reward", "state"): ({"type": "nothing"}, "there is no such reward"),
+        ("reward", "state"): ({"type": "nothing"}, "unknown reward"),
     }
     for (section, leaf), (value, said) in changes.items():
         values = json.loads(json.dumps(whole))
@@ -325,7 +325,7 @@ def test_a_config_is_data_and_checked_like_any_other(
 def test_a_state_that_is_none_is_refused(here: Path) -> None:
     (here / "run.json").write_text(json.dumps({"progress": "far"}))
     (here / "summary.json").unlink()
-    with pytest.raises(ConfigError, match="at which step"):
+    with pytest.raises(ConfigError, match="the step of"):
         eval_target.eval_target_of_run("runs/smoke/final", [])
 
 

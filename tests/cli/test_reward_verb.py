@@ -189,7 +189,7 @@ def test_a_recipes_own_rewards_are_tried_and_their_weighted_sum(place, capsys):
     assert ended("test", "+recipe=smoke", "--rows", "2", "--json") == 20
     probes = json.loads(capsys.readouterr().out)["rewards"]
     names = [one["reward"] for one in probes]
-    assert names == ["unique_chars", "length_tokens", "all of them, by weight"]
+    assert names == ["unique_chars", "length_tokens", "weighted sum"]
     sums = {e["kind"]: e["score"] for e in probes[2]["exploits"]}
     parts = [{e["kind"]: e["score"] for e in one["exploits"]} for one in probes[:2]]
     for kind in set(sums) & set(parts[0]) & set(parts[1]):
@@ -357,5 +357,5 @@ def test_every_reward_that_refuses_a_machine_says_in_the_list_what_it_wants():
 def test_the_list_is_readable(capsys):
     assert ended("list") == 0
     said = capsys.readouterr().out
-    assert "wants rloo-cli[math]" in said and "column keywords" in said
+    assert "needs rloo-cli[math]" in said and "column keywords" in said
     assert max(map(len, said.splitlines())) <= 130

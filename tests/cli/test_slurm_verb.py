@@ -192,7 +192,7 @@ REFUSED = {
     "render +recipe=smoke slurm.time=soon": "slurm.time",
     "render +recipe=smoke slurm.time=14400": "slurm.time = 14400",
     "render +recipe=smoke slurm.options={Rm:1}": "slurm.options",
-    f"render train +recipe=smoke {' '.join(SERVED)}": "1 nodes",
+    f"render train +recipe=smoke {' '.join(SERVED)}": "generation.server.num_nodes",
     "render sweep +recipe=smoke algorithm.beta=0.1,-1": "algorithm.beta",
     f"render +recipe=smoke {SERVED[0]} generation.server.num_nodes=1"
     " generation.server.base_url=http://a:1": "generation.server.num_nodes",
@@ -229,7 +229,7 @@ def test_without_sbatch_nothing_is_sent(rloo: Rloo, sentence: Callable[..., None
 
 UNFIT = {  # BM-7: words -> the numbers and names that are said, from sinfo's facts
     "slurm.partition=hgih": ["'hgih'", "slurm.partition=high", "3 nodes"],
-    "slurm.partition=small train_and_serve": ["2 nodes: 1 to train", "small (1 nodes, 4 min)"],
+    "slurm.partition=small train_and_serve": ["2 nodes: 1 to train", "small (1 node, 4 min)"],
     "distributed=ddp distributed.num_nodes=4": ["4 nodes: 4 to train"],
     "slurm.partition=small": ["4 min"],
     "slurm.time=1:30:00": ["slurm.time = 1:30:00"],
@@ -261,7 +261,7 @@ def test_a_job_is_sent_and_its_number_and_log_are_said(slurm: Slurm, tmp_path: P
     assert ended.returncode == 0, ended.stdout
     first, *rest = [line for line in ended.stdout.splitlines() if not line.startswith("note:")]
     number = first.split()[1].rstrip(":")
-    assert first == f"job {number}: train on 1 nodes"
+    assert first == f"job {number}: train on 1 node"
     assert f"  log   {root}/slurm/smoke-{number}.log" in rest
     facts = Job(slurm, number).wait(60)
     assert facts["ExitCode"] == "4:0" and facts["NodeList"] == NODES[0]

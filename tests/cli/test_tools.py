@@ -132,7 +132,7 @@ def test_explain_says_value_and_where_it_is_from(ask, tmp_path: Path) -> None:
 def test_explain_names_a_section_by_its_keys_and_a_reward_that_is_not_chosen(ask) -> None:
     assert "keys     mode, level, cap, floor" in ask("config", "explain", "algorithm.correction")
     text = ask("config", "explain", "reward.regex.pattern", "+recipe=smoke")
-    assert "note     nothing has" in text
+    assert "note     this config lacks" in text
     text = ask("config", "explain", "reward.tldr_rm.path", "+recipe=tldr_6_9b")
     assert "pythia-6.9b" in text and "tldr_6_9b.yaml:" in text
     text = ask("config", "explain", "reward.length_tokens.weight", "+recipe=smoke")

@@ -269,7 +269,7 @@ BAD = {
     "sft sft.epoch=2": (2, "sft.epoch is not a key"),
     "sft sft.batch_size=0": (2, "sft.batch_size"),
     "sft sft.micro_batch_size=64 sft.batch_size=8": (2, "more than a step has"),
-    "sft sft.path=make:nothing": (2, "there is no such model"),
+    "sft sft.path=make:nothing": (2, "unknown model"),
     "sft sft.path=./nothing": (2, "does not exist"),
     "sft sft.revision=v1": (2, "without sft.path"),
     "reward-model reward_model.data.path=./nothing.jsonl": (2, "does not exist"),

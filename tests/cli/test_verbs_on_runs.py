@@ -189,9 +189,9 @@ def test_the_report_of_a_thousand_steps_is_small_quick_and_equal_wherever_it_lie
 def test_two_runs_of_one_config_end_with_what_made_them_part(runs: Path, say: Say) -> None:
     code, out, _ = say(runs / "finished", "compare")
     assert code == 0 and "the same config" in out
-    assert "in 4 steps" in out.partition("part first")[2]
+    assert "in 4 steps" in out.partition("first difference")[2]
     _, out, _ = say(runs / "thrice", "compare", "--anyway")
-    assert "max_steps" in out.partition("part first")[2]
+    assert "max_steps" in out.partition("first difference")[2]
     told = json.loads(say(runs / "finished", "compare", "--json")[1])
     assert told["first_difference"]["found"] is False
 

@@ -45,11 +45,11 @@ def test_a_command_may_be_given_word_by_word_with_num_processes(migrate):
 @pytest.mark.parametrize(
     ("launcher", "prompts", "said"),
     [
-        ("accelerate launch --config_file two.yaml", 8, "2 processes, by two.yaml"),
-        ("accelerate launch --config_file zero2.yaml", 32, "8 processes, by TRL's zero2.yaml"),
-        ("torchrun --nproc_per_node 4", 16, "4 processes, by nproc_per_node"),
+        ("accelerate launch --config_file two.yaml", 8, "2 processes, from two.yaml"),
+        ("accelerate launch --config_file zero2.yaml", 32, "8 processes, from TRL's zero2.yaml"),
+        ("torchrun --nproc_per_node 4", 16, "4 processes, from nproc_per_node"),
         ("--world-size 3 python", 12, ""),
-        ("python", 4, "1 is assumed"),
+        ("python", 4, "assuming 1"),
     ],
 )
 def test_the_launcher_says_how_many_processes_there_were(migrate, launcher, prompts, said):

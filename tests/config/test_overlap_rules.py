@@ -37,7 +37,7 @@ REFUSED = {
 
 # Of carry alone, which refuses all of these, too.
 REFUSED_CARRIED = REFUSED | {
-    "min_tokens": (["generation.min_tokens=2", *UNCORRECTED], "generation.min_tokens", "goes on"),
+    "min_tokens": (["generation.min_tokens=2", *UNCORRECTED], "generation.min_tokens", "request"),
     "a penalty": (
         ["generation.repetition_penalty=1.1", *UNCORRECTED], "generation.repetition_penalty",
         "generation.repetition_penalty=1.0",

@@ -12,7 +12,7 @@ from rloo_cli.config.rules_code import code_problems
     [
         pytest.param("f = 3\n", "a.py:f is not callable", id="a-number"),
         pytest.param("f = g = ['x']\n", "a.py:f is not callable", id="a-list"),
-        pytest.param("def f(x, /): ...\n", "parameter 'x' cannot be given by name", id="before-/"),
+        pytest.param("def f(x, /): ...\n", "parameter 'x' cannot be passed by name", id="before-/"),
         pytest.param("def f(x, /, y=1): ...\n", "parameter 'x'", id="before-/-and-a-default"),
     ],
 )

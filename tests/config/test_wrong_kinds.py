@@ -31,7 +31,7 @@ def said(composed: ComposedConfig, key: str, value: object) -> str:
 @pytest.mark.parametrize("value", [[], {}, [[1]]], ids=str)
 def test_an_agent_whose_kind_is_no_name_is_refused(value):
     told = said(compose_config(["+recipe=tools_mini"]), "agent.kind", value)
-    assert told.startswith(f"error: agent.kind = {value!r}: there is no such agent\n"), told
+    assert told.startswith(f"error: agent.kind = {value!r}: unknown agent\n"), told
 
 
 def test_keys_are_explained_where_an_agents_kind_is_no_name(tmp_path):

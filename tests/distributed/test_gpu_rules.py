@@ -182,7 +182,7 @@ def test_the_scripts_ask_each_step_for_the_nodes_gpus() -> None:
         assert 'gpus=("--gpus-per-node=$SLURM_GPUS_ON_NODE")' in text
 
 
-def test_more_members_of_a_sweep_than_gpus_are_refused(eight: None) -> None:
+def test_more_trials_of_a_sweep_than_gpus_are_refused(eight: None) -> None:
     assert sweep.default_jobs() == 8
     sweep._check_jobs(8, EIGHT)
     sweep._check_jobs(9, [])
@@ -194,7 +194,7 @@ def test_more_members_of_a_sweep_than_gpus_are_refused(eight: None) -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "gpus", "jobs", "fit"), [(80, 1, 1, 21), (24, 1, 1, 7), (24, 4, 2, 14)]
 )
-def test_what_members_keep_of_a_gpu_while_they_wait_is_counted(
+def test_what_trials_keep_of_a_gpu_while_they_wait_is_counted(
     monkeypatch: pytest.MonkeyPatch, gigabytes: int, gpus: int, jobs: int, fit: int
 ) -> None:
     """An eighth of it at most, half a gigabyte each."""
@@ -205,7 +205,7 @@ def test_what_members_keep_of_a_gpu_while_they_wait_is_counted(
     assert not [*rules.too_many_trials_problems(fit, fit)]
     assert not [*rules.too_many_trials_problems(fit + 1, None)]
     (problem,) = rules.too_many_trials_problems(fit + 1, fit)
-    assert f"{fit + 1} members" in problem.what and "0.5 GB" in problem.why
+    assert f"{fit + 1} trials" in problem.what and "0.5 GB" in problem.why
     assert problem.why.endswith(f" {fit} fit")
 
 
@@ -217,11 +217,11 @@ def test_a_clone_that_would_not_fit_is_refused(sentence) -> None:
     control: Any = SimpleNamespace(trial_processes=lives, max_trials=2)
     with pytest.raises(ConfigError) as refused:
         commands._clone(control, control, None, {})
-    assert_refused(refused, 2, "3 members")
+    assert_refused(refused, 2, "3 trials")
     sentence(refused)
 
 
-def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
+def test_a_trial_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(10))
@@ -232,7 +232,7 @@ def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
     monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 80e9)
     alone = memory._free_bytes(policy, run_of().generation, False)
     monkeypatch.setenv(environment.WAITING_TRIALS_VARIABLE, "4")
-    assert memory._free_bytes(policy, run_of().generation, False) == alone  # it is no member
+    assert memory._free_bytes(policy, run_of().generation, False) == alone  # it is no trial
     monkeypatch.setenv(environment.SWEEP_SOCKET_VARIABLE, "/socket:1")
     assert memory._free_bytes(policy, run_of().generation, False) == alone - 2e9
 

@@ -86,7 +86,7 @@ def test_smoke_is_trained_and_served_on_nodes_of_their_own(
     run = tmp_path / "runs" / "smoke"
     assert read_json(run / "run.json")["state"] == "finished" and steps(run) == [1, 2]
     said = job.said()
-    assert "parity of trainer" in said and "the server has ended," in said
+    assert "parity of trainer" in said and "the server has stopped" in said
     assert not server_file.server_file_paths(run) and [
         *(run / "logs" / "server").glob("server_1.log")
     ]
@@ -105,7 +105,7 @@ def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(
     assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "5:0"), job.said()
     assert late < 15 and slurm.idle(5)
     said = job.said()
-    assert "on purpose" in said and "the server has ended," in said
+    assert "on purpose" in said and "the server has stopped" in said
     assert not server_file.server_file_paths(tmp_path / "runs" / "smoke")
 
 

@@ -100,7 +100,7 @@ REFUSED = {
     "eval.sets.a-b={split: test}": ["cannot have this name"],
     "eval.sets._a={split: test}": ["cannot have this name"],
     "eval.sets.a={split: test, path: ./no.jsonl}": ["eval.sets.a.path", "does not exist"],
-    "eval.sets.a={split: test, path: make:no}": ["eval.sets.a.path", "there is no such data set"],
+    "eval.sets.a={split: test, path: make:no}": ["eval.sets.a.path", "unknown data set"],
     "eval.num_generations=0": ["eval.num_generations = 0"],
     "eval.temperature=0": ["eval.temperature = 0"],
     "eval.pass_at=[4]": ["asks for pass@4", "eval.num_generations=4"],

@@ -44,7 +44,7 @@ WHERE = {
     "slurm submit": "test_slurm_runs.py: a real Slurm",
     "submitit": "test_slurm_runs.py",
     "rloo fetch": "test_fetch.py: it is for machines with a network",
-    "rloo sweep": "test_sweep.py: members are processes of their own",
+    "rloo sweep": "test_sweep.py: trials are processes of their own",
     "distributed.num_processes=2": "test_ranks_command.py: two ranks",
     "accelerate_config": "test_accelerate_file.py: its eight processes are too many for +debug=cpu",
     "tldr_mini": "test_tldr_mini.py: the whole pipeline takes minutes",

@@ -13,22 +13,21 @@ from assert_refused import assert_refused
 from rloo_cli.cli import main, verb_parser, verify_resume, vllm_serve
 from rloo_cli.cli.verbs import GROUPS, VERBS
 from rloo_cli.config import check, compose
-from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
 COMPOSE = ("train", "sft", "reward-model", "vllm-serve", "fetch", "plan")
 # What an example says where there is nothing it could work on: the words themselves were read.
 NOTHING_HERE = {
-    "eval": "there is no",
-    "runs": "there is no folder",
-    "top": "there is no run",
-    "doctor": "there is no run",
-    "report": "there is no run",
-    "replay": "there is no run",
-    "sync": "there is no run",
-    "push": "there is no run",
-    "samples": "there is no run",
-    "ledger": "there is no run",
+    "eval": "not found",
+    "runs": "does not exist",
+    "top": "not found",
+    "doctor": "not found",
+    "report": "not found",
+    "replay": "not found",
+    "sync": "not found",
+    "push": "not found",
+    "samples": "not found",
+    "ledger": "not found",
     "compare": "no run",
 }
 # Words before the flag, of verbs that do nothing without an action.
@@ -71,7 +70,7 @@ def test_flags_stand_anywhere_among_the_words() -> None:
     ("words", "key"),
     [
         (["sweep", "show", "s", "--chunk", "3"], "--chunk"),
-        (["sweep", "stop", "s"], "MEMBER"),
+        (["sweep", "stop", "s"], "TRIAL"),
         (["sweep", "show", "s", "t"], "'t'"),
         (["plan", "+recipe=smoke", "--gpus", "0"], "--gpus"),
         (["train", "+recipe=smoke", "--resolve"], "--resolve"),
@@ -126,14 +125,13 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
 
 def test_the_overview_is_one_screen_in_groups_and_its_columns_stand_below_each_other() -> None:
     lines = verb_parser.help_overview().splitlines()
-    assert len(lines) <= 50 and max(map(len, lines)) <= 110
+    assert len(lines) <= 40 and max(map(len, lines)) <= 110
     at = [lines.index(f"{group}:") for group in GROUPS]
     assert at == sorted(at)
     rows = [next(line for line in lines if line.startswith(f"  {name} ")) for name in VERBS]
     starts = {re.match(r"  \S+ +", row).end() for row in rows}  # type: ignore[union-attr]
     assert len(starts) == 1
-    words = " ".join(lines).replace(",", " ").split()
-    assert {*paths.recipe_files()} <= {*words}
+    assert "rloo recipes" in lines[-2]
 
 
 @pytest.mark.process

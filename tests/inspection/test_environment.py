@@ -326,7 +326,7 @@ def test_a_gpu_that_somebody_else_holds(
     assert code == 3 and found["gpu 0"]["status"] == "warn"
     assert f"process {holder.pid} of " in found["gpu 0"]["found"]
     assert "(sleep 60)" in found["gpu 0"]["found"]
-    assert found["memory"]["status"] == "fail" and "are free" in found["memory"]["found"]
+    assert found["memory"]["status"] == "fail" and "free" in found["memory"]["found"]
 
 
 def test_a_run_that_goes_on_in_the_same_folder(one_failure: Any, place: Path) -> None:

@@ -163,7 +163,7 @@ def test_nothing_is_trained_on_that_was_sampled_for_another_prompt(copy: Path) -
 
     edit_record(copy, 1, change)
     offset = read_rollout_record(copy, 1).batch.groups[2].prompt_offset
-    with pytest.raises(DataError, match=f"draw {offset} has another prompt"):
+    with pytest.raises(DataError, match=f"draw {offset} has a different prompt"):
         replay_step(copy, 1)
 
 

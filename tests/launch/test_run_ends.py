@@ -130,7 +130,9 @@ def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     facts = read_json(run / "run.json")
     assert (facts["code"], facts["state"], facts["progress"]["step"]) == (75, "stopped", step)
     strict(run / "metrics.jsonl")
-    command = next(line for line in said.splitlines() if "go on" in line).partition("rloo ")[2]
+    command = next(line for line in said.splitlines() if line.startswith("  resume ")).partition(
+        "rloo "
+    )[2]
     words = [*shlex.split(command), f"max_steps={step + 1}", "train.lr_scheduler=constant"]
     ended = rloo(*words, "resume_allow_changes=true")
     assert ended.code == 0, ended.said
@@ -145,7 +147,7 @@ def test_a_trainer_that_is_stopped_is_killed_with_6_and_leaves_nothing_behind(rl
     assert process.wait(60) == 6
     assert gone(pids)
     said = (rloo.folder / "out").read_text()
-    assert "no sign of" in said and "resume=auto" in said
+    assert "no heartbeat" in said and "resume=auto" in said
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_the_engine_of_accelerate_launch_is_taken_over_and_said(
     run = check.check_config(compose_config(["+recipe=smoke"]))
     _, found, notes = topology.find_topology(TORCHRUN | launch, run)
     assert (found.distributed.engine, found.distributed.offload) == (engine, offload)
-    assert any(note.startswith(f"distributed.engine is {engine} ") for note in notes)
+    assert any(note.startswith(f"distributed.engine is {engine}, ") for note in notes)
 
 
 def test_an_engine_of_the_config_that_accelerate_launch_contradicts_is_refused(sentence) -> None:

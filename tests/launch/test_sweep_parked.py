@@ -1,4 +1,4 @@
-"""What a member leaves its device with, and comes back with."""
+"""What a trial leaves its device with, and comes back with."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def tensors(made: nn.Module, held: Held) -> list[torch.Tensor]:
     return [*offload.iter_model_tensors([made, made]), *offload.iter_optimizer_tensors(held)]
 
 
-def test_all_that_a_member_holds_is_moved_each_once() -> None:
+def test_all_that_a_trial_holds_is_moved_each_once() -> None:
     made = model("cpu")
     held = Held(made)
     held.step()
@@ -49,7 +49,7 @@ def test_all_that_a_member_holds_is_moved_each_once() -> None:
 
 
 @pytest.mark.gpu
-def test_a_member_leaves_the_gpu_empty_and_goes_on_as_if_it_had_stayed() -> None:
+def test_a_trial_leaves_the_gpu_empty_and_goes_on_as_if_it_had_stayed() -> None:
     pair = [(made, Held(made)) for made in (model("cuda"), model("cuda"))]
     for _, held in pair:
         held.step()

@@ -14,7 +14,7 @@ from assert_refused import assert_refused
 from rloo_cli.cli import main
 from rloo_cli.launch.sweep import rules, state
 from rloo_cli.launch.sweep import time_slices as turns_rungs
-from rloo_cli.launch.sweep import trial as sweep_member
+from rloo_cli.launch.sweep import trial as sweep_trial
 from rloo_cli.launch.sweep.state import Rung, SweepState, Trial
 from rloo_cli.launch.sweep.trial import FairShare
 from rloo_cli.utils import child_process, sweep_time_slices
@@ -41,25 +41,25 @@ def refused(*words: str) -> ConfigError:
 def test_a_share_is_kept_over_many_turns() -> None:
     given = [FairShare(1), FairShare(2, share=3), FairShare(3, share=2)]
     for _ in range(60):
-        sweep_member.select_next(given, [1])[0].use_slice()
+        sweep_trial.select_next(given, [1])[0].use_slice()
     assert [round(turns.weighted_slices * turns.share) for turns in given] == [10, 30, 20]
 
 
-def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
-    assert sweep_member.trials_per_device(3, 2) == [2, 1]
-    assert sweep_member.trials_per_device(1, 1) == [1]
+def test_trials_are_spread_over_devices_and_each_has_its_own_room() -> None:
+    assert sweep_trial.trials_per_device(3, 2) == [2, 1]
+    assert sweep_trial.trials_per_device(1, 1) == [1]
     given: list[FairShare] = []
     for number in range(4):
-        device = sweep_member.least_used_device(given, jobs=2, devices=8)
+        device = sweep_trial.least_used_device(given, jobs=2, devices=8)
         given.append(FairShare(number, device=device))
     assert [turns.device for turns in given] == [0, 1, 0, 1]
-    assert sweep_member.least_used_device([], jobs=4, devices=0) == 0
-    assert [turns.number for turns in sweep_member.select_next(given, [1, 0])] == [0]
+    assert sweep_trial.least_used_device([], jobs=4, devices=0) == 0
+    assert [turns.number for turns in sweep_trial.select_next(given, [1, 0])] == [0]
 
 
 def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
     late = FairShare(9, weighted_slices=5.0, slice_owed=True)
-    assert sweep_member.select_next([FairShare(1), late], [1]) == [late]
+    assert sweep_trial.select_next([FairShare(1), late], [1]) == [late]
     late.use_slice()
     assert late.weighted_slices == 5.0 and not late.slice_owed
 
@@ -146,11 +146,11 @@ def test_a_sweep_among_ranks_that_others_started_is_refused(
 
 @pytest.fixture
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepState:
-    """A sweep of two members that does not run: runs/s, in the current folder."""
+    """A sweep of two trials that does not run: runs/s, in the current folder."""
     monkeypatch.chdir(tmp_path)
     words = [SMOKE, "seed=1,2"]
-    members = [Trial(i, f"smoke-{i}a2b3c", [SMOKE, f"seed={i}"]) for i in (1, 2)]
-    made = SweepState(Path("runs/s"), words, str(tmp_path), members=members, state="stopped")
+    trials = [Trial(i, f"smoke-{i}a2b3c", [SMOKE, f"seed={i}"]) for i in (1, 2)]
+    made = SweepState(Path("runs/s"), words, str(tmp_path), trials=trials, state="stopped")
     made.save()
     return made
 
@@ -160,7 +160,7 @@ ORDERS = [
     ("promote runs/s 1", "runs/s", "rloo sweep resume runs/s"),
     ("clone s 2 seed=3", "smoke-2a2b3c", f"{SMOKE} seed=3 name=OTHER resume=runs/smoke-2a2b3c/"),
     ("stop t 1", "t", "rloo sweep stop s"),
-    ("stop s", "MEMBER", ""),
+    ("stop s", "TRIAL", ""),
     ("clone s 1", "runs/s", ""),
 ]
 
@@ -174,7 +174,7 @@ def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(
     sentence(error)
 
 
-def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(
+def test_a_trial_is_named_by_number_name_or_a_piece_that_no_other_has(
     idle: SweepState, sentence
 ) -> None:
     names = [idle.find_trial(word).number for word in ("2", "smoke-1a2b3c", "2a2b")]
@@ -197,7 +197,7 @@ def test_a_sweep_that_runs_is_not_started_twice(idle: SweepState) -> None:
         assert_refused(refused(*words), 2, str(os.getpid()))
 
 
-def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
+def test_a_trial_whose_run_is_trained_by_another_process_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -218,7 +218,7 @@ def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPa
         sweep_time_slices.wait_in_sweep(0, HOOKS)
 
 
-def test_a_member_waits_however_many_files_its_run_has_open() -> None:
+def test_a_trial_waits_however_many_files_its_run_has_open() -> None:
     before = soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= most < 2000:
         pytest.skip("no process may open more than 1024 files here")
@@ -227,40 +227,40 @@ def test_a_member_waits_however_many_files_its_run_has_open() -> None:
         with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"{place}/turns")
             listening.listen()
-            member = sweep_time_slices.SweepTrial(f"{place}/turns:1")
+            trial = sweep_time_slices.SweepTrial(f"{place}/turns:1")
             line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
-            low = member.json_socket.connection.detach()
-            member.json_socket.connection = socket.socket(
+            low = trial.json_socket.connection.detach()
+            trial.json_socket.connection = socket.socket(
                 fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1500)
             )
             os.close(low)
             line.send(do="go", until=3)
-            assert member.wait_for_time_slice(0, HOOKS) > 0.0
+            assert trial.wait_for_time_slice(0, HOOKS) > 0.0
             line.connection.close()
-            member.json_socket.connection.close()
+            trial.json_socket.connection.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
+def test_a_trial_whose_sweep_is_gone_saves_and_stops() -> None:
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{place}/turns")
         listening.listen()
-        member = sweep_time_slices.SweepTrial(f"{place}/turns:1")
+        trial = sweep_time_slices.SweepTrial(f"{place}/turns:1")
         line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         line.send(do="go", until=3)
-        assert member.wait_for_time_slice(0, HOOKS) > 0.0
-        assert member.wait_for_time_slice(2, HOOKS) == 0.0
-        assert line.receive() == [{"member": 1, "step": 0}]
+        assert trial.wait_for_time_slice(0, HOOKS) > 0.0
+        assert trial.wait_for_time_slice(2, HOOKS) == 0.0
+        assert line.receive() == [{"trial": 1, "step": 0}]
         line.connection.shutdown(socket.SHUT_WR)  # while it waits
         with pytest.raises(Stopped):
-            member.wait_for_time_slice(3, HOOKS)
+            trial.wait_for_time_slice(3, HOOKS)
         line.connection.close()  # before
         with pytest.raises(Stopped):
-            member.wait_for_time_slice(3, HOOKS)
+            trial.wait_for_time_slice(3, HOOKS)
 
 
-def test_a_member_does_as_it_is_told_while_it_waits() -> None:
+def test_a_trial_follows_orders_while_it_waits() -> None:
     done: list[str] = []
     hooks = sweep_time_slices.TimeSliceHooks(
         lambda: "here", lambda: done.append("away"), lambda: done.append("back"), lambda: None
@@ -268,20 +268,20 @@ def test_a_member_does_as_it_is_told_while_it_waits() -> None:
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{place}/turns")
         listening.listen()
-        member = sweep_time_slices.SweepTrial(f"{place}/turns:2")
+        trial = sweep_time_slices.SweepTrial(f"{place}/turns:2")
         line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         for order in ({"do": "save"}, {"do": "park"}, {"do": "go", "until": 5}):
             line.send(**order)
-        member.wait_for_time_slice(4, hooks)
+        trial.wait_for_time_slice(4, hooks)
         assert done == ["away", "back"]
         said = [{"step": 4}, {"saved": "here"}, {"parked": True}]
-        assert line.receive() == [{"member": 2, **values} for values in said]
+        assert line.receive() == [{"trial": 2, **values} for values in said]
         line.send(do="stop", why="rloo sweep stop")
         with pytest.raises(Stopped, match="rloo sweep stop"):
-            member.wait_for_time_slice(5, hooks)
+            trial.wait_for_time_slice(5, hooks)
 
 
-def test_what_a_member_waits_is_not_counted_as_its_own() -> None:
+def test_what_a_trial_waits_is_not_counted_as_its_own() -> None:
     clock = StepTimer()
     clock.started_at -= 5.0
     clock.step_started_at -= 5.0

@@ -1,4 +1,4 @@
-"""Members of a sweep that sample with vLLM, each with an engine of its own, are what they would be
+"""Trials of a sweep that sample with vLLM, each with an engine of its own, are what they would be
 alone."""
 
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from cli_cases import Rloo, strict
 from resume_cases import untimed
 from safetensors.torch import load_file
-from sweep_cases import SMOKE, members
+from sweep_cases import SMOKE, trials
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
@@ -39,33 +39,33 @@ def found(words: tuple[str, ...], has_gpu: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("words", "gpu", "way_out"), PROBLEMS.values(), ids=PROBLEMS)
-def test_an_engine_that_members_would_share_is_refused_with_the_way_out(words, gpu, way_out):
+def test_an_engine_that_trials_would_share_is_refused_with_the_way_out(words, gpu, way_out):
     (problem,) = found(words, gpu)
     assert way_out in str(problem.fix) and problem.what.startswith(str(problem.where))
 
 
 @pytest.mark.parametrize(("words", "gpu"), TAKEN)
-def test_an_engine_of_a_members_own_is_taken(words, gpu):
+def test_an_engine_of_a_trials_own_is_taken(words, gpu):
     assert found(words, gpu) == []
 
 
-def test_members_whose_engines_sleep_beside_them_need_twice_the_room():
+def test_trials_whose_engines_sleep_beside_them_need_twice_the_room():
     assert rules.max_open_trials(1, 80e9) == 21 and rules.max_open_trials(1, 80e9, True) == 11
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [SERVER, COLOCATE])
-def test_interleaved_members_with_vllm_equal_the_same_runs_alone(quick: Rloo, backend: str) -> None:
+def test_interleaved_trials_with_vllm_equal_the_same_runs_alone(quick: Rloo, backend: str) -> None:
     words = (*SMOKE, backend, "max_steps=4", "train.lr_scheduler=cosine", "data.eval_split=null",
              "algorithm.beta=0.0,0.05")  # fmt: skip
     ended = quick("sweep", *words, "--chunk", "2", "--name", "s", timeout=500)
-    assert ended.code == 0 and ended.out.endswith("2 members, 0 failed\n"), ended.said
+    assert ended.code == 0 and ended.out.endswith("2 trials, 0 failed\n"), ended.said
     order = [line.split()[0] for line in ended.out.splitlines() if "  step 2/4  " in line]
     assert order == ["1", "2"]  # in turns, and none to its end at once
-    for member in members(quick):
-        name = member["name"]
-        ended = quick("train", *member["words"], f"name={name}", "root=alone")
+    for trial in trials(quick):
+        name = trial["name"]
+        ended = quick("train", *trial["words"], f"name={name}", "root=alone")
         assert ended.code == 0, ended.said
         one, other = (quick.folder / root / name for root in ("runs", "alone"))
         a, b = (load_file(run / "final" / "model.safetensors") for run in (one, other))

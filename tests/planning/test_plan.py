@@ -72,7 +72,7 @@ def refused(*words: str) -> Problem:
 
 def test_a_run_that_cannot_fit_is_refused_with_two_keys_that_bring_most() -> None:
     error = refused("--gpu=24GiB")
-    assert "1 x GPU of 24GiB" in error.what and "GiB are usable" in error.why
+    assert "1 x GPU of 24GiB" in error.what and "GiB usable" in error.why
     keys = [line for line in error.fix.splitlines() if "=" in line and "--gpus" not in line]
     assert 1 <= len(keys) <= 2
     for line in keys:
@@ -111,7 +111,7 @@ WRONG = {
     "--gpu=0GiB": "--gpu 0GiB",
     "--gpus=0": "--gpus",
     "--gpus=two": "--gpus",
-    "--gpus=4": "there is one",
+    "--gpus=4": "needs several processes",
     "--prompts=-1": "--prompts",
     "--gpuu=4": "--gpuu",
 }
@@ -124,7 +124,7 @@ def test_a_flag_that_is_wrong_is_a_mistake_of_the_command_line(flag: str) -> Non
 
 
 def test_a_plan_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes a recipe"):
+    with pytest.raises(ConfigError, match="needs a recipe"):
         verb.run(["--json"])
 
 

@@ -90,7 +90,7 @@ def test_the_plan_says_how_long_episodes_are_taken_to_be(
         "prompt": 0, "completion": 18, "sampled": 14, "turns": 2,
     }  # fmt: skip
     said = " ".join(found["assumed"])
-    for number in ("3 turns", "10 sampled tokens", "2 turns: 14 sampled", "4 that"):
+    for number in ("3 turns", "10 sampled tokens", "2 turns: 14 sampled", "4 read"):
         assert number in said
     assert "--turns N" not in said and "--turns N" in " ".join(half["assumed"])
     assert found["tokens_per_step"] > half["tokens_per_step"]
@@ -98,7 +98,7 @@ def test_the_plan_says_how_long_episodes_are_taken_to_be(
 
 @pytest.mark.parametrize("flag", ["--turns=2", "--observation-tokens=2"])
 def test_flags_of_episodes_are_refused_for_single_answers(flag: str) -> None:
-    with pytest.raises(ConfigError, match="are of episodes"):
+    with pytest.raises(ConfigError, match="need an agent"):
         verb.run(["+recipe=smoke", "--gpu=80GiB", flag])
     with pytest.raises(ConfigError, match="--turns MEAN"):
         verb.run(["+recipe=smoke", "--gpu=80GiB", "--turns=0.5"])

@@ -466,7 +466,7 @@ def test_sync_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     write(Path("runs"), "one", steps=0, scores=())
     for words, said in (
-        (["one"], "which tracker"), (["one", "wanb"], "wanb"), (["on", "wandb"], "there is no run"),
+        (["one"], "tracker missing"), (["one", "wanb"], "wanb"), (["on", "wandb"], "not found"),
         (["one", "wandb"], "no metrics"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):

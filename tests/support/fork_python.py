@@ -80,10 +80,10 @@ def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             sys.argv = ["-c", *job["words"]]
             importlib.import_module(job["what"]).main()
-        if "FAKE_MEMBERS" in job["env"] and job["words"][:1] == ["train"]:
-            import fake_member
+        if "FAKE_TRIALS" in job["env"] and job["words"][:1] == ["train"]:
+            import fake_trial
 
-            fake_member.main(job["words"])
+            fake_trial.main(job["words"])
         sys.argv = ["rloo", *job["words"]]
         from rloo_cli.cli import main as cli_main
 

@@ -26,6 +26,6 @@ def facts(rloo: Rloo, name: str = "s", root: str = "runs") -> dict[str, Any]:
     return found
 
 
-def members(rloo: Rloo, **of: Any) -> list[dict[str, Any]]:
-    """The members of the sweep `s`."""
+def trials(rloo: Rloo, **of: Any) -> list[dict[str, Any]]:
+    """The trials of the sweep `s`."""
     return facts(rloo, **of).get("members", [])

@@ -168,7 +168,7 @@ def test_the_guards_of_the_config_are_the_rules_and_each_says_what_it_rests_on()
     for name, field in GuardsConfig.model_fields.items():
         assert any(metric in str(field.description) for metric in HEALTH_RULES[name].metrics)
     said = config_verb.explain_key("guards.many_truncated", ["+recipe=smoke"])
-    assert "completions/clipped_ratio over 0.5" in said and "fail | warn | off" in said
+    assert "completions/clipped_ratio above 0.5" in said and "fail | warn | off" in said
 
 
 def test_an_unknown_guard_is_answered_with_the_nearest_name(tmp_path):

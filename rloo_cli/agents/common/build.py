@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rloo_cli.agents.common.call_parsers import choose_parser
 from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.observations import ToolImages
+from rloo_cli.agents.common.template_rules import build_renderer
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
-from rloo_cli.agents.common.written_rules import build_renderer
 from rloo_cli.config import registry
 from rloo_cli.config.agent import (
     AgentConfig,

@@ -234,8 +234,9 @@ def _minibatch_problems(config: Switches, num_prompts: int) -> Iterator[Problem]
     valid = " or ".join(str(d) for d in near if d)
     key, what = "algorithm.num_minibatches", "does not divide the step's prompts"
     why = f"train.prompts_per_step = {num_prompts} = {num_prompts // n} * {n} + {num_prompts % n}"
-    low, high = n * (num_prompts // n) or n, n * (num_prompts // n + 1)
-    yield value_problem(key, n, what, f"{valid}, or train.prompts_per_step={low} or {high}", why)
+    sizes = dict.fromkeys((n * (num_prompts // n) or n, n * (num_prompts // n + 1)))
+    multiples = " or ".join(map(str, sizes))
+    yield value_problem(key, n, what, f"{valid}, or train.prompts_per_step={multiples}", why)
 
 
 def _kl_warnings(config: Switches) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""`rloo compare RUN...`: compare runs, and configurations by their means over seeds.
+"""`rloo compare RUN...`: compare runs, or configurations by their means over seeds.
 
-A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. Of two runs the last
-section says where they part first: by which key, version, row of the data, token or number. The
-verb writes curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison,
-and imports no torch.
+A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. For two runs the last
+section shows where they first differ: key, version, data row, token or number. The verb writes
+curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison. Imports no
+torch.
 
     charts          Draws the comparison as one picture
     configurations  Groups runs into configurations
@@ -37,7 +37,7 @@ OUTPUT_FOLDER = "comparison"
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for runs not found, not finished or not comparable."""
+    """Run the verb. Raises ConfigError for missing, unfinished or incomparable runs."""
     options = parse_verb("compare", args)
     tolerance = options.tolerance or 0.0
     folders = run_folders.find_compared_runs(options.run)
@@ -64,10 +64,10 @@ def run(args: list[str]) -> int:
 
 
 def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool) -> int:
-    """Say where two runs part. Exits with 20 if they do."""
+    """Print where two runs first differ. Exits with 20 if they do."""
     if len(folders) != 2:
-        what = f"--first-difference compares two runs, and {len(folders)} are named"
-        why = f"found {', '.join(map(str, folders[:5])) or 'no name of a run'}"
+        what = f"--first-difference compares two runs; {len(folders)} are given"
+        why = f"found {', '.join(map(str, folders[:5])) or 'no run'}"
         refuse("command line", what, "rloo compare A B --first-difference", why)
     result = first_difference.find_first_difference(folders[0], folders[1], tolerance)
     if as_json:
@@ -80,7 +80,7 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
 
 def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configuration]:
     if len(runs) < 2:
-        refuse("command line", "rloo compare needs two runs or more", USAGE, f"found {len(runs)}")
+        refuse("command line", "rloo compare needs at least two runs", USAGE, f"found {len(runs)}")
     configs = configurations.group_by_configuration(runs, unfinished)
     if not any(config.runs for config in configs):
         why = "\n".join(f"{run.folder}: {run.status_text}" for run in runs)
@@ -89,15 +89,15 @@ def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configurati
 
 
 def _metric(configs: list[Configuration], wanted: str | None) -> str | None:
-    """The wanted metric, or the first held-out reward; None if no run has been evaluated."""
+    """The requested metric, or the first held-out reward; None if no run was evaluated."""
     metrics = run_record.held_out_metrics([run for config in configs for run in config.runs])
     if wanted is None:
         return next((name for name in metrics if name.endswith("reward")), None)
     if wanted not in metrics:
         close = nearest_names(wanted, metrics)
-        why = f"all have: {', '.join(metrics) or 'no evaluation at all'}"
-        fix = f"--metric {close[0]}" if close else "leave --metric out"
-        refuse("--metric", f"not every run has {wanted!r}", fix, why)
+        why = f"metrics of all runs: {', '.join(metrics) or 'none'}"
+        fix = f"--metric {close[0]}" if close else "omit --metric"
+        refuse("--metric", f"{wanted!r} is missing in some runs", fix, why)
     return wanted
 
 
@@ -110,7 +110,7 @@ def _notes(configs: list[Configuration], anyway: bool) -> list[str]:
 
 
 def _baseline_index(configs: list[Configuration], label: str | None) -> int:
-    """The index of the configuration that the others are compared with."""
+    """The index of the baseline configuration."""
     labels = [one.label for one in configs]
     if label is None:
         return next(i for i, one in enumerate(configs) if one.runs)
@@ -120,7 +120,7 @@ def _baseline_index(configs: list[Configuration], label: str | None) -> int:
 
 
 def _common_folder(runs: list[RunRecord]) -> Path:
-    """The folder that all the runs lie in."""
+    """The folder that contains all the runs."""
     parents = [str(run.folder.absolute().parent) for run in runs]
     common = Path(os.path.commonpath(parents))
     return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
@@ -129,15 +129,15 @@ def _common_folder(runs: list[RunRecord]) -> Path:
 def _comparison_values(
     comparison: results.Comparison, parting: FirstDifference | None
 ) -> JsonObject:
-    """The comparison as plain values; of two runs with what made them part."""
+    """The comparison as plain values; for two runs, with their first difference."""
     values: JsonObject = tables.comparison_json(comparison)
     return values if parting is None else values | {"first_difference": parting.to_json()}
 
 
 def _print_parting(parting: FirstDifference) -> None:
-    """The last section of a comparison of two runs: what made them part first."""
+    """The last section of a comparison of two runs: where they first differ."""
     console = answer_console(140)
-    console.print("\nwhere they part first", style="bold")
+    console.print("\nfirst difference", style="bold")
     for line in first_difference.difference_lines(parting):
         console.print(clean_line(line), markup=False, soft_wrap=True)
 
@@ -152,14 +152,14 @@ def _write_files(
     recipes = [str(run.run_metadata.get("recipe") or run.name) for run in runs]
     title = " · ".join(dict.fromkeys(recipes))
     if find_spec("matplotlib") is None:
-        print("curves.png is not drawn: pip install 'rloo-cli[view]'", file=sys.stderr)
+        print("no curves.png without matplotlib: pip install 'rloo-cli[view]'", file=sys.stderr)
     else:
         for name in ("curves.png", "curves.svg"):
             charts.draw_comparison(comparison, out / name, title)
     text = tables.comparison_markdown(comparison, configs)
     if parting is not None:
         lines = map(clean_line, first_difference.difference_lines(parting))
-        text = f"{text.rstrip()}\n\n## Where they part first\n\n```\n{chr(10).join(lines)}\n```\n"
+        text = f"{text.rstrip()}\n\n## First difference\n\n```\n{chr(10).join(lines)}\n```\n"
     write_text(out / "table.md", text)
     write_text(out / "table.csv", tables.comparison_csv(comparison))
     write_json(out / "table.json", _comparison_values(comparison, parting))
@@ -180,8 +180,8 @@ def _print_comparison(
         if table is not None:
             console.print(table)
     lines = [*tables.legend_lines(comparison), *results.conclusion_lines(comparison)]
-    lines += [f"does not count: {line}" for line in tables.excluded_run_lines(comparison)]
-    lines += [f"mind: {line}" for line in comparison.notes]
+    lines += [f"excluded: {line}" for line in tables.excluded_run_lines(comparison)]
+    lines += [f"note: {line}" for line in comparison.notes]
     for line in [*lines, f"written to {out}"]:
         console.print(clean_line(line), soft_wrap=True)
 

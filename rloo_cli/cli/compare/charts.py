@@ -1,7 +1,7 @@
 """Draws the comparison as one picture: curves over completions, reward against KL, and bars.
 
-Each configuration has one colour, mark and kind of line in all panels: Okabe and Ito's colours,
-which people with any kind of colour vision tell apart, and marks for those who see none.
+Each configuration has one colour, marker and line style in all panels: Okabe and Ito's colours,
+which people with any colour vision can distinguish, and markers for those who see no colour.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from rloo_cli.reporting.panel import clean_line
 from rloo_cli.reporting.statistics import Estimate
 from rloo_cli.utils.files import JsonObject
 
-if TYPE_CHECKING:  # lazy: only the extra `view` has it
+if TYPE_CHECKING:  # lazy: only in the extra `view`
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
@@ -50,7 +50,7 @@ def draw_comparison(comparison: Comparison, out: Path, title: str) -> Path:
                   frameon=False, labelcolor=TEXT_COLOUR)  # fmt: skip
     kind = "svg" if out.suffix.lower() == ".svg" else "png"
     out.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "rloo"}):  # the same picture, the same file
+    with matplotlib.rc_context({"svg.hashsalt": "rloo"}):  # equal pictures give equal files
         figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else {})
     return out
 
@@ -93,7 +93,7 @@ def _curve(axis: "Axes", comparison: Comparison, name: str, marks: bool) -> bool
 
 
 def _limit_y_axis(axis: "Axes", comparison: Comparison, name: str) -> None:
-    """Limit the scale to the means and half as much again: the band of two seeds may be huge."""
+    """Limit the scale to 1.5 times the means: the band of two seeds may be huge."""
     means = [e.mean for result in comparison.results for _, e in result.curves[name]]
     low, high = axis.get_ylim()
     margin = 0.5 * (max(means) - min(means)) or abs(max(means)) * 0.1 or 1.0
@@ -143,7 +143,7 @@ def _against_kl(axis: "Axes", comparison: Comparison) -> None:
 
 
 def _bar_panels(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Figure, heading and unit of each panel with bars: of win rates only the first."""
+    """Figure, heading and unit of each panel with bars: only the first win rate."""
     panels = [("step_s", "Time", "seconds per step (median)"), ("peak_gib", "Memory", "peak, GiB")]
     figures = dict.fromkeys(name for result in comparison.results for name in result.figures)
     for name in [name for name in figures if name.startswith(WIN_RATE_PREFIX)][:1]:
@@ -153,7 +153,7 @@ def _bar_panels(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def _bar(axis: "Axes", comparison: Comparison, name: str, heading: str, unit: str) -> None:
-    """Draw a bar for each configuration, with the interval over seeds if there is one."""
+    """Draw a bar per configuration, with its interval over seeds."""
     curves.style_axis(axis, heading, "")
     axis.set_xlabel(unit, fontsize=9, color="#444444")
     means = [result.mean_over_seeds(name) for result in comparison.results]
@@ -198,7 +198,7 @@ def _whisker(axis: "Axes", i: int, e: Estimate, colour: str = TEXT_COLOUR) -> No
 def _configuration_axis(
     axis: "Axes", comparison: Comparison, has_data: Sequence[bool], show_labels: bool = False
 ) -> None:
-    """Give each configuration a line, the first on top; `show_labels`: with its name."""
+    """Give each configuration a row, the first on top; `show_labels`: with its name."""
     axis.locator_params(axis="x", integer=False, nbins=5)
     names = [_shorten_label(clean_line(result.label)) for result in comparison.results]
     axis.set_yticks(range(len(names)), names if show_labels else [""] * len(names), fontsize=9.5)

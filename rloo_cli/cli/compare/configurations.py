@@ -1,7 +1,7 @@
-"""Groups runs into configurations: runs that differ only in the seed and in what changes no result.
+"""Groups runs into configurations: runs that differ only in seed and neutral keys.
 
-A path with the run's own seed in it (`sft-seed-3/final`) counts as the same for all seeds: what a
-driver makes once per seed is no difference between configurations.
+A path that contains the run's own seed (`sft-seed-3/final`) counts as equal for all seeds: a file
+made once per seed does not make the configurations different.
 """
 
 import json
@@ -20,18 +20,18 @@ NEUTRAL_SECTIONS = (
     "seed", "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "slurm",
     "sft", "reward_model", "debug",
 )  # fmt: skip
-# Runs that differ in these keys have scores that do not measure the same.
+# Scores of runs that differ in these keys are not comparable.
 SCORE_KEYS = ("reward", "model.path", "generation.max_completion_length")
 HELD_OUT_KEYS = ("data.eval_split", "eval.sets", "eval.max_samples")
 BUDGET_KEYS = ("max_steps", "total_episodes", "train.epochs", "train.prompts_per_step",
                "algorithm.num_generations")  # fmt: skip
-MAX_LABEL_KEYS = 3  # how many keys a label names
+MAX_LABEL_KEYS = 3  # keys in a label
 FlatConfig = JsonObject
 
 
 @dataclass
 class Configuration:
-    """Runs of one configuration, one for each seed."""
+    """Runs of one configuration, one per seed."""
 
     label: str
     keys: FlatConfig
@@ -45,7 +45,7 @@ class Configuration:
 
 
 def flat_config(run: RunRecord) -> FlatConfig:
-    """Dotted key -> value of a run's config, without its paths, seed and logging."""
+    """Dotted key -> value of a run's config, without paths, seed and logging."""
     return {
         key: without_seed(run, value) if isinstance(value, str) else value
         for key, value in messages.walk_values(run.config)
@@ -64,7 +64,7 @@ def _in_sections(key: str, sections: Collection[str]) -> bool:
 
 
 def is_neutral_key(key: str) -> bool:
-    """Whether two runs that differ in this key compute the same: `resume` lets a run change it."""
+    """Whether this key cannot change results: `resume` lets a run change it."""
     if key.startswith("reward.") and key.rpartition(".")[2] in resume.CHANGEABLE_REWARD_KEYS:
         return True
     return _in_sections(key, resume.CHANGEABLE_KEYS) or check.is_engine_placement_key(key)
@@ -73,17 +73,17 @@ def is_neutral_key(key: str) -> bool:
 def group_by_configuration(
     runs: Sequence[RunRecord], unfinished: bool = False
 ) -> list[Configuration]:
-    """Group runs into configurations with labels: RLOO's first, then in the order of the runs.
+    """Group runs into configurations with labels: RLOO's first, then in run order.
 
-    `unfinished`: runs that are not at their end count too. Two runs of one configuration and seed
-    stand for themselves. Raises ConfigError if one configuration of more runs has a seed twice.
+    `unfinished`: include unfinished runs. Two runs of one configuration and seed each form their
+    own configuration. Raises ConfigError if a configuration of more runs has a seed twice.
     """
     keys = [flat_config(run) for run in runs]
     all_keys = list(dict.fromkeys(key for flat in keys for key in flat))
     distinguishing = {key for key in all_keys if not is_neutral_key(key)}
     for group in _group_run_indices(runs, keys, distinguishing):
         if _repeated_seed(_counted_indices(group, runs, unfinished), runs):
-            # More than the seed differs: then neutral keys, such as the engine, are compared.
+            # More than the seed differs: compare neutral keys too, such as the engine.
             distinguishing |= {k for k in all_keys if _differ(keys[i].get(k) for i in group)}
     groups = _group_run_indices(runs, keys, distinguishing)
     twice = len(runs) == 2 and len(groups) == 1 and runs[0].seed == runs[1].seed
@@ -93,9 +93,9 @@ def group_by_configuration(
     for one, group in zip(configs, groups, strict=True):
         counted = _counted_indices(group, runs, unfinished)
         if pair := _repeated_seed(counted, runs):
-            what = f"seed {runs[pair[0]].seed} is there twice in one configuration"
+            what = f"seed {runs[pair[0]].seed} occurs twice in one configuration"
             why = "\n".join(str(runs[i].folder) for i in pair)
-            refuse("seed", what, "name one of the two", why)
+            refuse("seed", what, "pass only one of the two", why)
         one.runs = sorted((runs[i] for i in counted), key=lambda run: run.seed)
         one.excluded_runs = [runs[i] for i in group if i not in counted]
     _set_labels(configs)
@@ -119,7 +119,7 @@ def _counted_indices(group: list[int], runs: Sequence[RunRecord], unfinished: bo
 
 
 def _repeated_seed(counted: list[int], runs: Sequence[RunRecord]) -> list[int]:
-    """The indices of the runs with the first seed that several runs have; [] without such a one."""
+    """The indices of the runs with the first seed that several runs share; [] if there is none."""
     counts = Counter(runs[i].seed for i in counted)
     seed = next((seed for seed, n in counts.items() if n > 1), None)
     return [i for i in counted if runs[i].seed == seed] if seed is not None else []
@@ -137,7 +137,7 @@ def _differ(values: Iterable[object]) -> bool:
 
 
 def _set_labels(configs: list[Configuration]) -> None:
-    """Label each by its algorithm, and by what differs from most of that algorithm or of all."""
+    """Label each by its algorithm, and by its differences from the majority."""
     by_algorithm = defaultdict(list)
     for config in configs:
         by_algorithm[str(config.keys["algorithm.name"])].append(config)
@@ -160,13 +160,13 @@ def _set_labels(configs: list[Configuration]) -> None:
 
 
 def _is_majority_value(key: str, config: Configuration, among: Sequence[Configuration]) -> bool:
-    """Whether more than half of these have its value, which is then not mentioned."""
+    """Whether more than half of these have its value; the label then omits it."""
     value = _canonical_json(config.keys.get(key))
     return 2 * sum(_canonical_json(other.keys.get(key)) == value for other in among) > len(among)
 
 
 def differing_keys(configs: Sequence[Configuration]) -> list[str]:
-    """Keys with several values in these configurations; of the algorithm's, those that all have.
+    """Keys with several values; of the algorithm's keys, only those that all have.
 
     A section that only some have (`model.lora`) is a difference, an algorithm's own key is not.
     """
@@ -182,7 +182,7 @@ def _short_key(key: str, shortest: Counter[str]) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as it would stand on the command line."""
+    """A value as on the command line."""
     if isinstance(value, bool) or value is None:
         return str(json.dumps(value))
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -192,15 +192,15 @@ def format_value(value: object) -> str:
 
 
 def comparability_problems(configs: Sequence[Configuration]) -> Iterator[Problem]:
-    """Why figures of these configurations do not measure the same thing."""
-    fix = "leave one out, or --anyway"
+    """Why figures of these configurations are not comparable."""
+    fix = "exclude one, or --anyway"
     prints = {one.label: {r.run_metadata.get("fingerprint") for r in one.runs} for one in configs}
     known = {p for some in prints.values() for p in some if p is not None}
     if len(known) > 1:
         where = next((k for k in differing_keys(configs) if k.startswith("data.")), "data")
         why = "\n".join(f"{label}: {', '.join(map(str, p))}" for label, p in prints.items())
-        what = "the runs are not comparable: they were trained on other prompts"
-        yield Problem(what, where, f"fingerprints of the data\n{why}", fix)
+        what = "the runs are not comparable: they were trained on different prompts"
+        yield Problem(what, where, f"fingerprint of the data\n{why}", fix)
     labelled = [(one.label, flat_config(run)) for one in configs for run in one.runs]
     for key in dict.fromkeys(key for _, config in labelled for key in config):
         is_score_key = _in_sections(key, SCORE_KEYS) and not is_neutral_key(key)
@@ -215,19 +215,19 @@ def comparability_problems(configs: Sequence[Configuration]) -> Iterator[Problem
 
 
 def fairness_warnings(configs: Sequence[Configuration]) -> Iterator[str]:
-    """What makes a comparison unfair, or a figure doubtful."""
+    """What makes the comparison unfair or a figure doubtful."""
     keys = [key for key in differing_keys(configs) if key in BUDGET_KEYS]
     if keys:
-        yield f"not the same budget: {', '.join(keys)} differ"
+        yield f"different budgets: {', '.join(keys)} differ"
     hosts = [{str(run.run_metadata.get("host")) for run in one.runs} for one in configs if one.runs]
     if any(names != hosts[0] for names in hosts):
-        yield "not on the same machine: seconds and memory say little"
+        yield "different machines: seconds and memory are not comparable"
     seeds = sorted({seed for one in configs for seed in one.seeds})
     for one in configs:
         own_seeds = {*one.seeds, *(run.seed for run in one.excluded_runs)}
         if missing := [str(seed) for seed in seeds if seed not in own_seeds]:
-            yield f"{one.label}: no run with seed {', '.join(missing)}, which others have"
+            yield f"{one.label}: no run with seed {', '.join(missing)}, unlike others"
         for run in [run for run in one.runs if not run.finished]:
-            yield f"{one.label}, seed {run.seed} counts as far as it is: {run.status_text}"
+            yield f"{one.label}, seed {run.seed} is unfinished: {run.status_text}"
     if any(one.excluded_runs for one in configs):
-        yield "means are of the runs that count: those that failed might have been the worst"
+        yield "means exclude failed runs, which might have been the worst"

@@ -1,7 +1,7 @@
-"""Chooses the win rates that can be compared: of final models, by one judge, over the same pairs.
+"""Chooses comparable win rates: of final models, by one judge, over the same pairs.
 
-A run may have been judged several times: at checkpoints, by other judges, in one order or both.
-For each opponent the judgement that most configurations have is taken; what is left out is named.
+A run may have been judged several times: at checkpoints, by other judges, in one order or both. For
+each opponent the judgement that most configurations have is used; the others are reported.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ def comparable_tallies(configs: Sequence[Configuration]) -> dict[str, Tallies]:
 
 
 def left_out_lines(configs: Sequence[Configuration]) -> Iterator[str]:
-    """A line for each run that was judged, and whose win rate is not compared, with the reason."""
+    """A line per judged run whose win rate is not compared, with the reason."""
     chosen = _chosen_tallies(configs)
     for config in configs:
         for run in config.runs:
@@ -40,7 +40,7 @@ def left_out_lines(configs: Sequence[Configuration]) -> Iterator[str]:
 
 
 def _chosen_tallies(configs: Sequence[Configuration]) -> dict[str, dict[Path, JudgeTally]]:
-    """Opponent -> the run's folder -> the tally of the judgement that most of them have."""
+    """Opponent -> the run's folder -> the tally of the most common judgement."""
     by_key: dict[tuple[str, str], dict[Path, JudgeTally]] = defaultdict(dict)
     labels: dict[tuple[str, str], set[str]] = defaultdict(set)
     for config in configs:
@@ -57,11 +57,11 @@ def _chosen_tallies(configs: Sequence[Configuration]) -> dict[str, dict[Path, Ju
 
 
 def _reason(own: JudgeTally, other: JudgeTally | None) -> str:
-    """Why a tally is not compared; `other`: one of those that are."""
+    """Why a tally is not compared; `other`: one that is compared."""
     if not own.of_final_model:
-        return "is not of the model that the run ended with"
+        return "is not about the run's final model"
     if other is None:
-        return "has no other to be compared with"
+        return "has no counterpart"
     keys = dict.fromkeys([*own.judgement, *other.judgement])
     differ = [k for k in keys if own.judgement.get(k) != other.judgement.get(k)]
     values = (
@@ -69,4 +69,4 @@ def _reason(own: JudgeTally, other: JudgeTally | None) -> str:
         f" {format_value(other.judgement.get(key))}"
         for key in differ
     )
-    return f"was judged in another way: {'; '.join(values)}"
+    return f"was judged differently: {'; '.join(values)}"

@@ -1,7 +1,7 @@
 """Compares configurations: curves over completions, figures at the end, differences.
 
-The held-out score is a metric of the evaluations in metrics.jsonl; without any, the training reward
-takes its place and is named so. Win rates are those of one judge, asked about the final models.
+The held-out score is a metric of the evaluations in metrics.jsonl; without evaluations the training
+reward is used instead, under its own name. Win rates come from one judge, on the final models.
 """
 
 import math
@@ -24,7 +24,7 @@ from rloo_cli.reporting.statistics import (
 )
 from rloo_cli.utils.files import JsonObject
 
-END_FRACTION = 0.1  # share of the steps that the end of a run is the mean of
+END_FRACTION = 0.1  # last share of the steps, averaged for the end of a run
 THRESHOLD_FRACTION = 0.9  # of the way from the start to the best configuration's end
 REWARD, KL, GIB = "reward", "objective/kl", 2**30
 WIN_RATE_PREFIX = "wins/"  # of the names of figures from judges; the opponent follows
@@ -38,10 +38,10 @@ class ConfigurationResult:
 
     label: str
     seeds: list[int]
-    figures: dict[str, dict[int, float]]  # name -> seed -> value; a seed without one is absent
+    figures: dict[str, dict[int, float]]  # name -> seed -> value; missing for seeds without one
     curves: dict[str, list[tuple[float, Estimate]]]  # name -> completions, mean over all seeds
     excluded_runs: list[RunRecord] = field(default_factory=list)
-    errors: dict[str, dict[int, float]] = field(default_factory=dict)  # a figure's own, by seed
+    errors: dict[str, dict[int, float]] = field(default_factory=dict)  # of a figure, by seed
     limits: dict[str, Limits] = field(default_factory=dict)  # of a single seed's figure
 
     def mean_over_seeds(self, name: str) -> Estimate | None:
@@ -52,13 +52,13 @@ class ConfigurationResult:
 
 @dataclass
 class Comparison:
-    """Everything that tables and charts are made of."""
+    """The data of all tables and charts."""
 
     results: list[ConfigurationResult]
-    score: str  # what is compared: a metric of evaluations, or the training reward
+    score: str  # the compared score: an evaluation metric, or the training reward
     held_out: bool
-    threshold: float | None  # what a configuration has to reach
-    differences: dict[str, Estimate | None]  # label -> to the first, or the one named
+    threshold: float | None  # the score to reach
+    differences: dict[str, Estimate | None]  # label -> minus the baseline
     against: str
     notes: list[str]
 
@@ -66,7 +66,7 @@ class Comparison:
 def compare_configurations(
     configs: Sequence[Configuration], score: str | None, against: int, notes: Sequence[str]
 ) -> Comparison:
-    """Configurations -> their comparison. `score`: a metric of evaluations, None without any."""
+    """Configurations -> their comparison. `score`: an evaluation metric; None without any."""
     results = [_configuration_result(config, score) for config in configs]
     for opponent, tallies in judgements.comparable_tallies(configs).items():
         for config, result in zip(configs, results, strict=True):
@@ -100,9 +100,9 @@ def paired_differences(comparison: Comparison, figure: str) -> dict[str, Estimat
 
 
 def conclusion_lines(comparison: Comparison) -> list[str]:
-    """A line for each difference: how large, how sure, and what follows from it.
+    """A line per difference: size, interval and verdict.
 
-    The final score comes first, then win rates if there are any.
+    The final score comes first, then win rates.
     """
     lines = _difference_lines(comparison, comparison.differences, "")
     judged = dict.fromkeys(name for o in comparison.results for name in o.figures)
@@ -172,7 +172,7 @@ def _add_errors(
     runs: Sequence[RunRecord],
     limits_of: Callable[[RunRecord], Limits | None],
 ) -> None:
-    """Add the standard errors that each run's figure has by itself."""
+    """Add the standard error of each run's figures."""
     limits = {run.seed: found for run in runs if (found := limits_of(run)) is not None}
     result.errors[name] = {seed: half_width_error(*found) for seed, found in limits.items()}
     if len(runs) == 1 and limits:
@@ -195,7 +195,7 @@ def _add_win_rate(
 
 
 def _training_curve(run: RunRecord, name: str) -> Curve:
-    """Completions -> a metric of the training steps, smoothed as in a run's own curves."""
+    """Completions -> a metric of the training steps, smoothed as in the run's curves."""
     steps, values = curves.metric_points(run.step_metrics, name)
     values = curves.smooth_values(values) if len(values) > curves.SMOOTH_FROM else values
     return {run.completions_sampled(int(s)): v for s, v in zip(steps, values, strict=True)}
@@ -210,7 +210,7 @@ def _score_curve(run: RunRecord, score: str | None) -> Curve:
 
 
 def _score_errors(run: RunRecord, score: str) -> Curve:
-    """Completions -> the standard error of the held-out score there, where it is known."""
+    """Completions -> the standard error of the held-out score there, if known."""
     known = [(line, limits) for line in run.eval_metrics if (limits := _limits(line, score))]
     return {run.completions_sampled(int(m["step"])): half_width_error(*at) for m, at in known}
 
@@ -218,7 +218,7 @@ def _score_errors(run: RunRecord, score: str) -> Curve:
 def _mean_curve(
     seed_curves: Sequence[Curve], seed_errors: Sequence[Curve] = ()
 ) -> list[tuple[float, Estimate]]:
-    """The mean at every point that all seeds have."""
+    """The mean at every point that all seeds share."""
     common = sorted(set.intersection(*(set(curve) for curve in seed_curves))) if seed_curves else []
     means = [
         (x, mean_with_interval([c[x] for c in seed_curves], [e.get(x) for e in seed_errors]))
@@ -243,19 +243,19 @@ def _final_score(run: RunRecord, score: str | None) -> float | None:
 
 
 def _final_limits(run: RunRecord, score: str | None) -> Limits | None:
-    """The 95 % interval of the final score, over prompts; None where it is not known."""
+    """The 95 % interval of the final score, over prompts; None if unknown."""
     if score is not None:
         lines = [line for line in run.eval_metrics if score in line]
         return _limits(lines[-1], score) if lines else None
     values = _values_at_end(run, REWARD)
     if len(values) < 2:
         return None
-    half = Z_95 * stdev(values) / math.sqrt(len(values))  # each step has prompts of its own
+    half = Z_95 * stdev(values) / math.sqrt(len(values))  # each step has different prompts
     return fmean(values) - half, fmean(values) + half
 
 
 def _limits(metrics: Mapping[str, object], name: str = "") -> Limits | None:
-    """The limits that stand beside a score; None where it has none."""
+    """The limits of a score; None if it has none."""
     prefix = f"{name}/" if name else ""
     low, high = metrics.get(f"{prefix}low"), metrics.get(f"{prefix}high")
     if isinstance(low, int | float) and isinstance(high, int | float):
@@ -284,7 +284,7 @@ def _last_value(run: RunRecord, name: str) -> float | None:
 
 
 def _peak_memory_gib(run: RunRecord) -> float | None:
-    """Peak memory in GiB, as the run measured it, or as its steps report it of a GPU."""
+    """Peak memory in GiB, as the run measured it, or as its steps report it for a GPU."""
     measured = run.run_metadata.get("memory", {}).get("measured_bytes")
     if measured is not None:
         return float(measured) / GIB
@@ -302,5 +302,5 @@ def _threshold(results: Sequence[ConfigurationResult]) -> float | None:
 
 
 def _completions_to_threshold(curve: Mapping[float, float], limit: float) -> float | None:
-    """Completions at the first point that is not below the threshold."""
+    """Completions at the first point at or above the threshold."""
     return next((x for x in sorted(curve) if curve[x] >= limit), None)

@@ -28,7 +28,7 @@ MAX_LABEL_WIDTH = 44  # characters of a label that are not broken
 
 @dataclass(frozen=True)
 class FigureColumn:
-    """One column: its heading, the figure it shows, and how."""
+    """One column: heading, figure and format."""
 
     heading: str
     figure: str
@@ -36,7 +36,7 @@ class FigureColumn:
 
 
 def figure_columns(comparison: Comparison) -> list[FigureColumn]:
-    """The columns that at least one configuration has a figure for."""
+    """The columns for which at least one configuration has a figure."""
     score = "held-out score" if comparison.held_out else "training reward"
     columns = [
         FigureColumn(f"{score}, final", "final", _format_final),
@@ -49,7 +49,7 @@ def figure_columns(comparison: Comparison) -> list[FigureColumn]:
         FigureColumn("updates", "updates", lambda _, e: format_number(e.mean)),
     ]
     if not comparison.held_out:
-        columns.pop(2)  # the training reward is the first column already
+        columns.pop(2)  # the training reward is already the first column
     for name in dict.fromkeys(name for o in comparison.results for name in o.figures):
         if name.startswith(WIN_RATE_PREFIX):
             heading = f"win rate against {name.removeprefix(WIN_RATE_PREFIX)}"
@@ -62,7 +62,7 @@ def _format_mean(_: ConfigurationResult, estimate: Estimate) -> str:
 
 
 def _format_final(result: ConfigurationResult, estimate: Estimate) -> str:
-    """The final score; with one seed, its interval is that over prompts."""
+    """The final score; with one seed, its interval is over prompts."""
     limits = result.limits.get("final")
     if limits is None:
         return _format_mean(result, estimate)
@@ -70,7 +70,7 @@ def _format_final(result: ConfigurationResult, estimate: Estimate) -> str:
 
 
 def _win_rate_formatter(figure: str) -> Callable[[ConfigurationResult, Estimate], str]:
-    """A function that formats a win rate; with one seed, its interval is the judge's over pairs."""
+    """A function that formats a win rate; with one seed, its interval is over the judge's pairs."""
 
     def format_cell(result: ConfigurationResult, estimate: Estimate) -> str:
         rate, limits = f"{estimate.mean:.1%}", result.limits.get(figure)
@@ -82,7 +82,7 @@ def _win_rate_formatter(figure: str) -> Callable[[ConfigurationResult, Estimate]
 
 
 def _format_completions(result: ConfigurationResult, estimate: Estimate) -> str:
-    """The mean of the seeds that reached it, and how many did not."""
+    """The mean over the seeds that reached it, and how many did not."""
     late = len(result.seeds) - estimate.n
     spread = "" if estimate.half_width is None else f" ± {estimate.half_width:,.0f}"
     not_reached = f"; {late} of {len(result.seeds)} not" if late else ""
@@ -98,7 +98,7 @@ def figure_cell(result: ConfigurationResult, column: FigureColumn) -> str:
 
 
 def comparison_table(comparison: Comparison) -> Iterator[list[str]]:
-    """Headings, then a line for each configuration."""
+    """Headings, then a line per configuration."""
     columns = figure_columns(comparison)
     yield ["configuration", "seeds", *(column.heading for column in columns)]
     for result in comparison.results:
@@ -108,28 +108,28 @@ def comparison_table(comparison: Comparison) -> Iterator[list[str]]:
 
 
 def legend_lines(comparison: Comparison) -> list[str]:
-    """Sentences that say what the figures mean."""
+    """Explanations of the figures."""
     lines = [
-        "± is half of a 95 % interval: Student's t over seeds, and never less than the scores' own"
-        " error over prompts allows. One seed has none, and neither have seeds that are all equal."
+        "± is half of a 95 % interval: Student's t over seeds, at least as wide as the scores' own"
+        " error over prompts. A single seed, or seeds with equal values, have none."
     ]
     if comparison.held_out:
         lines.append(f"Held-out score: {comparison.score}, of the evaluations during training.")
     else:
-        lines.append("No evaluation has a score that all runs have: the training reward is shown.")
+        lines.append("No evaluation score is common to all runs: the training reward is shown.")
     if comparison.threshold is not None:
         lines.append(
             f"Threshold: {comparison.threshold:.3f}, {THRESHOLD_FRACTION:.0%} of the way from the"
-            " start to the best configuration's end; completions are those before the first look at"
-            " it or above."
+            " start to the best configuration's end; completions are counted up to the first"
+            " evaluation at or above it."
         )
     if len(conclusion_lines(comparison)) > 1:
-        lines.append("Each difference has an interval of its own: of many, one in twenty misleads.")
+        lines.append("Each difference has its own interval: one in twenty misleads.")
     return lines
 
 
 def excluded_run_lines(comparison: Comparison) -> list[str]:
-    """A line for every run that does not count."""
+    """A line per excluded run."""
     return [
         f"{result.label}, seed {run.seed} ({run.folder}): {run.status_text}"
         for result in comparison.results
@@ -138,7 +138,7 @@ def excluded_run_lines(comparison: Comparison) -> list[str]:
 
 
 def differing_key_table(configs: Sequence[Configuration]) -> Iterator[list[str]]:
-    """Headings, then a line for each key whose value is not the same in all configurations."""
+    """Headings, then a line per key whose value differs between configurations."""
     if keys := differing_keys(configs):
         yield ["key", *(c.label for c in configs)]
         for k in keys:
@@ -152,13 +152,13 @@ def comparison_markdown(comparison: Comparison, configs: Sequence[Configuration]
     """The whole table.md."""
     lines = [*_markdown_grid(comparison_table(comparison)), "", *legend_lines(comparison), ""]
     if comparison.differences:
-        lines += ["Paired by seed, the final score where nothing else is said:", ""]
+        lines += ["Paired by seed; the final score unless noted:", ""]
         lines += [f"- {line}" for line in conclusion_lines(comparison)]
     excluded = excluded_run_lines(comparison)
-    for title, items in (("Runs that do not count:", excluded), ("Mind:", comparison.notes)):
+    for title, items in (("Excluded runs:", excluded), ("Notes:", comparison.notes)):
         lines += ["", title, "", *(f"- {item}" for item in items)] if items else []
     if grid := _markdown_grid(differing_key_table(configs)):
-        lines += ["", "Keys that differ, of those that every configuration has:", "", *grid]
+        lines += ["", "Differing keys, of those that every configuration has:", "", *grid]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -169,7 +169,7 @@ def _markdown_grid(cells: Iterator[list[str]]) -> list[str]:
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """The whole table.csv: a line for each configuration and figure."""
+    """The whole table.csv: a line per configuration and figure."""
     text = io.StringIO()
     write = csv.writer(text, lineterminator="\n").writerow
     write(["configuration", "figure", "n", "mean", "low", "high"])
@@ -183,7 +183,7 @@ def comparison_csv(comparison: Comparison) -> str:
 
 
 def comparison_json(comparison: Comparison) -> JsonObject:
-    """The whole table.json, with the figures of each seed and the runs that do not count."""
+    """The whole table.json, with the figures of each seed and the excluded runs."""
     return {
         "score": comparison.score,
         "held_out": comparison.held_out,

@@ -1,11 +1,11 @@
-"""`rloo reward`: what rewards there are, and what a policy could exploit in one.
+"""`rloo reward`: list rewards, and test what a policy could exploit in one.
 
-REWARD is file.py:function, a reward of the recipe or a choice of conf/reward; without one all of
-the recipe's are tried. `test` exits with 20 where it finds something.
+REWARD is file.py:function, a reward of the recipe or a choice of conf/reward; by default all of the
+recipe's rewards are tested. `test` exits with 20 if it finds something.
 
     completions  Makes right answers in many forms, and tricks
     subject      Builds the rewards and reads rows of the data
-    probe        Calls the reward and judges what it gave
+    probe        Calls the reward and judges the scores
     tables       Prints a probe
     listing      Lists the rewards
 """
@@ -25,7 +25,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises RunError for a config, data or a reward that cannot be used."""
+    """Run the verb. Raises RunError for an unusable config, data set or reward."""
     options = parse_verb("reward", args)
     return _run_list(options) if options.action == "list" else _run_test(options)
 
@@ -59,7 +59,7 @@ def _run_test(options: argparse.Namespace) -> int:
 def _compare_with(
     name: str, options: argparse.Namespace, subject: ProbeSubject, probes: Sequence[RewardProbe]
 ) -> JsonObject:
-    """Try a second reward on the same completions. -> how far the orders agree, by reward"""
+    """Test a second reward on the same completions. -> agreement of the rankings, by reward"""
     other = _open(name, options, options.reward)
     if len(other.rewards) != 1:
         why, fix = f"found {len(other.rewards)}", "--against NAME, or --against FILE.py:NAME"

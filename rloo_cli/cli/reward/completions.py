@@ -1,9 +1,9 @@
-"""Makes the completions that a reward is tried on: right answers in several forms, and tricks.
+"""Makes the completions to test a reward with: right answers in several forms, and exploits.
 
-A row of the data says what a right answer is: its answer column, or a reference completion. One
-row has as many right completions as there are customs of writing an answer, since a reward knows
-only some of them. The tricks are texts that a policy could find and that should score less: they
-say nothing, say everything at once, deny the answer, or hide a wrong one behind its format.
+A row's right answer is its answer column or a reference completion. Each row gets a right
+completion in every common format, since a reward accepts only some of them. The tricks are texts
+that a policy could find and that should score less: they say nothing, say everything at once, deny
+the answer, or hide a wrong answer behind its format.
 """
 
 import json
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from rloo_cli.data.dataset import is_messages
 from rloo_cli.rewards.common.text import last_boxed_content
 
-# Columns that hold an answer or a reference completion in the common data sets, the surest first.
+# Columns that hold an answer or a reference completion in common data sets, most reliable first.
 ANSWER_COLUMNS = (
     "answer", "ground_truth", "solution", "gold", "final_answer", "target", "label", "reference",
     "summary", "completion", "chosen", "response", "output", "canonical_solution", "code",
 )  # fmt: skip
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-MAX_COUNTED = 200  # whole numbers up to it are all written down, where one of them is the answer
+MAX_COUNTED = 200  # list all whole numbers up to it if one of them is the answer
 FILLER = "This is a longer explanation that adds nothing to what was said before. "
-SHORTEST_FILLER = 4000  # characters of a very long text, where the run permits less
+SHORTEST_FILLER = 4000  # characters of a very long text, even if the run allows less
 REASONING = "I work it out step by step."
 SPECIAL_TOKENS = "<|endoftext|></s><eos><|im_end|>"
 CYRILLIC = str.maketrans("aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ")
@@ -31,7 +31,7 @@ FULL_WIDTH = str.maketrans("0123456789", "０１２３４５６７８９")
 
 @dataclass(frozen=True)
 class ProbeCompletion:
-    """A completion that a reward is tried on."""
+    """A completion to test a reward with."""
 
     kind: str  # which form or trick it is
     text: str
@@ -40,20 +40,20 @@ class ProbeCompletion:
 
 @dataclass(frozen=True)
 class RightAnswer:
-    """What a row of the data says is right."""
+    """The right answer of a row."""
 
     column: str
-    answers: tuple[str, ...]  # one, or several strings that are wanted or accepted
+    answers: tuple[str, ...]  # one or several required or accepted strings
     whole: str  # the column's own text
 
     @property
     def short(self) -> str:
-        """The answer as it is written in a sentence; of several, all of them."""
+        """The answer as written in a sentence; all of them if there are several."""
         return ", ".join(self.answers)
 
 
 def right_answer(example: Mapping[str, object], columns: Sequence[str]) -> RightAnswer | None:
-    """The right answer of a row; `columns` are looked at first. None where no column has one."""
+    """The right answer of a row; `columns` are searched first. None if no column has one."""
     for column in dict.fromkeys([*columns, *ANSWER_COLUMNS]):
         if answers := _answer_texts(example.get(column)):
             value = example[column]
@@ -75,7 +75,7 @@ def _answer_texts(value: object) -> tuple[str, ...]:
         return tuple(text for item in value for text in _answer_texts(item))
     if not isinstance(value, str) or not value.strip():
         return ()
-    if value.lstrip().startswith("{"):  # an entry of a task, as JSON
+    if value.lstrip().startswith("{"):  # a task's entry, as JSON
         try:
             return _answer_texts(json.loads(value)) or (value,)
         except ValueError:
@@ -85,7 +85,7 @@ def _answer_texts(value: object) -> tuple[str, ...]:
 
 
 def right_completions(answer: RightAnswer) -> Iterator[ProbeCompletion]:
-    """The forms in which a right answer may be written."""
+    """The formats of a right answer."""
     short = answer.short
     thought = f"<think>{REASONING}</think>"
     forms = {
@@ -98,7 +98,7 @@ def right_completions(answer: RightAnswer) -> Iterator[ProbeCompletion]:
         "after ####": f"{REASONING}\n#### {short}",
         "in the last line": f"{REASONING}\n{short}",
         "in a code block": f"```python\n{answer.whole}\n```",
-        "the column as it is": answer.whole,
+        "the column unchanged": answer.whole,
     }
     if len(answer.answers) > 1:
         forms["the first accepted answer"] = answer.answers[0]
@@ -108,7 +108,7 @@ def right_completions(answer: RightAnswer) -> Iterator[ProbeCompletion]:
 
 
 def plain_completions(prompt: str) -> Iterator[ProbeCompletion]:
-    """Ordinary texts made of the prompt, where the data has no answer to compare with."""
+    """Ordinary texts made from the prompt, for data without answers."""
     words = prompt.split()
     yield ProbeCompletion(
         "a plain text", f"Here is what I think about: {' '.join(words[-8:])}.", "right"
@@ -116,7 +116,7 @@ def plain_completions(prompt: str) -> Iterator[ProbeCompletion]:
 
 
 def wrong_answers(answer: RightAnswer, others: Sequence[str]) -> list[str]:
-    """Three answers that are not right; `others` are right ones of other rows."""
+    """Three wrong answers; `others` are right answers of other rows."""
     wrong: list[str] = []
     if NUMBER.fullmatch(answer.short):
         number = float(answer.short)
@@ -129,7 +129,7 @@ def wrong_answers(answer: RightAnswer, others: Sequence[str]) -> list[str]:
 def trick_completions(
     answer: RightAnswer, prompt: str, wrong: Sequence[str], filler_length: int
 ) -> Iterator[ProbeCompletion]:
-    """Texts that should score less than the right answer; `filler_length` is in characters."""
+    """Texts that should score less than the right answer. `filler_length`: characters."""
     short, other = answer.short, wrong[0]
     every = ", ".join([*wrong, short])
     tricks = {
@@ -155,7 +155,7 @@ def trick_completions(
     }
     for kind in ("full-width digits", "Cyrillic letters", "full-width digits, boxed"):
         if short in tricks[kind]:
-            del tricks[kind]  # nothing of it could be written otherwise
+            del tricks[kind]  # the text has no such characters
     taken = {completion.text for completion in right_completions(answer)}
     for kind, text in _without_repeats(tricks).items():
         if text not in taken and text is not None:
@@ -169,7 +169,7 @@ def blank_tricks(prompt: str, filler_length: int) -> Iterator[ProbeCompletion]:
 
 
 def padded_completion(right: ProbeCompletion, filler_length: int) -> ProbeCompletion:
-    """A right completion with text before it that adds nothing: it should not score more."""
+    """A right completion after filler text: it should not score more."""
     return ProbeCompletion(
         "the right answer after much filler", f"{_filler(filler_length)}\n{right.text}", "padded"
     )

@@ -1,5 +1,5 @@
-"""`rloo reward list`: every registered reward, the columns it needs and what it wants beside the
-package; and the entries of conf/reward that are one of these with other keys.
+"""`rloo reward list`: every registered reward, its columns and extra packages; and the entries of
+conf/reward that are one of these with other keys.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ class RewardEntry:
     """A reward of the registry, or an entry of conf/reward that is one with other keys."""
 
     name: str
-    type: str  # of the registry; equal to the name where it is the reward itself
+    type: str  # of the registry; equal to the name for the reward itself
     meaning: str
     columns: list[str]  # of the data, with the values of conf/reward
-    extra: str  # what it wants beside the package; "" = nothing
+    extra: str  # extra packages or services; "" = none
 
 
 def list_rewards(config_dirs: list[Path]) -> list[RewardEntry]:
@@ -46,14 +46,14 @@ def list_rewards(config_dirs: list[Path]) -> list[RewardEntry]:
 
 
 def listing_lines(entries: list[RewardEntry]) -> list[str]:
-    """The listing as text: a line of what it is for each reward, and one of what it needs."""
+    """The listing as text: for each reward a line with its meaning and one with its needs."""
     width = max(len(entry.name) for entry in entries)
     lines = []
     for entry in entries:
         lines.append(f"{entry.name:<{width}}  {entry.meaning}")
         needs = [f"type {entry.type}"] if entry.type != entry.name else []
         needs += [f"column {', '.join(entry.columns)}"] if entry.columns else []
-        needs += [f"wants {entry.extra}"] if entry.extra else []
+        needs += [f"needs {entry.extra}"] if entry.extra else []
         if needs:
             lines.append(f"{'':<{width}}    {'; '.join(needs)}")
     return lines

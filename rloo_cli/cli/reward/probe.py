@@ -1,8 +1,8 @@
-"""Calls a reward on rows and completions, through the run's own engine, and judges what it gave.
+"""Calls a reward on rows and completions, through the run's own engine, and judges the scores.
 
 A row's completions are one call (or as many as the reward's `scope` makes of a group). A call that
-raises is made again for each completion alone, so that the text at fault is known; one that is late
-or returns something else is not, and two late calls end the probe.
+raises is repeated for each completion alone, to find the text at fault; a call that times out or
+returns something invalid is not, and two timeouts end the probe.
 """
 
 import math
@@ -20,8 +20,8 @@ from rloo_cli.rewards.engine.results import CallFailure
 from rloo_cli.rewards.engine.step_calls import StepCalls
 from rloo_cli.utils.files import JsonObject
 
-MAX_TIMEOUTS = 2  # late calls after which a reward is not called any more
-SAME_SCORE = 1e-9  # relative; scores this near are equal
+MAX_TIMEOUTS = 2  # timeouts after which a reward is not called again
+SAME_SCORE = 1e-9  # relative; closer scores are equal
 Values = list[float | None]  # of a row's completions; None = no score
 
 
@@ -38,7 +38,7 @@ class ProbeErrors:
 
 @dataclass(frozen=True)
 class Exploit:
-    """A completion that scores as the right answer does, or more, and should not."""
+    """A completion that wrongly scores at least as much as the right answer."""
 
     kind: str
     row: int
@@ -51,7 +51,7 @@ class Exploit:
 
 @dataclass
 class RewardProbe:
-    """What a reward gave on all rows."""
+    """A reward's results on all rows."""
 
     name: str
     location: str
@@ -59,13 +59,13 @@ class RewardProbe:
     errors: dict[tuple[str, str], ProbeErrors] = field(default_factory=dict)
     call_seconds: list[float] = field(default_factory=list)
     calls: int = 0
-    gave_up: bool = False  # it was late too often; the rows after that were not tried
+    gave_up: bool = False  # too many timeouts; later rows were not tested
     exploits: list[Exploit] = field(default_factory=list)
-    undecided_rows: list[int] = field(default_factory=list)  # no form of the right answer wins
+    undecided_rows: list[int] = field(default_factory=list)  # no format of the right answer wins
 
     @property
     def scores(self) -> list[float]:
-        """Every score that there is."""
+        """All scores."""
         return [value for row in self.values for value in row if value is not None]
 
     @property
@@ -75,7 +75,7 @@ class RewardProbe:
 
     @property
     def has_findings(self) -> bool:
-        """Whether something was found that its author should look at."""
+        """Whether the reward's author should look at the result."""
         return bool(self.errors or self.exploits or self.undecided_rows or self.gave_up)
 
     def to_json(self) -> JsonObject:
@@ -111,7 +111,7 @@ class RewardProbe:
 
 
 def probe_reward(reward: Reward, subject: ProbeSubject) -> RewardProbe:
-    """Call a reward on every completion of every row, and look for what a policy could exploit."""
+    """Call a reward on every completion of every row, and look for exploits."""
     probe = RewardProbe(reward.name, reward.location)
     reward = lenient_reward(reward)
     late = 0
@@ -134,12 +134,12 @@ def probe_reward(reward: Reward, subject: ProbeSubject) -> RewardProbe:
 
 
 def weighted_sum(probes: Sequence[RewardProbe], subject: ProbeSubject) -> RewardProbe | None:
-    """The score that a run would use: the sum of all rewards by weight; None for a single one."""
+    """The score of a run: the weighted sum of all rewards; None for a single one."""
     weights = {reward.name: reward.config.weight for reward in subject.rewards}
     used = [probe for probe in probes if weights[probe.name]]
     if len(used) < 2:
         return None
-    summed = RewardProbe("all of them, by weight", "the score that is trained on")
+    summed = RewardProbe("weighted sum", "the training score")
     for rows in zip(*(probe.values for probe in used), strict=False):
         parts = [
             [
@@ -155,10 +155,10 @@ def weighted_sum(probes: Sequence[RewardProbe], subject: ProbeSubject) -> Reward
 
 
 def find_exploits(probe: RewardProbe, rows: Sequence[ProbeRow]) -> None:
-    """Note every trick that scores no less than the best form of the row's right answer.
+    """Record every trick that scores no less than the best format of the row's right answer.
 
-    Where that form scores no more than the worst trick, the reward cannot tell a right answer of
-    any form from nothing: the row is undecided, and only what scores more is an exploit.
+    If that format scores no more than the worst trick, the reward cannot tell a right answer of any
+    format from nothing: the row is undecided, and only higher scores count as exploits.
     """
     for number, (row, values) in enumerate(zip(rows, probe.values, strict=False)):
         scored = [(c, v) for c, v in zip(row.completions, values, strict=True) if v is not None]
@@ -189,10 +189,10 @@ def spread_within_rows(values: Sequence[Values]) -> float | None:
 
 
 def compare_orders(first: Sequence[Values], second: Sequence[Values]) -> JsonObject:
-    """How far two rewards order the completions of a row alike.
+    """How far two rewards rank the completions of a row alike.
 
-    The rank correlation is Spearman's, the mean over rows in which both tell completions apart;
-    pairs are alike if both order them so, of those pairs that both tell apart.
+    The rank correlation is Spearman's, averaged over rows in which both distinguish completions;
+    pairs are alike if both order them so, among the pairs that both distinguish.
     """
     correlations: list[float] = []
     alike = opposed = tied = 0
@@ -205,12 +205,12 @@ def compare_orders(first: Sequence[Values], second: Sequence[Values]) -> JsonObj
             sign = (a - c) * (b - d)
             alike, opposed = alike + (sign > 0), opposed + (sign < 0)
             tied += (a == c) != (b == d)
-    told = alike + opposed
+    decided = alike + opposed
     return {
         "rank_correlation": fmean(correlations) if correlations else None,
         "rows": len(correlations),
-        "pairs_alike": alike / told if told else None,
-        "pairs": told,
+        "pairs_alike": alike / decided if decided else None,
+        "pairs": decided,
         "pairs_that_one_ties": tied,
     }
 
@@ -243,7 +243,7 @@ def _score_row(
 def _score_alone(
     reward: Reward, subject: ProbeSubject, row: ProbeRow, number: int
 ) -> tuple[dict[int, CallFailure], dict[int, float | None]]:
-    """Each completion of a row in a call of its own. -> failures and values by position"""
+    """Score each completion of a row in a separate call. -> failures and values by position"""
     failures: dict[int, CallFailure] = {}
     values: dict[int, float | None] = {}
     for i, completion in enumerate(row.completions):

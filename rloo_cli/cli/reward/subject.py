@@ -1,8 +1,8 @@
 """What `rloo reward test` tries: the rewards, and rows of the data with completions.
 
-The config is the run's own: a recipe and keys. The reward is one of the recipe's, one of
-conf/reward by its name, or a function by `file.py:name`; columns are checked as a run checks them.
-No torch is imported unless a reward reads tokens or loads a model.
+The config is the run's own: a recipe and keys. The reward is one of the recipe's, a choice of
+conf/reward, or a function `file.py:name`; columns are checked as in a run. Imports torch only for a
+reward that reads tokens or loads a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,36 +33,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TOKEN_ARGUMENTS = {"completion_ids", "completions_ids", "prompt_ids"}
-NOT_AN_ANSWER = ("code_tests", "ifeval")  # types whose column holds no answer, but how to judge one
+NOT_AN_ANSWER = ("code_tests", "ifeval")  # types whose column tells how to judge an answer
 NOT_ANSWER_COLUMNS = ("question", "problem", "query", "instruction", "context", "task", "source")
-CHARACTERS_PER_TOKEN = 4  # of English text, roughly
+CHARACTERS_PER_TOKEN = 4  # of English text, approximately
 
 
 @dataclass
 class ProbeRow:
-    """A row of the data, and the completions that are tried on it."""
+    """A row of the data, and the completions to test with it."""
 
     prompt: Prompt
-    example: JsonObject  # the columns that rewards get
-    column: str | None  # which holds the right answer; None where no column does
+    example: JsonObject  # the columns passed to rewards
+    column: str | None  # of the right answer; None if there is none
     completions: list[ProbeCompletion]
-    prompt_ids: list[int] | None = None  # where a reward model may read them
+    prompt_ids: list[int] | None = None  # if a reward model needs them
 
 
 @dataclass
 class ProbeSubject:
-    """The rewards of a probe, and how to make the groups that they score."""
+    """The rewards of a probe, and how to build the groups that they score."""
 
     config: RunConfig
     rewards: list[Reward]
     context: RewardContext
     rows: list[ProbeRow]
-    tokenizer: "PreTrainedTokenizerBase | None" = None  # where a reward reads tokens
+    tokenizer: "PreTrainedTokenizerBase | None" = None  # if a reward reads tokens
     loads_models: bool = False
     notes: list[str] = field(default_factory=list)
 
     def make_group(self, row: ProbeRow, number: int, chosen: Sequence[ProbeCompletion]) -> Group:
-        """A group of these completions of a row, as the sampler would hand it over."""
+        """A group of these completions of a row, as the sampler would return it."""
         rollouts = [self._make_rollout(completion.text) for completion in chosen]
         prompt_ids = row.prompt_ids or self._encode_text(last_message(row.prompt))
         return Group(number, row.example, row.prompt, prompt_ids, rollouts)
@@ -70,7 +70,7 @@ class ProbeSubject:
     def _make_rollout(self, text: str) -> Rollout:
         ids, reason = self._encode_text(text), "stop"
         most = self.config.generation.max_completion_length
-        if self.loads_models and len(ids) > most:  # a model has no room for what no run samples
+        if self.loads_models and len(ids) > most:  # cut to the length that a run can sample
             ids, reason = ids[:most], "length"
             assert self.tokenizer is not None
             text = str(self.tokenizer.decode(ids))
@@ -79,7 +79,7 @@ class ProbeSubject:
         return Rollout(ids, text, reason, reason == "stop", 0, 0)
 
     def _encode_text(self, text: str) -> list[int]:
-        """Token ids; where no reward reads them the text's bytes, so that lengths differ alike."""
+        """Token ids; if no reward reads them, the text's bytes, so that lengths still differ."""
         if self.tokenizer is None:
             return [*text.encode("utf-8", "surrogatepass")] or [0]
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -88,10 +88,10 @@ class ProbeSubject:
 def compose_subject(
     name: str | None, overrides: Sequence[str], other: str | None = None
 ) -> tuple[ComposedConfig, RunConfig, list[str]]:
-    """The config with the reward that `name` says. -> composed, checked, names of its rewards
+    """The config with the reward `name`. -> composed, checked, names of its rewards
 
-    `name`: `file.py:function`, a reward of the recipe, a choice of conf/reward; None = those of the
-    recipe. `other`: a reward that is tried beside it, whose keys are among the overrides, too.
+    `name`: `file.py:function`, a reward of the recipe, a choice of conf/reward; None = all rewards
+    of the recipe. `other`: a second reward to test, whose keys are among the overrides too.
     Raises ConfigError.
     """
     if other is not None and _entry_name(other) != _entry_name(name):
@@ -111,16 +111,16 @@ def compose_subject(
         else:
             _refuse_unknown_reward(name, [*own, *choices])
     if extra and any(word.startswith("reward=") for word in overrides):
-        what = f"{name} is tried, and reward=... is given too"
-        why = f"both choose the rewards: one is {extra[0]}, the other is on the command line"
-        refuse("command line", what, "leave one of the two out", why)
+        what = f"{name} and reward=... are both given"
+        why = f"both choose the reward: {extra[0]} and the command line"
+        refuse("command line", what, "omit one of them", why)
     composed = compose.compose_config([*extra, *overrides])
     config = check.check_config(composed)
     return composed, config, chosen or list(config.rewards)
 
 
 def _entry_name(name: str | None) -> str | None:
-    """The name under `reward` of what a command calls so."""
+    """The name under `reward` for a command-line name."""
     return "function" if name is not None and ":" in name else name
 
 
@@ -134,14 +134,14 @@ def _refuse_unknown_reward(name: str, known: Sequence[str]) -> NoReturn:
     fix = f"did you mean {' or '.join(close)}?" if close else "rloo reward list"
     if name.endswith(".py"):
         fix = f"{name}:FUNCTION"
-    why = "it is neither a reward of the recipe nor a choice of conf/reward; file.py:name is yours"
-    refuse("command line", f"there is no reward {name!r}", fix, why)
+    why = "neither a reward of the recipe nor a choice of conf/reward; for your own, file.py:name"
+    refuse("command line", f"reward {name!r} does not exist", fix, why)
 
 
 def open_subject(config: RunConfig, names: Sequence[str], num_rows: int) -> ProbeSubject:
     """Build the rewards `names` and read `num_rows` rows of the training data. Raises RunError."""
     if not names:
-        why = "found no entry under reward, and no reward on the command line"
+        why = "reward is empty, and the command line names no reward"
         refuse("reward", "the config has no reward", "reward=accuracy", why)
     chosen = [build_reward(name, config.rewards[name]) for name in names]
     sources = splits.split_configs(config, training=True)
@@ -192,13 +192,13 @@ def _read_rows(
         parts.append([*zip(rendered, examples, rows_of_dataset(part.dataset), strict=True)])
     if not any(parts):
         why = f"read 0 rows of {', '.join(str(sources[name].path) for name in opened)}"
-        fix = "name data with at least one row"
+        fix = "use data with at least one row"
         refuse("data.path", "the data has no rows", fix, why, error=DataError)
     return _take_in_turns(parts)[:num_rows], conversational
 
 
 def _take_in_turns(parts: Sequence[Sequence[T]]) -> list[T]:
-    """The first of every part, then the second of every part, and so on."""
+    """The first item of every part, then the second, and so on."""
     longest = max(map(len, parts), default=0)
     return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
@@ -227,7 +227,7 @@ def _with_completions(
 
 
 def _answer_columns(reward: Reward) -> list[str]:
-    """Columns in which a reward finds the right answer, as far as its config or signature says."""
+    """Columns with the right answer, according to a reward's config or signature."""
     if reward.config.type in NOT_AN_ANSWER:
         return []
     column = getattr(reward.config, "column", None)
@@ -240,15 +240,15 @@ def _answer_columns(reward: Reward) -> list[str]:
 def _load_for_rewards(
     subject: ProbeSubject, opened: dict[str | None, OpenedSplit]
 ) -> list[list[int]]:
-    """Load the tokenizer where a reward reads tokens, and whatever rewards load themselves.
+    """Load the tokenizer if a reward reads tokens, and everything that rewards load.
 
-    Returns the ids of the rows' prompts where a reward loads a model, else nothing.
+    Returns the ids of the rows' prompts if a reward loads a model, else nothing.
     """
     modules = [registry.registered_module("rewards", r.config.type) for r in subject.rewards]
     subject.loads_models = any(hasattr(module, "ready") for module in modules)
     if not subject.loads_models and not any(map(_reads_tokens, subject.rewards)):
         return []
-    from rloo_cli.policy import load  # lazy: torch, which other rewards do not need
+    from rloo_cli.policy import load  # lazy: torch, not needed by other rewards
     from rloo_cli.utils import process_exit  # lazy: torch
 
     process_exit.silence_libraries()
@@ -281,7 +281,7 @@ def _run_hooks(
 
 
 def _reads_tokens(reward: Reward) -> bool:
-    """Whether a reward reads token ids; of one that takes **kwargs, whether its code names them."""
+    """Whether a reward reads token ids; with **kwargs, whether its code names them."""
     if reward.parameter_names is not None:
         return bool(reward.parameter_names & TOKEN_ARGUMENTS)
     code: Any = getattr(reward.code, "__code__", None)
@@ -290,6 +290,6 @@ def _reads_tokens(reward: Reward) -> bool:
 
 
 def lenient_reward(reward: Reward, **changes: object) -> Reward:
-    """The same reward, for which a failure is a result to report and ends nothing."""
+    """The same reward, with failures reported instead of raised."""
     update = {"on_error": "none", "max_error_rate": 1.0, "cache": False} | changes
     return replace(reward, config=reward.config.model_copy(update=update))

@@ -1,4 +1,4 @@
-"""Prints what `rloo reward test` found: time, spread, errors, and what a policy could exploit."""
+"""Prints the result of `rloo reward test`: time, spread, errors and exploits."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.files import JsonObject
 
 SHOWN_CHARACTERS = 70  # of a completion's text
-SHOWN_KINDS = 3  # kinds of completions named beside an error
+SHOWN_KINDS = 3  # kinds of completions listed with an error
 
 
 def probe_report(
@@ -20,10 +20,10 @@ def probe_report(
     """The report, line by line."""
     yield from subject.notes
     columns = sorted({row.column for row in subject.rows if row.column is not None})
-    source = f"right answers are those of {', '.join(columns)}" if columns else ""
+    source = f"right answers from {', '.join(columns)}" if columns else ""
     if any(row.column is None for row in subject.rows):
         source = f"{source}; " if source else ""
-        source += "where no column has an answer, a plain text stands for it"
+        source += "without an answer column, a plain text is used"
     rows = f"{len(subject.rows)} row{'s' if len(subject.rows) > 1 else ''}"
     yield f"{rows} of {subject.config.data.path or 'data.mixture'}; {source}"
     for probe in probes:
@@ -53,7 +53,7 @@ def _probe_lines(probe: RewardProbe, num_rows: int) -> Iterator[str]:
     for error in probe.errors.values():
         yield from _error_lines(error)
     if probe.gave_up:
-        yield f"  gave up   after {len(probe.values)} of {num_rows} rows: it is late each time"
+        yield f"  gave up   after {len(probe.values)} of {num_rows} rows: every call timed out"
     if probe.undecided_rows:
         yield (
             f"  unsure    in {len(probe.undecided_rows)} of {len(probe.values)} rows no form of the"
@@ -79,7 +79,7 @@ def _exploit_lines(probe: RewardProbe) -> Iterator[str]:
     by_kind: dict[str, list[Exploit]] = {}
     for exploit in probe.exploits:
         by_kind.setdefault(exploit.kind, []).append(exploit)
-    yield "  exploits  a policy could score as a right answer does, or more, with:"
+    yield "  exploits  these score at least as much as a right answer:"
     for kind, found in sorted(by_kind.items(), key=lambda item: -len(item[1])):
         first = found[0]
         yield (
@@ -93,13 +93,13 @@ def _agreement_line(agreement: JsonObject, name: str) -> str:
     found, other = agreement["agreement"][name], agreement["reward"]
     if found["pairs_alike"] is None:
         errors = f" ({agreement['errors'][0]})" if agreement["errors"] else ""
-        return f"  against   {other}: there is no pair of completions that both tell apart{errors}"
+        return f"  against   {other}: no pair of completions is distinguished by both{errors}"
     rank = found["rank_correlation"]
     correlated = "-" if rank is None else f"{rank:.2f}"
     return (
         f"  against   {other}: rank correlation {correlated} (mean of {found['rows']} rows);"
-        f" {found['pairs_alike']:.0%} of {found['pairs']} pairs ordered alike,"
-        f" {found['pairs_that_one_ties']} that only one tells apart"
+        f" {found['pairs_alike']:.0%} of {found['pairs']} pairs ranked alike,"
+        f" {found['pairs_that_one_ties']} distinguished by only one"
     )
 
 
@@ -108,7 +108,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def shown_location(location: str) -> str:
-    """A file and line, shorter where it lies below the current folder or in the package."""
+    """A file and line, shortened if below the current folder or in the package."""
     for folder in (Path.cwd(), paths.PACKAGE.parent):
         if Path(location).is_relative_to(folder):
             return str(Path(location).relative_to(folder))

@@ -1,8 +1,8 @@
-"""Says from a run's files what went wrong in it: findings, advice, and what is damaged.
+"""Diagnoses a run from its files: findings, advice, and damaged files.
 
     evidence  Reads the metrics, the samples and the ledger of a run
 
-The rules are those of reporting/health. Reads files only, and imports no torch.
+The rules are those of reporting/health. Only reads files; imports no torch.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,26 +17,26 @@ from rloo_cli.utils.files import JsonObject
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault that the run's own figures show."""
+    """One fault shown by the run's own figures."""
 
-    name: str  # of docs/inspect.md
-    figures: str  # what was seen, with numbers
-    fix: str  # what to change, with the keys
+    name: str  # of docs/doctor.md
+    figures: str  # the observation, with numbers
+    fix: str  # what to change, with keys
 
     @property
     def anchor(self) -> str:
-        """Where docs/inspect.md has it."""
+        """Its anchor in docs/doctor.md."""
         return self.name.lower().replace(" ", "-")
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that a run's files say of its health."""
+    """A run's health, from its files."""
 
     record: RunRecord
-    findings: list[Finding]  # the gravest first
-    advice: list[tuple[int, str]]  # step, what the run said then
-    problems: list[str]  # files that could not be read
+    findings: list[Finding]  # most serious first
+    advice: list[tuple[int, str]]  # step, and the run's message
+    problems: list[str]  # unreadable files
 
     def to_json(self) -> JsonObject:
         """Its fields as plain values."""
@@ -51,12 +51,12 @@ class Diagnosis:
 
 
 def diagnose_run(folder: Path) -> Diagnosis:
-    """Apply every rule to a run, whole or damaged. Never raises for what is in its files."""
+    """Apply every rule to a run, whole or damaged. Never raises for its files' content."""
     return diagnose_evidence(read_evidence(inspect_run_folder(folder)))
 
 
 def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
-    """Apply every rule to what has been read of a run."""
+    """Apply every rule to the data read from a run."""
     figures = {
         name: text
         for name, rule in HEALTH_RULES.items()

@@ -1,4 +1,4 @@
-"""Reads what a diagnosis rests on: a run's metrics, its samples by group, and its ledger."""
+"""Reads the evidence of a diagnosis: a run's metrics, its samples by group, and its ledger."""
 
 import json
 from collections.abc import Collection, Iterable, Sequence
@@ -13,21 +13,21 @@ from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, read_ledger_entries
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import JsonObject
 
-MAX_SAMPLE_FILES = 40  # read of a long run, evenly spread, with the first and the last
+MAX_SAMPLE_FILES = 40  # read from a long run, evenly spread, with the first and the last
 
 
 class RunEvidence(Evidence):
-    """A run's record with its samples; every figure is None where the files do not say it."""
+    """A run's record with its samples; figures missing in the files are None."""
 
     def __init__(self, record: RunRecord):
         super().__init__()
         self.record, self.steps = record, len(record.step_metrics)
 
-    # What a metric is now is its last quarter.
+    # The current value of a metric is its last quarter.
     current_value = recent_mean = Evidence.end_mean
 
     def metric_points(self, name: str) -> MetricPoints:
-        """Of a held-out metric those of the evaluations, else those of the steps."""
+        """Values from evaluations for a held-out metric, else from steps."""
         if name not in self._points:
             held_out = name.startswith("eval_")
             lines = self.record.eval_metrics if held_out else self.record.step_metrics
@@ -43,18 +43,18 @@ class RunEvidence(Evidence):
         return metric_names(self.record.metrics_lines)
 
     def first_value(self, name: str) -> float | None:
-        """The first value of a metric; None of one that has none."""
+        """The first value of a metric; None if it has none."""
         return next(iter(self.metric_values(name)), None)
 
     def config_value(self, key: str) -> Any:
-        """The value of a dotted key of the run's config; None where it has none."""
+        """The value of a dotted key of the run's config; None if it has none."""
         value: Any = self.record.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def weights_dtype(self) -> str | None:
-        """What the trainer computes in, as bfloat16; None where neither config nor model say it."""
+        """The trainer's dtype, such as bfloat16; None if neither config nor model define it."""
         named = self.config_value("model.dtype")
         if isinstance(named, str) and named != "auto":
             return named
@@ -70,7 +70,7 @@ class RunEvidence(Evidence):
 
 
 def read_evidence(record: RunRecord) -> RunEvidence:
-    """Read the samples and the ledger of a run. What is damaged is left out."""
+    """Read the samples and the ledger of a run. Damaged ones are left out."""
     evidence = RunEvidence(record)
     files = list_sample_files(record.folder).get("", {})
     for step in _evenly_spread(sorted(files), MAX_SAMPLE_FILES):
@@ -83,7 +83,7 @@ def read_evidence(record: RunRecord) -> RunEvidence:
 
 
 def _add_readable_draws(evidence: RunEvidence, path: Path, problems: list[str]) -> None:
-    """The draws of the ledger; of one that is damaged none, which is a problem."""
+    """The draws of the ledger; a damaged one has none and is a problem."""
     if not path.is_file():
         return
     try:
@@ -117,7 +117,7 @@ def _evenly_spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _readable_samples(path: Path, problems: list[str]) -> list[SampleRecord]:
-    """The samples of a file; of one that is damaged none, which is a problem."""
+    """The samples of a file; a damaged one has none and is a problem."""
     try:
         return read_sample_records(path)
     except RunError as error:

@@ -1,8 +1,8 @@
-"""Looks at the machine and at an experiment before a run: `rloo doctor [+recipe=NAME]`.
+"""Checks the machine and an experiment before a run: `rloo doctor [+recipe=NAME]`.
 
-Imports no torch but in `trial_calls` (--deep). Changes nothing, downloads nothing.
+Imports torch only in `trial_calls` (--deep). Changes nothing, downloads nothing.
 
-    check_lines         a line: ok, warn or fail, what was found, the fix
+    check_lines         a line: ok, warn or fail, the result, the fix
     experiment          memory, disk, ports, network, folder and servers of a run
     experiment_data     rows and columns of its data; its rewards' signatures
     gpu_holders         GPUs and the processes that hold their memory
@@ -23,9 +23,9 @@ from rloo_cli.inspection.environment.check_lines import CheckLine, CheckLines
 
 
 def inspect_environment(run: RunConfig | None = None, deep: bool = False) -> list[CheckLine]:
-    """Look at this machine, and at a run's config on it. -> a line for each thing looked at
+    """Check this machine, and a run's config on it. -> a line per check
 
-    `deep`: tokenise prompts and call every reward as well, for which torch is imported.
+    `deep`: tokenise prompts and call every reward too, which imports torch.
     """
     lines = CheckLines()
     installed_packages.check_python_packages(lines)

@@ -1,4 +1,4 @@
-"""The lines of `rloo doctor` before a run: what was looked at, what was found, and the fix."""
+"""The lines of `rloo doctor` before a run: what was checked, the result, and the fix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,34 +13,34 @@ CheckStatus = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class CheckLine:
-    """One thing that was looked at."""
+    """One check."""
 
     status: CheckStatus
     name: str  # one or two words: python, port, reward NAME
     found: str
-    fix: str = ""  # what can be pasted, or done
+    fix: str = ""  # to paste, or to do
 
 
 @dataclass
 class CheckLines:
-    """The lines so far, in the order in which they were looked at."""
+    """The lines so far, in the order of the checks."""
 
     lines: list[CheckLine] = field(default_factory=list)
 
     def add_ok(self, name: str, found: str) -> None:
-        """Note that something is as it should be."""
+        """Add a passed check."""
         self._add("ok", name, found)
 
     def add_warning(self, name: str, found: str, fix: str = "") -> None:
-        """Note what a run may do without, or what should be known."""
+        """Add a warning: something optional, or worth knowing."""
         self._add("warn", name, found, fix)
 
     def add_failure(self, name: str, found: str, fix: str = "") -> None:
-        """Note what a run cannot do without."""
+        """Add a failure: something that a run needs."""
         self._add("fail", name, found, fix)
 
     def add_problem(self, name: str, problem: Problem, status: CheckStatus = "fail") -> None:
-        """Note a problem as a refused run would print it, in one line."""
+        """Add a problem as a refused run would print it, in one line."""
         parts = [problem.what, *([problem.why] if problem.why else [])]
         text = ": ".join(parts)
         where = problem.where.partition(" (")[0]
@@ -50,7 +50,7 @@ class CheckLines:
 
     @contextmanager
     def noting_refusal(self, name: str, status: CheckStatus = "fail") -> Iterator[None]:
-        """While inside, what would refuse a run becomes lines of this name."""
+        """While inside, errors that would refuse a run become lines of this name."""
         try:
             yield
         except RunError as error:
@@ -60,5 +60,5 @@ class CheckLines:
     def _add(self, status: CheckStatus, name: str, found: str, fix: str = "") -> None:
         texts = (redact.redact_text(" ".join(text.split())) for text in (found, fix))
         line = CheckLine(status, name, *texts)
-        if line not in self.lines:  # two rewards may lack the same column
+        if line not in self.lines:  # two rewards can lack the same column
             self.lines.append(line)

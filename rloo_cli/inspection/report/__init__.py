@@ -1,12 +1,12 @@
-"""Writes one HTML page that shows a run: its verdict, curves, samples, seconds, memory and ledger.
+"""Writes one HTML page about a run: its verdict, curves, samples, seconds, memory and ledger.
 
     charts        Draws the charts as Vega-Lite
-    sections      Builds what the page says beside the charts
-    token_strips  Shows completions token by token, their numbers as colours
+    sections      Builds the page's text and tables
+    token_strips  Shows completions token by token, with numbers as colours
 
-The page holds all that it needs, the script of its charts too: it sends no request, and the same
-run folder gives the same bytes wherever it lies. Every text is escaped where it is put in; should
-one get past that, the page's own policy lets a browser run no script but its two, and ask nobody.
+The page is self-contained, including the script of its charts: it sends no request, and the same
+run folder gives the same bytes anywhere. Every text is escaped; should one get past that, the
+page's policy lets a browser run only its two scripts and send no requests.
 """
 
 import base64
@@ -35,14 +35,14 @@ DRAW_SCRIPT = Path(__file__).with_name("draw_charts.js")
 def make_report(folder: Path) -> tuple[str, JsonObject]:
     """The page of a run, and its figures as plain values.
 
-    Raises ConfigError for a folder that holds nothing of a run, MachineError without the extra
+    Raises ConfigError for a folder without a run, MachineError without the extra
     `view`.
     """
     require_packages("view", "rloo report", "altair", "jinja2", "vl_convert")
     run = read_evidence(inspect_run_folder(folder))
     if not run.record.config and not run.record.run_metadata and not run.steps:
-        why = "neither config.yaml nor run.json nor metrics.jsonl can be read"
-        what, fix = f"{folder} holds nothing of a run", "name a run that `rloo runs` lists"
+        why = "config.yaml, run.json and metrics.jsonl are missing or unreadable"
+        what, fix = f"{folder} is not a run's folder", "name a run that `rloo runs` lists"
         refuse("command line", what, fix, why)
     diagnosis = diagnose_evidence(run)
     built = sections.build_sections(run, diagnosis)
@@ -76,16 +76,16 @@ def _drawn_charts(
     run: RunEvidence, advice: Sequence[tuple[int, str]]
 ) -> dict[str, list[charts.ReportChart]]:
     """The charts of each part of the page."""
-    from altair.utils.schemapi import debug_mode  # lazy: a third of a second, for this verb alone
+    from altair.utils.schemapi import debug_mode  # lazy: a third of a second, only for this verb
 
-    with debug_mode(False):  # its checks of every value take as long as all the rest
+    with debug_mode(False):  # its checks of every value take as long as everything else
         phases = charts.phase_chart(run)
         curves, scores = charts.curve_charts(run, advice), charts.score_charts(run)
     return {"curves": curves, "scores": scores, "phases": [phases] if phases else []}
 
 
 def _environment() -> "Environment":
-    from jinja2 import Environment, StrictUndefined  # lazy: for this verb alone
+    from jinja2 import Environment, StrictUndefined  # lazy: only for this verb
 
     return Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -93,9 +93,9 @@ def _environment() -> "Environment":
 
 
 def _page_policy(scripts: Sequence[str]) -> str:
-    """What a browser may do for the page: these scripts, by their digests, and its own styles.
+    """The page's content policy: these scripts, by their digests, and its own styles.
 
-    Vega compiles the expressions of its charts, which are ours, and so may evaluate.
+    Vega compiles the expressions of our charts, so it may evaluate code.
     """
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     named = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -105,7 +105,7 @@ def _page_policy(scripts: Sequence[str]) -> str:
 
 
 def _script_json(values: JsonObject) -> str:
-    """JSON that can stand inside a script element: nothing in it ends the element."""
+    """JSON that is safe inside a script element: nothing in it ends the element."""
     text = json.dumps(values, separators=(",", ":"), sort_keys=True, ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -113,8 +113,8 @@ def _script_json(values: JsonObject) -> str:
 @functools.cache
 def _chart_script() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, as vl-convert bundles them."""
-    import vl_convert  # lazy: a second, for this verb alone
+    import vl_convert  # lazy: a second, only for this verb
 
-    # Its types ask for a snippet; without one it bundles the three libraries alone.
+    # Its types require a snippet; without one it bundles only the three libraries.
     bundle: str = vl_convert.javascript_bundle(None)  # type: ignore[arg-type]
     return bundle.replace("</script", "<\\/script")

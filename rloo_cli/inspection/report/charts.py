@@ -1,7 +1,7 @@
-"""The charts of a run's report, as Vega-Lite: drawn by altair, so that a page can show them alone.
+"""The charts of a run's report, as Vega-Lite: drawn by altair, for a self-contained page.
 
-Long runs are thinned: a point is the mean of the steps around it, and a file of a thousand steps
-stays small. Charts have no colour of their own for text and axes; the page gives it, light or dark.
+Long runs are thinned: a point is the mean of nearby steps, so a page about a thousand steps stays
+small. Charts have no fixed colour for text and axes; the page sets it, light or dark.
 """
 
 import math
@@ -16,8 +16,8 @@ from rloo_cli.reporting.panel import metric_history
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.metrics import find_metric
 
-MAX_POINTS = 300  # of one line
-MAX_BINS = 30  # of steps, in the histogram of scores
+MAX_POINTS = 300  # per line
+MAX_BINS = 30  # bins of steps in the histogram of scores
 SCORE_BINS = 24
 MAX_DOTS = 600  # completions in the plot of score and length
 PALETTE = ("#3b82f6", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#dc2626", "#64748b")
@@ -25,13 +25,13 @@ HEIGHT = 170
 MAX_OWN_CHARTS = 12
 OWN_NOTE = "logged by a reward (log_metric) or by the algorithm's loss"
 
-# Title -> metric -> its name in the legend. A chart whose metrics a run lacks is left out.
+# Title -> metric -> its name in the legend. A chart is omitted if the run lacks its metrics.
 CURVES: dict[str, dict[str, str]] = {
     "KL to the reference, nats per token": {"kl": "kl"},
     "entropy, nats": {"entropy": "entropy"},
     "length of completions, tokens": {
         "completions/mean_length": "mean",
-        "completions/mean_terminated_length": "of those that ended",
+        "completions/mean_terminated_length": "finished ones",
         "completions/max_length": "longest",
     },
     "shares": {
@@ -43,7 +43,7 @@ CURVES: dict[str, dict[str, str]] = {
         "agent/turns": "turns",
         "agent/calls": "calls",
         "agent/bad_calls": "bad calls",
-        "agent/errors": "errors of tools",
+        "agent/errors": "tool errors",
     },
     "episodes that failed or were cut off, shares": {
         "agent/failures": "no score",
@@ -79,7 +79,7 @@ class ReportChart:
 
 
 def thin_points(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[JsonObject]:
-    """At most so many points; each is the mean of those in its place."""
+    """At most this many points; each is the mean of its neighbours."""
     if not points:
         return []
     size = max(1, math.ceil(len(points) / most))
@@ -104,7 +104,7 @@ def metric_line(lines: Sequence[MetricsMapping], name: str) -> list[JsonObject]:
 
 
 def curve_charts(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> list[ReportChart]:
-    """The curves of a run; where the run gave advice stands a dashed line."""
+    """The curves of a run; a dashed line marks the run's advice."""
     charts = []
     if reward := _reward_chart(run, advice):
         charts.append(reward)
@@ -123,7 +123,7 @@ def curve_charts(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> list[Re
 
 
 def own_metrics(lines: Sequence[MetricsMapping]) -> list[str]:
-    """Names of the numbers that rewards logged, or the loss of an algorithm of the user's own."""
+    """Names of numbers logged by rewards, or by the loss of a user's algorithm."""
     return [
         name
         for name in metric_names(lines)
@@ -148,7 +148,7 @@ def _reward_chart(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> Report
 def _lines_spec(
     values: list[JsonObject], title: str, advice: Sequence[tuple[int, str]], dots: bool = False
 ) -> JsonObject:
-    import altair as alt  # lazy: a third of a second, for this verb alone
+    import altair as alt  # lazy: a third of a second, only for this verb
 
     names = list(dict.fromkeys(value["line"] for value in values))
     colour = alt.Color(
@@ -164,8 +164,8 @@ def _lines_spec(
     )
     layers: list[Any] = [base.mark_line(strokeWidth=1.6, point={"size": 18} if dots else False)]
     if advice:
-        told = [{"step": step, "advice": text} for step, text in advice]
-        rule = alt.Chart(alt.InlineData(values=told)).mark_rule(
+        marks = [{"step": step, "advice": text} for step, text in advice]
+        rule = alt.Chart(alt.InlineData(values=marks)).mark_rule(
             color="#d97706", strokeDash=[4, 3], strokeWidth=1.4
         )
         layers.append(rule.encode(x="step:Q", tooltip=["step:Q", "advice:N"]))
@@ -179,13 +179,13 @@ def _sized(chart: Any, height: int = HEIGHT) -> JsonObject:
 
 
 def score_charts(run: RunEvidence) -> list[ReportChart]:
-    """Scores of completions: their histogram over time, their spread, and how length follows."""
+    """Scores of completions: their histogram over time, spread, and relation to length."""
     found = [_score_histogram(run), _spread_chart(run), _length_chart(run)]
     return [chart for chart in found if chart is not None]
 
 
 def _score_histogram(run: RunEvidence) -> ReportChart | None:
-    import altair as alt  # lazy: a third of a second, for this verb alone
+    import altair as alt  # lazy: a third of a second, only for this verb
 
     scores = [
         (step, score)
@@ -207,7 +207,7 @@ def _score_histogram(run: RunEvidence) -> ReportChart | None:
         {"step": step, "score": score, "completions": count}
         for (step, score), count in sorted(counts.items())
     ]
-    # One colour, more or less of it: that reads alike on light and on dark.
+    # One colour in several strengths: readable on light and dark.
     chart = alt.Chart(alt.InlineData(values=values)).mark_rect(color=PALETTE[0])
     spec = _sized(
         chart.encode(
@@ -221,7 +221,7 @@ def _score_histogram(run: RunEvidence) -> ReportChart | None:
 
 
 def _score_rows(scores: Sequence[float]) -> dict[float, float]:
-    """Score -> the row of the histogram that it is in: itself if there are few, else a bin."""
+    """Score -> its row of the histogram: itself if there are few, else a bin."""
     distinct = sorted({*scores})
     if len(distinct) <= SCORE_BINS:
         return {score: float(f"{score:.4g}") for score in distinct}
@@ -262,7 +262,7 @@ def _spread_chart(run: RunEvidence) -> ReportChart | None:
 
 
 def _length_chart(run: RunEvidence) -> ReportChart | None:
-    import altair as alt  # lazy: a third of a second, for this verb alone
+    import altair as alt  # lazy: a third of a second, only for this verb
 
     dots = [
         {"length": length, "score": score, "step": step}
@@ -287,7 +287,7 @@ def _length_chart(run: RunEvidence) -> ReportChart | None:
 
 
 def _main_phases(steps: Sequence[MetricsMapping]) -> dict[str, list[str]]:
-    """Phase -> its metrics, the longest first; the shortest of many phases are one."""
+    """Phase -> its metrics, the longest first; the shortest of many phases are merged."""
     names = [name for name in metric_names(steps) if name.startswith("time/")]
     totals = {name: sum(metric_history(steps, name)) for name in names}
     ranked = sorted(totals, key=lambda name: -totals[name])
@@ -298,8 +298,8 @@ def _main_phases(steps: Sequence[MetricsMapping]) -> dict[str, list[str]]:
 
 
 def phase_chart(run: RunEvidence) -> ReportChart | None:
-    """Where the seconds of each step went, stacked."""
-    import altair as alt  # lazy: a third of a second, for this verb alone
+    """The seconds of each step by phase, stacked."""
+    import altair as alt  # lazy: a third of a second, only for this verb
 
     steps = run.record.step_metrics
     phases = _main_phases(steps)

@@ -1,6 +1,6 @@
-"""What a run's report says, section by section, as plain values for its page.
+"""A run's report, section by section, as plain values for its page.
 
-Nothing here depends on the clock or on where the folder lies: the same files give the same report.
+Nothing here depends on the clock or the folder's location: equal files give equal reports.
 """
 
 from collections import defaultdict
@@ -34,10 +34,10 @@ MAX_TEXT = 1200  # characters of a prompt or a completion
 MAX_PARTS = 24  # messages of an episode
 STATE_WORDS = {
     "finished": "finished",
-    "stopped": "was stopped, and can go on",
+    "stopped": "was stopped, and can be resumed",
     "failed": "failed",
-    "training": "is training, or was left in the middle",
-    "starting": "has not begun its first step",
+    "training": "is training, or was interrupted",
+    "starting": "has not started its first step",
     "killed": "was killed: its process is gone",
     "unknown": "has no readable run.json",
 }
@@ -54,20 +54,20 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A completion as the page shows it."""
+    """A completion as shown on the page."""
 
     title: str
     prompt: str
     completion: str
     figures: str
-    # Of an episode: (told, said or called; who; the text); it then stands for the completion.
+    # Parts of an episode: (told, said or called; who; the text); shown instead of the completion.
     parts: Sequence[tuple[str, str, str]] = ()
     images: Sequence[str] = ()  # of the prompt, as `data:` URLs
 
 
 @dataclass
 class ReportSections:
-    """All that the page says beside its charts."""
+    """The page's content besides charts."""
 
     name: str
     verdict: str
@@ -77,7 +77,7 @@ class ReportSections:
     samples: dict[str, list[ShownSample]] = field(default_factory=dict)  # heading -> samples
     reward_figures: list[tuple[str, str]] = field(default_factory=list)
     strips: list[TokenStrip] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)  # of keys, at a resume
+    changes: list[str] = field(default_factory=list)  # of keys on resume
     phases: ReportTable | None = None
     duration: ReportTable | None = None
     memory: ReportTable | None = None
@@ -88,7 +88,7 @@ class ReportSections:
 
 
 def build_sections(run: RunEvidence, diagnosis: Diagnosis) -> ReportSections:
-    """Every section that the run's files have something for."""
+    """Every section with data in the run's files."""
     folder = run.record.folder
     sections = ReportSections(_run_name(run), verdict_text(run, diagnosis), _run_facts(run))
     overrides = folder / "overrides.txt"
@@ -112,7 +112,7 @@ def build_sections(run: RunEvidence, diagnosis: Diagnosis) -> ReportSections:
 
 
 def verdict_text(run: RunEvidence, diagnosis: Diagnosis) -> str:
-    """The run in one line: how it ended, what it learnt, and the gravest thing that was found."""
+    """The run in one line: how it ended, what it learnt, and the gravest finding."""
     record = run.record
     of = record.run_metadata.get("plan", {}).get("max_steps")
     parts = [f"The run {STATE_WORDS.get(record.state, record.state)}"]
@@ -131,9 +131,9 @@ def verdict_text(run: RunEvidence, diagnosis: Diagnosis) -> str:
     if diagnosis.findings:
         parts.append(f"found: {', '.join(finding.name for finding in diagnosis.findings)}")
     else:
-        parts.append("nothing known to be wrong was found")
+        parts.append("no known problem found")
     if diagnosis.problems:
-        parts.append(f"{len(diagnosis.problems)} of its files are damaged")
+        parts.append(f"damaged files: {len(diagnosis.problems)}")
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
 
@@ -191,7 +191,7 @@ def _held_out_table(run: RunEvidence) -> ReportTable | None:
 
 
 def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
-    """Of the run's second half: the best, the worst, and one pair of each group that parts most."""
+    """From the run's second half: best and worst samples, and most disputed groups."""
     groups = [group for group in run.groups(last=True) if group]
     scored = [
         (score, sample)
@@ -215,7 +215,7 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
     found = {
         "best": best,
         "worst": worst,
-        "most disputed: the best and the worst of a group": disputed,
+        "most disputed: best and worst of a group": disputed,
     }
     return {heading: samples for heading, samples in found.items() if samples}
 
@@ -223,7 +223,7 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
 def _one_of_each_group(
     order: Sequence[tuple[float, SampleRecord]],
 ) -> list[tuple[float, SampleRecord]]:
-    """The first of each group, SHOWN_SAMPLES of them: equal answers to a prompt say no more."""
+    """The first of each group, SHOWN_SAMPLES of them: equal answers to a prompt add nothing."""
     first: dict[object, tuple[float, SampleRecord]] = {}
     for score, sample in order:
         first.setdefault(sample.get("draw"), (score, sample))
@@ -252,7 +252,7 @@ def _shown_sample(sample: SampleRecord) -> ShownSample:
 
 
 def _shown_parts(sample: SampleRecord) -> list[tuple[str, str, str]]:
-    """An episode's messages, each shortened; of very many the first and the last."""
+    """An episode's messages, each shortened; if there are many, the first and last ones."""
     parts = conversation_parts(sample)
     shown = [(str(part.kind), _visible(part.head), _shortened(part.text)) for part in parts]
     if len(shown) <= MAX_PARTS:
@@ -278,29 +278,29 @@ def _reward_figures(run: RunEvidence) -> list[tuple[str, str]]:
     for name, (first, last) in _group_shares(run).items():
         facts.append((name, f"{format_number(first, '%')} → {format_number(last, '%')}"))
     if (spread := run.start_and_end("reward_std")) is not None:
-        told = f"{format_number(spread[0])} → {format_number(spread[1])}"
-        facts.append(("std of the scores within groups", told))
+        spread_text = f"{format_number(spread[0])} → {format_number(spread[1])}"
+        facts.append(("std of the scores within groups", spread_text))
     for name, values in _reward_columns(run.groups()).items():
-        told = f"mean {format_number(fmean(values))}, {format_number(min(values))} to"
-        facts.append((f"reward {name}", f"{told} {format_number(max(values))}"))
+        summary = f"mean {format_number(fmean(values))}, {format_number(min(values))} to"
+        facts.append((f"reward {name}", f"{summary} {format_number(max(values))}"))
     return facts
 
 
 def _group_shares(run: RunEvidence) -> dict[str, tuple[float, float]]:
-    """Share of groups that are all right or all wrong, in the first and the second half."""
+    """Share of groups that are all right or all wrong, in the first and second half."""
     found = [scores for group in run.groups() if (scores := group_scores(group))]
     if len(found) < 2:
         return {}
     best = max(max(scores) for scores in found)
     halves = found[: len(found) // 2], found[len(found) // 2 :]
     return {
-        "groups with the best score throughout": _shares(halves, lambda s: min(s) == best),
+        "groups with only the best score": _shares(halves, lambda s: min(s) == best),
         "groups without the best score": _shares(halves, lambda s: max(s) < best),
     }
 
 
 def group_scores(group: Sequence[SampleRecord]) -> list[float]:
-    """The scores of a group's completions that have one."""
+    """The scores in a group, without missing ones."""
     return [s for sample in group if (s := finite_field(sample, "score")) is not None]
 
 
@@ -341,12 +341,12 @@ def _memory_table(run: RunEvidence) -> ReportTable | None:
     measured, predicted = memory.get("measured_bytes"), memory.get("predicted_bytes")
     if not isinstance(measured, int | float):
         return None
-    rows = [("measured, at most", _gib(measured))]
+    rows = [("measured peak", _gib(measured))]
     note = ""
     if isinstance(predicted, int | float) and predicted:
         rows.append((f"predicted, in {memory.get('predicted_phase', 'all')}", _gib(predicted)))
         rows += [(f"– {name}", _gib(size)) for name, size in _numbers_of(memory, "predicted_parts")]
-        note = f"The prediction is {predicted / measured - 1:+.0%} off." if measured else ""
+        note = f"The prediction is off by {predicted / measured - 1:+.0%}." if measured else ""
     return ReportTable(("memory", "GiB"), rows, note)
 
 
@@ -389,7 +389,7 @@ def _ledger_table(folder: Path) -> tuple[ReportTable | None, str]:
         where = problem.where.replace(f"{folder}/", "")
         return None, _visible(f"{problem.what} ({where}): {problem.why}")
     except OSError as error:
-        return None, f"the ledger cannot be read: {type(error).__name__}"
+        return None, f"the ledger is unreadable: {type(error).__name__}"
     rows = [(name, f"{count:,}") for name, count in sums["fates"].items() if count]
     rows.append(("together", f"{sums['draws']:,}"))
     about = f"{sums['prompts']:,} prompts, {sums['filtered']} filtered, {sums['updates']} updates."

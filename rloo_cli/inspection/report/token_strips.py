@@ -1,7 +1,7 @@
-"""The strips of a report: a completion token by token, its numbers as colours.
+"""The strips of a report: a completion token by token, with numbers as colours.
 
 A token's background is the gap between the policy's and the sampler's log-probability, the line
-below it its advantage; the edge of the strip says how many updates the sampler was behind.
+below it its advantage. The edge of the strip shows how many updates the sampler was behind.
 """
 
 import math
@@ -16,7 +16,7 @@ from rloo_cli.reporting.token_strip import TOKEN_FIELD
 from rloo_cli.utils.console import show_control_characters
 
 MAX_STRIPS, MAX_STRIP_TOKENS = 4, 320
-MIN_GAP_SCALE = 0.02  # nats that have the full colour at least: less is rounding (docs/inspect.md)
+MIN_GAP_SCALE = 0.02  # smallest gap in nats with full colour: less is rounding (docs/doctor.md)
 MAX_PROMPT = 200  # characters
 ORANGE, BLUE, GREEN, RED = "234,88,12", "37,99,235", "22,163,74", "220,38,38"
 COLUMNS = ("logp", "sampler_logp", "ref_logp", "advantage")
@@ -24,11 +24,11 @@ COLUMNS = ("logp", "sampler_logp", "ref_logp", "advantage")
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One token: its text, its colours as CSS, and its numbers in words."""
+    """One token: its text, its colours as CSS, and its numbers as text."""
 
     text: str
     style: str
-    told: str
+    tooltip: str
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class TokenStrip:
     figures: str
     lag: int
     lag_colour: str
-    gap_scale: float  # nats that have the full colour
+    gap_scale: float  # nats of the full colour
     tokens: list[ShownToken] = field(default_factory=list)
-    left_out: int = 0  # tokens behind the last that is shown
+    left_out: int = 0  # tokens after the last shown one
 
 
 def token_strips(run: RunEvidence) -> list[TokenStrip]:
-    """The strips of the last step whose samples have tokens."""
+    """The strips of the last step with token samples."""
     for step in sorted(run.samples, reverse=True):
         found = [s for s in run.samples[step] if _has_tokens(s)]
         if found:
@@ -98,7 +98,7 @@ def _token_strip(step: int, sample: SampleRecord) -> TokenStrip:
 
 
 def _numbers(values: object, count: int) -> list[float | None]:
-    """So many numbers; None where there is none."""
+    """This many numbers; None for missing ones."""
     found = values if isinstance(values, list) else []
     usable = [
         float(v) if isinstance(v, int | float) and math.isfinite(v) else None for v in found[:count]
@@ -107,7 +107,7 @@ def _numbers(values: object, count: int) -> list[float | None]:
 
 
 def _visible_token(text: str) -> str:
-    """A token's text in which each space and line break can be seen."""
+    """A token's text with visible spaces and line breaks."""
     return show_control_characters(text.replace("\n", "⏎")).replace(" ", "·") or "∅"
 
 

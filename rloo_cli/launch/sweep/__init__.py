@@ -1,14 +1,14 @@
 """Trains several configurations of one experiment side by side: the sweep behind `rloo sweep`.
 
-Each trial is an ordinary run, started as a user would start it, with a socket on which it is told
-when to go on (`utils.sweep_time_slices`). Imports no torch.
+Each trial is an ordinary run, started as a user would start it. A socket sends it the step at which
+its next time slice ends (`utils.sweep_time_slices`). Imports no torch.
 
-    commands     requests of another terminal to a sweep
-    rules        what a sweep cannot do
-    running      the state of a sweep that runs
+    commands     requests from another terminal to a running sweep
+    rules        what a sweep refuses
+    running      the state of a running sweep
     scheduler    the loop of a sweep
     state        sweep.json: trials, settings, rungs
-    table        how a sweep is shown
-    time_slices  which trial goes on next; early stopping at rungs
+    table        the display of a sweep
+    time_slices  which trial runs next; early stopping at rungs
     trial        one trial's process, and its share of the time
 """

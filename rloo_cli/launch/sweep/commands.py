@@ -1,6 +1,6 @@
-"""Requests of another terminal to a sweep that runs, and what is done of them at a boundary.
+"""Requests from another terminal to a running sweep, and their execution at slice boundaries.
 
-Nothing is done in the middle of a time slice: a request waits until the trial has ended it.
+Requests never interrupt a time slice: they wait until the trial has ended it.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ BOUNDARY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
 
 
 def answer_request(sweep: Sweep, request: JsonObject) -> str:
-    """Carry out one request, or note it for the next boundary. -> the answer. Raises ConfigError"""
-    trial = sweep.sweep_state.find_trial(str(request["member"]))
+    """Carry out a request, or queue it for the next boundary. -> the answer. Raises ConfigError"""
+    trial = sweep.sweep_state.find_trial(str(request["trial"]))
     if sweep.signals:
-        fix = f"once it has ended: rloo sweep resume {sweep.sweep_state.folder}, then this again"
-        refuse("command line", "the sweep is ending", fix, "it was asked to")
+        fix = f"when it has ended: rloo sweep resume {sweep.sweep_state.folder}, then repeat this"
+        refuse("command line", "the sweep is ending", fix, "it was asked to stop")
     process = next((p for p in sweep.trial_processes if p.trial is trial and p.is_open), None)
     match request["do"]:
         case "stop":
@@ -49,7 +49,7 @@ def _stop(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str
         trial.state, trial.why = "stopped", trial_process.stop_reason
         sweep.show.report_end(trial_process)
         sweep.save_state()
-        return f"{trial.name} is stopped before it began"
+        return f"{trial.name} is stopped before its first step"
     return f"{trial.name} saves and stops {_when(trial_process)}"
 
 
@@ -71,7 +71,7 @@ def _clone(
     open_now = sum(other.is_open for other in sweep.trial_processes)
     if problems := [*rules.too_many_trials_problems(open_now + coming + 1, sweep.max_trials)]:
         raise ConfigError(*problems)
-    taken = {m.name for m in sweep.sweep_state.members}
+    taken = {m.name for m in sweep.sweep_state.trials}
     taken |= {clone["name"] for other in sweep.trial_processes for clone in other.requested_clones}
     names = (f"{request['name']}{f'-{i}' if i > 1 else ''}" for i in range(1, 10**6))
     root = sweep.sweep_state.root
@@ -79,17 +79,17 @@ def _clone(
     clone = {"name": name, "words": request["words"]}
     if trial_process is not None:
         if trial_process.phase not in BOUNDARY_PHASES and _in_last_slice(trial_process):
-            why = f"it is in its last chunk, and ends at step {trial_process.max_steps}"
-            what = f"{trial.name} has no boundary any more"
-            refuse("command line", what, "the same, once it has ended", why)
+            why = f"its last chunk is running and ends at step {trial_process.max_steps}"
+            what = f"{trial.name} has no boundary left"
+            refuse("command line", what, "repeat this when it has ended", why)
         trial_process.requested_clones.append(clone)
-        return f"{name} begins where {trial.name} stands {_when(trial_process)}"
+        return f"{name} starts from {trial.name} {_when(trial_process)}"
     newest, _ = manifest.newest_checkpoint(sweep.sweep_state.trial_folder(trial))
     if newest is None:
-        fix = f"from the start: rloo train {' '.join(request['words'])} name={name}"
+        fix = f"start from scratch: rloo train {' '.join(request['words'])} name={name}"
         refuse("command line", f"{trial.name} cannot be cloned", fix, "it has no checkpoint")
     _add_clone(sweep, trial, clone, newest)
-    return f"{name} begins from {newest}"
+    return f"{name} starts from {newest}"
 
 
 def _in_last_slice(trial_process: TrialProcess) -> bool:
@@ -101,7 +101,7 @@ def _when(trial_process: TrialProcess) -> str:
     if trial_process.phase in BOUNDARY_PHASES:
         return f"now, at step {trial_process.trial.step}"
     if trial_process.phase == TrialPhase.NEW or trial_process.connection is None:
-        return "at its next boundary, once it has begun"
+        return "at its next boundary, after it has started"
     if _in_last_slice(trial_process):
         return f"at the end, step {trial_process.max_steps}"
     return f"at its next boundary, step {trial_process.slice_end}"
@@ -110,12 +110,12 @@ def _when(trial_process: TrialProcess) -> str:
 def _refuse_ended_trial(trial: Trial, trial_process: TrialProcess | None) -> NoReturn:
     state = "ending" if trial_process is not None else trial.state
     reason = trial_process.stop_reason if trial_process is not None else trial.why
-    why = f"it is {state}" + ("" if state == "finished" else f" ({reason})")
-    refuse("command line", f"{trial.name} does not train any more", "rloo sweep show", why)
+    why = f"its state is {state}" + ("" if state == "finished" else f" ({reason})")
+    refuse("command line", f"{trial.name} is no longer training", "rloo sweep show", why)
 
 
 def act_at_boundary(trial_process: TrialProcess, show: SweepDisplay) -> None:
-    """Do what was asked of a trial at a boundary: save for its clones first, then end."""
+    """Execute a trial's queued requests at a boundary: save for its clones first, then stop."""
     if trial_process.phase not in BOUNDARY_PHASES:
         return
     trial = trial_process.trial
@@ -129,22 +129,22 @@ def act_at_boundary(trial_process: TrialProcess, show: SweepDisplay) -> None:
 
 
 def add_clones(sweep: Sweep, trial_process: TrialProcess, path: str | None) -> None:
-    """Add a trial's requested clones to the sweep: their checkpoint was saved at `path`, or was not
-    (None)."""
+    """Add a trial's requested clones to the sweep, from the checkpoint at `path` (None if the save
+    failed)."""
     for clone in trial_process.requested_clones:
         if path is None:
             why = "its parent's checkpoint was not saved"
-            sweep.show.print_note(f"{clone['name']} is not made: {why}")
+            sweep.show.print_note(f"{clone['name']} is not created: {why}")
         else:
             _add_clone(sweep, trial_process.trial, clone, Path(path))
     trial_process.requested_clones.clear()
 
 
 def drop_clones(trial_process: TrialProcess, show: SweepDisplay) -> None:
-    """Report the requested clones that cannot be made, as their parent has ended."""
+    """Report the requested clones that cannot be created because their parent has ended."""
     why = f"{trial_process.trial.name} ended before its next boundary"
     for clone in trial_process.requested_clones:
-        show.print_note(f"{clone['name']} is not made: {why}")
+        show.print_note(f"{clone['name']} is not created: {why}")
     trial_process.requested_clones.clear()
 
 
@@ -152,18 +152,19 @@ def _add_clone(sweep: Sweep, parent: Trial, clone: JsonObject, checkpoint: Path)
     book, name = sweep.sweep_state, str(clone["name"])
     step, _ = manifest.checkpoint_position(checkpoint) or (parent.step, -1)
     kept = link_checkpoint(book, name, checkpoint)
-    number = max(m.number for m in book.members) + 1
+    number = max(m.number for m in book.trials) + 1
     trial = Trial(number, name, clone["words"], str(kept), parent.name, step, step=step)
-    book.members.append(trial)
+    book.trials.append(trial)
     sweep.add_trial(trial)
-    sweep.show.print_note(f"{name} is number {number}, from step {step} of {parent.name}")
+    sweep.show.print_note(f"{name} is trial {number}, cloned from step {step} of {parent.name}")
     sweep.save_state()
 
 
 def link_checkpoint(sweep_state: SweepState, name: str, checkpoint: Path) -> Path:
     """Copy a checkpoint to where its own run cannot remove it. -> the copy's path
 
-    The files are hard links where the disk has them: they cost space once the run removes its own.
+    The files are hard links where the file system supports them: they take no
+    space until the run removes its own.
     """
     copy = sweep_state.folder / "from" / name / checkpoint.name
     shutil.rmtree(copy, ignore_errors=True)
@@ -177,7 +178,7 @@ def link_checkpoint(sweep_state: SweepState, name: str, checkpoint: Path) -> Pat
 
 
 def replace_overrides(overrides: list[str], changes: list[str]) -> list[str]:
-    """The overrides of a clone: its parent's, but those of the same keys replaced."""
+    """The overrides of a clone: its parent's, with the same keys replaced."""
     changed = {override_key(change) for change in changes}
     return [*[o for o in overrides if override_key(o) not in changed], *changes]
 
@@ -187,9 +188,9 @@ _count = itertools.count()
 
 
 def send_request(folder: Path, **request: object) -> str:
-    """Send a request to the sweep that runs in this folder. -> its answer
+    """Send a request to the running sweep in this folder. -> its answer
 
-    Raises ConfigError where it refuses, GenerationError where it does not answer.
+    Raises ConfigError if it refuses, GenerationError if it does not answer.
     """
     name = f"{time.time_ns()}-{os.getpid()}-{next(_count)}"
     question = folder / "requests" / f"{name}.json"
@@ -208,16 +209,16 @@ def send_request(folder: Path, **request: object) -> str:
         question.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
     runs = running_process(folder)
-    why = f"no answer in {ANSWER_TIMEOUT_S:.0f} s" if runs else "it ended meanwhile"
+    why = f"no answer in {ANSWER_TIMEOUT_S:.0f} s" if runs else "the sweep ended in the meantime"
     fix = f"rloo sweep show {folder}"
     refuse("command line", f"{folder} did not answer", fix, why, error=GenerationError)
 
 
 def serve_requests(folder: Path, handler: Callable[[JsonObject], str]) -> None:
-    """Answer the requests of other terminals; `handler` raises ConfigError for what it refuses."""
+    """Answer the requests of other terminals; `handler` raises ConfigError to refuse one."""
     for question in sorted((folder / "requests").glob("[0-9]*.json")):
         request = read_json(question)
-        if not request:  # its sender has gone
+        if not request:  # the sender has exited
             continue
         reply: dict[str, object]
         try:
@@ -230,6 +231,6 @@ def serve_requests(folder: Path, handler: Callable[[JsonObject], str]) -> None:
 
 
 def clear_requests(folder: Path) -> None:
-    """Remove requests to an earlier process of this sweep: nobody waits for them."""
+    """Remove requests to an earlier process of this sweep, whose senders have exited."""
     for path in (folder / "requests").glob("*"):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The state of a sweep that runs: its trials, their devices, and the signals that came."""
+"""The state of a running sweep: its trials, their devices, and received signals."""
 
 import time
 from pathlib import Path
@@ -12,11 +12,11 @@ from rloo_cli.launch.sweep.trial import (
     trials_per_device,
 )
 
-SAVE_S = 0.5  # for progress alone sweep.json is written at most this often
+SAVE_S = 0.5  # minimum seconds between writes of sweep.json for progress alone
 
 
 class Sweep:
-    """A sweep that runs. `gpus`: names of the devices that its trials are spread over;
+    """A running sweep. `gpus`: names of the devices that its trials are spread over;
     `max_trials`: how many trials those can hold."""
 
     def __init__(
@@ -30,16 +30,16 @@ class Sweep:
         self.gpus, self.max_trials, jobs = gpus or [], max_trials, sweep_state.jobs
         self.trial_processes: list[TrialProcess] = []
         self.capacity = trials_per_device(jobs, max(1, min(jobs, len(self.gpus))))
-        self.signals: list[int] = []  # that came, in order
+        self.signals: list[int] = []  # received, in order
         self.socket = Path()
         self.saved_at = 0.0
-        for trial in sweep_state.members:
+        for trial in sweep_state.trials:
             if trial.state in (*OPEN_STATES, "failed"):
                 trial.state, trial.code, trial.why = "waiting", None, ""
                 self.add_trial(trial)
 
     def add_trial(self, trial: Trial) -> TrialProcess:
-        """Add a trial that is to be trained; its time slices count from now on."""
+        """Add a trial to train; its time slices count from now on."""
         others = [process.fair_share for process in self.trial_processes if process.is_open]
         device = least_used_device(others, self.sweep_state.jobs, len(self.gpus))
         least = min((other.weighted_slices for other in others), default=0.0)
@@ -48,7 +48,7 @@ class Sweep:
         return self.trial_processes[-1]
 
     def save_state(self, now: bool = True) -> None:
-        """Write sweep.json, at once or when it is time."""
+        """Write sweep.json, at once, or when it is due."""
         if now or time.monotonic() - self.saved_at > SAVE_S:
             self.sweep_state.save()
             self.saved_at = time.monotonic()

@@ -1,7 +1,7 @@
 """The loop of a sweep: it starts trials, schedules their time slices, and answers other terminals.
 
-It runs in one thread. A trial has the device from the start of its time slice until it says that it
-has left it, so that no two are there at once unless `--jobs` says so.
+It runs in one thread. A trial has the device from the start of its time slice until it reports that
+it has left, so no two trials are there at once unless `--jobs` allows it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ SWEEP_STOPPED_CODE, SWEEP_KILLED_CODE = 75, 130
 
 
 class SweepScheduler(Sweep):
-    """A sweep with the loop that runs it."""
+    """A sweep and its loop."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class SweepScheduler(Sweep):
         self.show.refresh(self.trial_processes)
 
     def _forward_signal(self) -> None:
-        """Send the signal also to a trial that was being started when it came."""
+        """Send the signal also to a trial that was starting when it arrived."""
         if self.sweep_state.state == "training":
             self.sweep_state.state = "stopping"
-            self.show.print_note("asked to end: every member saves where it stands")
+            self.show.print_note("stopping: every trial saves its present step")
         for process in self.trial_processes:
             if not process.signalled:
                 process.send_signal(self.signals[0])
@@ -100,7 +100,7 @@ class SweepScheduler(Sweep):
             line.connection.close()
             return
         for message in messages:
-            number = message["member"]
+            number = message["trial"]
             process = next(p for p in self.trial_processes if p.trial.number == number)
             process.connection = line
             self._handle_message(process, message)
@@ -140,7 +140,7 @@ class SweepScheduler(Sweep):
                 signal.signal(number, handler)
 
     def _end_all(self) -> None:
-        """Let the trials save and end also where the loop itself has failed."""
+        """Let the trials save and end even if the loop itself has failed."""
         for process in self.trial_processes:
             process.send_signal(signal.SIGTERM)
         for process in self.trial_processes:
@@ -150,8 +150,8 @@ class SweepScheduler(Sweep):
                 process.process.kill()
 
     def _exit_code(self) -> int:
-        states = [trial.state for trial in self.sweep_state.members]
-        codes = [t.code for t in self.sweep_state.members if t.state == "failed" and t.code]
+        states = [trial.state for trial in self.sweep_state.trials]
+        codes = [t.code for t in self.sweep_state.trials if t.state == "failed" and t.code]
         if self.signals and any(state in OPEN_STATES for state in states):
             killed = any(p.trial.code == SWEEP_KILLED_CODE for p in self.trial_processes)
             code = SWEEP_KILLED_CODE if killed else SWEEP_STOPPED_CODE
@@ -164,20 +164,20 @@ class SweepScheduler(Sweep):
 
 
 def _record_end(trial_process: TrialProcess, code: int, stop_requested: bool) -> None:
-    """Note how a trial ended, by its exit code. `stop_requested`: the sweep was asked to end."""
-    member = trial_process.trial
-    member.code = code
+    """Record how a trial ended, by its exit code. `stop_requested`: the sweep was asked to stop."""
+    trial = trial_process.trial
+    trial.code = code
     if code == 0:
-        member.state, member.step = "finished", trial_process.max_steps or member.step
+        trial.state, trial.step = "finished", trial_process.max_steps or trial.step
     elif code == SWEEP_STOPPED_CODE and trial_process.stop_reason:
-        member.state, member.why = "stopped", trial_process.stop_reason
+        trial.state, trial.why = "stopped", trial_process.stop_reason
     elif stop_requested and code in (SWEEP_STOPPED_CODE, SWEEP_KILLED_CODE, *(-n for n in SIGNALS)):
-        member.state, member.why = "waiting", "the sweep was stopped"
+        trial.state, trial.why = "waiting", "the sweep was stopped"
     elif code == SWEEP_STOPPED_CODE:
-        member.state, member.why = "stopped", "a signal to it alone"
+        trial.state, trial.why = "stopped", "a signal to this trial alone"
     else:
-        log = trial_process.sweep_state.trial_log(member)
-        member.state, member.why = "failed", f"ended with {code}: {log}"
+        log = trial_process.sweep_state.trial_log(trial)
+        trial.state, trial.why = "failed", f"exit code {code}: {log}"
 
 
 @contextmanager

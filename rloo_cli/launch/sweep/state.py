@@ -1,7 +1,7 @@
 """A sweep's folder, and its file sweep.json: the trials, where each came from, and its state.
 
 <root>/<sweep>/ has sweep.json, logs/ with what the trials print, and from/ with the checkpoints
-that clones begin from. A trial's own folder lies beside it and is a run like any other.
+that clones begin from. A trial's own folder lies beside it and is an ordinary run.
 """
 
 import os
@@ -16,8 +16,8 @@ from rloo_cli.utils.errors import refuse
 from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 SWEEP_FILE = "sweep.json"
-ROOT = Path("runs")  # where a sweep is if its config does not say otherwise
-OPEN_STATES = ("waiting", "training")  # states of trials that are to go on
+ROOT = Path("runs")  # default root of sweeps
+OPEN_STATES = ("waiting", "training")  # states of trials with steps left
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Trial:
 
     number: int
     name: str
-    words: list[str]  # overrides that compose its config, but for its name and where it resumes
-    start: str | None = None  # the checkpoint it begins from
+    words: list[str]  # overrides that compose its config, without name and resume
+    start: str | None = None  # the checkpoint it starts from
     parent: str | None = None  # the name of the trial that it is a clone of
     cloned_at: int | None = None  # the parent's step then
-    share: int = 1  # time slices it gets for one of a trial with share 1
+    share: int = 1  # time slices it gets per slice of a trial with share 1
     state: str = "waiting"  # or training, stopped, finished, failed
     step: int = 0
     code: int | None = None
@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass
 class Rung:
-    """Early stopping: at step `at` the best `keep` by `by` go on."""
+    """Early stopping: at step `at` the best `keep` trials by `by` continue."""
 
     keep: int
     at: int
@@ -57,7 +57,7 @@ class SweepState:
     chunk: int = 10  # steps of a time slice
     jobs: int = 1  # trials that train at the same time
     rungs: list[Rung] = field(default_factory=list)
-    members: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
     state: str = "waiting"  # or training, stopped, finished, failed
 
     @property
@@ -74,34 +74,38 @@ class SweepState:
         return self.folder / "logs" / f"{trial.name}.log"
 
     def trial_steps(self, trial: Trial) -> int | None:
-        """The step at which a trial is finished; None while that is not known."""
+        """The step at which a trial is finished; None while unknown."""
         plan: JsonObject = read_json(self.trial_folder(trial) / "run.json").get("plan", {})
         return plan.get("max_steps")
 
+    def as_values(self) -> JsonObject:
+        """Plain values, as in sweep.json and --json, where `members` are the trials."""
+        return {"members" if k == "trials" else k: v for k, v in asdict(self).items()}
+
     def save(self) -> None:
         """Write sweep.json."""
-        values = asdict(self) | {"folder": None, "host": platform.node(), "pid": os.getpid()}
+        values = self.as_values() | {"host": platform.node(), "pid": os.getpid()}
         values["pid_started"] = child_process.process_start_time(os.getpid())
         write_json(self.folder / SWEEP_FILE, {k: v for k, v in values.items() if k != "folder"})
 
     def distinct_overrides(self, trial: Trial) -> list[str]:
         """The overrides of a trial that not all trials have."""
-        common = set.intersection(*(set(m.words) for m in self.members))
+        common = set.intersection(*(set(m.words) for m in self.trials))
         return [override for override in trial.words if override not in common]
 
     def find_trial(self, name: str) -> Trial:
-        """A trial by its number, its name, or a piece of its name that no other has.
+        """A trial by its number, its name, or a unique part of its name.
 
-        Raises ConfigError where there is none, or more than one.
+        Raises ConfigError if it names none, or more than one.
         """
-        exact = [m for m in self.members if name in (m.name, str(m.number))]
+        exact = [m for m in self.trials if name in (m.name, str(m.number))]
         is_number = name.isdigit() and len(name) < 4
-        matches = exact or [m for m in self.members if name in m.name and not is_number]
+        matches = exact or [m for m in self.trials if name in m.name and not is_number]
         if len(matches) == 1:
             return matches[0]
-        names = "\n".join(f"{m.number} {m.name}" for m in (matches or self.members))
-        count = "more than one member" if matches else "no member"
-        what = f"{name!r} is {count} of {self.folder}"
+        names = "\n".join(f"{m.number} {m.name}" for m in (matches or self.trials))
+        found = "names more than one trial" if matches else "names no trial"
+        what = f"{name!r} {found} of {self.folder}"
         refuse("command line", what, "its number, or its name", names)
 
 
@@ -109,14 +113,14 @@ def read_sweep(folder: Path) -> SweepState:
     """Read a folder's sweep.json."""
     values = read_json(folder / SWEEP_FILE)
     values["rungs"] = [Rung(**rung) for rung in values["rungs"]]
-    values["members"] = [Trial(**member) for member in values["members"]]
+    values["trials"] = [Trial(**trial) for trial in values.pop("members")]
     for name in ("host", "pid", "pid_started"):
         values.pop(name, None)
     return SweepState(folder, **values)
 
 
 def running_process(folder: Path) -> JsonObject | None:
-    """The content of sweep.json where a process runs the sweep (`host`, `pid`); else None."""
+    """The content of sweep.json if a process runs the sweep (`host`, `pid`); else None."""
     values = read_json(folder / SWEEP_FILE)
     if values.get("state") not in ("training", "stopping"):
         return None
@@ -130,9 +134,9 @@ def find_sweep(name: str, verb: str) -> Path:
         if (folder / SWEEP_FILE).is_file():
             return folder
     names = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
-    why = f"sweeps here: {', '.join(names)}" if names else f"there is none in {ROOT}/"
+    why = f"known sweeps: {', '.join(names)}" if names else f"no sweeps in {ROOT}/"
     fix = f"rloo sweep {verb} {guess_name(Path(name).name, names, 'FOLDER')}"
-    refuse("command line", f"there is no sweep {name!r}", fix, why)
+    refuse("command line", f"sweep {name!r} not found", fix, why)
 
 
 def override_key(override: str) -> str:
@@ -141,7 +145,7 @@ def override_key(override: str) -> str:
 
 
 def quote_override(value: str) -> str:
-    """A value in quotes of Hydra's grammar, or as it is where nothing in it is special."""
+    """A value in quotes of Hydra's grammar, or unchanged if nothing in it is special."""
     if re.fullmatch(r"[A-Za-z_/.][\w./-]*", value, re.ASCII):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

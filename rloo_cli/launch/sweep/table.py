@@ -19,7 +19,7 @@ from rloo_cli.reporting.panel import clean_line, draw_sparkline, format_number, 
 
 CURVE_WIDTH = 16  # cells
 COLOURS = {"training": "green", "failed": "red", "finished": "bold", "stopped": "bright_black"}
-FILE_WIDTH = 160  # columns of a table that goes to a file
+FILE_WIDTH = 160  # columns of a table in a file
 
 
 def sweep_table(
@@ -29,11 +29,11 @@ def sweep_table(
 ) -> Table:
     """A table of all trials. `metrics_lines`, `steps`: each trial's metrics and number of steps."""
     table = Table(box=box.SIMPLE_HEAD, title=f"rloo sweep · {clean_line(sweep_state.folder.name)}")
-    for name in ("", "member", "keys", "state", "step", "reward", "KL", "s/step", "reward so far"):
+    for name in ("", "trial", "keys", "state", "step", "reward", "KL", "s/step", "reward so far"):
         justify: JustifyMethod = "right" if name in ("", "reward", "KL", "s/step") else "left"
-        fold = name in ("member", "keys")
+        fold = name in ("trial", "keys")
         table.add_column(name, justify=justify, overflow="fold" if fold else "ellipsis")
-    for trial in sweep_state.members:
+    for trial in sweep_state.trials:
         metrics = metrics_lines[trial.number]
         max_steps = steps.get(trial.number)
         state = trial.state + (f" x{trial.share}" if trial.share > 1 else "")
@@ -53,7 +53,7 @@ def sweep_table(
 
 
 def newest_value(metrics: Sequence[MetricsMapping], name: str) -> str:
-    """The newest value of a metric, shortened; a dash where there is none."""
+    """The newest value of a metric, shortened; a dash if there is none."""
     values = metric_history(metrics, name)
     return format_number(values[-1]) if values else "–"
 
@@ -88,14 +88,14 @@ class SweepDisplay:
         reader = self.readers.setdefault(trial.number, MetricsReader(path))
         try:
             lines = reader.read()
-        except OSError:  # the file is gone this moment
+        except OSError:  # the file was removed
             lines = reader.lines
         return [line for line in lines if "step_time" in line]
 
     def current_table(self) -> Table:
-        """The table as it is now."""
+        """The current table."""
         metrics_lines = {}
-        for trial in self.sweep_state.members:
+        for trial in self.sweep_state.trials:
             metrics_lines[trial.number] = self.training_metrics(trial)
             steps = self.steps.get(trial.number) or self.sweep_state.trial_steps(trial)
             self.steps[trial.number] = steps
@@ -112,7 +112,7 @@ class SweepDisplay:
         self.refreshed_at = time.monotonic()
 
     def print_note(self, text: str) -> None:
-        """Print a line that stays above the table."""
+        """Print a line above the table."""
         if self.screen is not None:
             self.console.print(Text(clean_line(text)), soft_wrap=True)
             return
@@ -120,11 +120,11 @@ class SweepDisplay:
         line = clean_line(text).encode(encoding, "replace").decode(encoding)
         try:
             print(line, file=self.file, flush=True)
-        except BrokenPipeError:  # nobody listens, the trials go on
+        except BrokenPipeError:  # stdout is closed; the trials go on
             sys.stdout = self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def report_boundary(self, trial_process: TrialProcess) -> None:
-        """Print a line for a trial that has ended its time slice, where no table is shown."""
+        """Print a line for a trial that has ended its time slice, if no table is shown."""
         trial = trial_process.trial
         self.steps[trial.number] = trial_process.max_steps
         if self.screen is not None:
@@ -142,7 +142,7 @@ class SweepDisplay:
         self.print_note("  ".join([head, f"step {steps}", *shown]))
 
     def report_end(self, trial_process: TrialProcess) -> None:
-        """Print how a trial has ended, and its last error or its log's last lines if it failed."""
+        """Print how a trial ended; if it failed, also its last error or the end of its log."""
         trial = trial_process.trial
         why = f" ({trial.why})" if trial.why else ""
         self.print_note(f"{trial.number}  {trial.name}  {trial.state} at step {trial.step}{why}")

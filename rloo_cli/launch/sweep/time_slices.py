@@ -1,4 +1,4 @@
-"""Schedules time slices: which trials go on, which leave the device, which stop at a rung."""
+"""Schedules time slices: which trials run, which leave the device, which stop at a rung."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
@@ -9,11 +9,11 @@ from rloo_cli.launch.sweep.state import Rung
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
 from rloo_cli.reporting.metrics_lines import MetricsMapping
 
-MINIMIZE_SUFFIX = ":min"  # follows the name of a metric of which less is better
+MINIMIZE_SUFFIX = ":min"  # marks a metric of which lower is better
 
 
 def pending_rung(rungs: Sequence[Rung]) -> Rung | None:
-    """The next rung that is not decided."""
+    """The next undecided rung."""
     return next((rung for rung in rungs if not rung.done), None)
 
 
@@ -24,9 +24,9 @@ def slice_end_step(step: int, chunk: int, rung: Rung | None) -> int:
 
 
 def metric_at_rung(metrics: Sequence[MetricsMapping], rung: Rung, chunk: int) -> float:
-    """A trial's mean metric over the last `chunk` steps before a rung, negated if less is better.
+    """A trial's mean metric over the last `chunk` steps before a rung, negated if lower is better.
 
-    The last value is taken where there is none in these steps; NaN where there is none at all.
+    Without a value in these steps the last value counts; NaN if there are none at all.
     """
     name = rung.by.removesuffix(MINIMIZE_SUFFIX)
     finite = [line for line in metrics if line["step"] <= rung.at and isfinite(line.get(name, nan))]
@@ -52,7 +52,7 @@ READY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
 
 
 def halve_trials(sweep: Sweep) -> None:
-    """Decide the next rung once all trials have reached it: the best go on, the others stop."""
+    """Decide the next rung once all trials have reached it: the best continue, the others stop."""
     rung, chunk = pending_rung(sweep.sweep_state.rungs), sweep.sweep_state.chunk
     going = [
         process for process in sweep.trial_processes if process.is_open and not process.stop_reason
@@ -67,19 +67,19 @@ def halve_trials(sweep: Sweep) -> None:
     for process in going:
         if process.trial.number in stopped:
             rank = rung.keep + stopped.index(process.trial.number) + 1
-            process.stop_reason = f"--keep {rung.keep} --at {rung.at}: place {rank} by {rung.by}"
+            process.stop_reason = f"--keep {rung.keep} --at {rung.at}: rank {rank} by {rung.by}"
     rung.done = True
-    sweep.show.print_note(f"step {rung.at}: the best {rung.keep} by {rung.by} go on")
+    sweep.show.print_note(f"step {rung.at}: the best {rung.keep} by {rung.by} continue")
     sweep.save_state()
 
 
 def schedule_slices(sweep: Sweep) -> None:
-    """Start the time slices that are next, and offload the trials that must wait for them."""
+    """Start the time slices that are due, and offload the trials that must wait."""
     rung = pending_rung(sweep.sweep_state.rungs)
     processes = sweep.trial_processes
     free = [process for process in processes if process.is_ready and not _blocked(process, rung)]
     capacity = list(sweep.capacity)
-    for process in processes:  # one at a boundary stays only if it is the next again
+    for process in processes:  # a trial at a boundary stays loaded only if it is due again
         may_leave = process in free and process.phase == TrialPhase.BOUNDARY
         capacity[process.fair_share.device] -= process.on_device and not may_leave
     chosen = trial.select_next([process.fair_share for process in free], capacity)
@@ -94,7 +94,7 @@ def schedule_slices(sweep: Sweep) -> None:
 
 
 def _blocked(trial_process: TrialProcess, rung: Rung | None) -> bool:
-    """Whether it has come to the rung, and waits there for the others."""
+    """Whether it has reached the rung and waits there for the others."""
     if rung is None or trial_process.phase == TrialPhase.NEW:
         return False
     return trial_process.trial.step >= rung.at
@@ -112,7 +112,7 @@ def _start_slice(sweep: Sweep, trial_process: TrialProcess, rung: Rung | None) -
     if trial_process.phase != TrialPhase.NEW:
         trial_process.run_until(slice_end_step(step, sweep.sweep_state.chunk, rung))
         return
-    fair_share.slice_owed = True  # its time slice begins once it has loaded and sends its step
+    fair_share.slice_owed = True  # its time slice begins when it has loaded and sends its step
     gpus = sweep.gpus[: len(sweep.capacity)]
     open_processes = [p for p in sweep.trial_processes if p.is_open]
     num_there = sum(p.fair_share.device == fair_share.device for p in open_processes)

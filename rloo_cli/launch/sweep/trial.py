@@ -1,4 +1,4 @@
-"""One trial while the sweep runs: its process, its connection, and what it is doing."""
+"""One trial while the sweep runs: its process, its connection, its phase."""
 
 import signal
 import subprocess
@@ -23,7 +23,7 @@ class FairShare:
     share: int = 1
     weighted_slices: float = 0.0  # time slices, each divided by the share at that time
     device: int = 0
-    slice_owed: bool = False  # it was started and had no time slice yet: it comes before all others
+    slice_owed: bool = False  # started, without a time slice so far: it goes first
 
     def use_slice(self) -> None:
         """Count a time slice, unless it is the one that the trial is owed."""
@@ -33,12 +33,12 @@ class FairShare:
 
 
 def slice_order(fair_share: FairShare) -> tuple[bool, float, int]:
-    """Sort key: trials that are owed a time slice come first, then those that have had least."""
+    """Sort key: trials that are owed a time slice come first, then those that had the fewest."""
     return not fair_share.slice_owed, round(fair_share.weighted_slices, 9), fair_share.number
 
 
 def select_next(waiting: Sequence[FairShare], capacity: Sequence[int]) -> list[FairShare]:
-    """Choose the trials that go on now, at most `capacity` more on each device."""
+    """Choose the trials that run now, at most `capacity` more on each device."""
     left, chosen = list(capacity), []
     for turns in sorted(waiting, key=slice_order):
         if left[turns.device] > 0:
@@ -61,18 +61,18 @@ def least_used_device(fair_shares: Sequence[FairShare], jobs: int, devices: int)
 class TrialPhase(Enum):
     """What a trial is doing."""
 
-    NEW = "it has no process yet"
-    RUNNING = "it loads, or trains in its time slice"
-    BOUNDARY = "its time slice is over, it is still on the device"
-    SAVING = "it writes a checkpoint for a clone"
-    OFFLOADING = "it leaves the device"
-    OFFLOADED = "it waits, off the device"
-    ENDING = "it was told to end"
-    DONE = "it has ended, or will never begin"
+    NEW = "not started"
+    RUNNING = "loading, or training in its time slice"
+    BOUNDARY = "time slice over, still on the device"
+    SAVING = "writing a checkpoint for a clone"
+    OFFLOADING = "leaving the device"
+    OFFLOADED = "waiting, off the device"
+    ENDING = "asked to end"
+    DONE = "ended, or never to start"
 
 
 class TrialProcess:
-    """A trial that is to be trained, with its process once it is started."""
+    """A trial to train, with its process once that is started."""
 
     def __init__(self, sweep_state: SweepState, trial: Trial, fair_share: FairShare):
         self.sweep_state, self.trial, self.fair_share = sweep_state, trial, fair_share
@@ -80,31 +80,31 @@ class TrialProcess:
         self.connection: JsonLineSocket | None = None
         self.phase = self.phase_before_save = TrialPhase.NEW  # the second holds after a save
         self.slice_end = trial.step
-        self.stop_reason = ""  # why it is to end at its next boundary
-        self.requested_clones: list[JsonObject] = []  # to be made at its next boundary
+        self.stop_reason = ""  # why it must end at its next boundary
+        self.requested_clones: list[JsonObject] = []  # to create at its next boundary
         self.on_device = False  # counts against the device's capacity
         self.signalled = False  # a signal was passed on to it
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be trained."""
+        """Whether it has not ended."""
         return self.phase != TrialPhase.DONE
 
     @property
     def is_ready(self) -> bool:
-        """Whether it could go on now."""
+        """Whether it can run now."""
         phases = (TrialPhase.NEW, TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
         return self.phase in phases and not self.stop_reason
 
     @property
     def max_steps(self) -> int | None:
-        """The step at which it is finished; None while that is not known."""
+        """Its last step; None while that is not known."""
         return self.sweep_state.trial_steps(self.trial)
 
     def start(self, socket: Path, gpu: str | None, num_beside: int = 0) -> None:
         """Start its run, as `rloo train` does; its output goes to its log.
 
-        `num_beside`: other trials on its device.
+        `num_beside`: the number of other trials on its device.
         """
         env = default_environment()
         env[sweep_time_slices.SOCKET_VARIABLE] = f"{socket}:{self.trial.number}"
@@ -120,7 +120,7 @@ class TrialProcess:
         self.phase, self.on_device = TrialPhase.RUNNING, True
 
     def train_overrides(self) -> list[str]:
-        """The overrides with which `rloo train` starts this trial, or goes on with it."""
+        """The overrides with which `rloo train` starts or resumes this trial."""
         trial = self.trial
         began = (self.sweep_state.trial_folder(trial) / "run.json").is_file()
         start = "auto" if trial.start is None or began else quote_override(trial.start)
@@ -130,7 +130,7 @@ class TrialProcess:
         return overrides
 
     def send_order(self, **order: object) -> None:
-        """Send an order to the process; one that has gone is noticed by its exit code."""
+        """Send an order to the process; its exit code shows if it has ended."""
         if self.connection is not None:
             try:
                 self.connection.send(**order)
@@ -148,7 +148,7 @@ class TrialProcess:
         self.send_order(do="park")
 
     def save_checkpoint(self) -> None:
-        """Make it write a checkpoint of its present step."""
+        """Make it write a checkpoint of its current step."""
         self.phase_before_save, self.phase = self.phase, TrialPhase.SAVING
         self.send_order(do="save")
 

@@ -1,6 +1,6 @@
-"""Stands in for `rloo train` as a member of a sweep: takes its turns, logs steps, ends as told.
+"""Stands in for `rloo train` as a trial of a sweep: takes its turns, logs steps, ends as told.
 
-FAKE_MEMBERS is JSON, number -> {"fail": [step, code], "hold": step (there it waits for the file
+FAKE_TRIALS is JSON, number -> {"fail": [step, code], "hold": step (there it waits for the file
 "go"), "deaf": true}. Its reward is its number; metrics.jsonl is all that it remembers.
 """
 
@@ -21,7 +21,7 @@ def main(words: list[str]) -> None:
     given = dict(word.partition("=")[::2] for word in words)
     folder = Path(given.get("root", "runs"), given["name"])
     number = int(os.environ[sweep_time_slices.SOCKET_VARIABLE].rpartition(":")[2])
-    plan = json.loads(os.environ["FAKE_MEMBERS"]).get(str(number), {})
+    plan = json.loads(os.environ["FAKE_TRIALS"]).get(str(number), {})
     signals.install_signal_handlers()
     if plan.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -58,4 +58,4 @@ def main(words: list[str]) -> None:
 
 
 def nothing() -> None:
-    """A fake member is on no device."""
+    """A fake trial is on no device."""

@@ -1,8 +1,8 @@
 """Ids between two turns by the rules of the package `renderers` (agent.renderer=renderers).
 
-It has hand-written template rules for many models' chat formats, whereas `turn_rendering` takes the
-difference of two texts. The rules are used if they know the model, fit its tokenizer, and put the
-same ids between two turns as the difference; otherwise they are refused before sampling starts.
+It has template rules, written by hand for the chat formats of many models; `turn_rendering` takes
+the difference of two texts. The rules are used where they know the model, fit its tokenizer and put
+the same ids between two turns as the difference does; else they are refused before sampling.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Bridge = Callable[..., Any]  # `bridge_to_next_turn` of a renderer
 
 
 class RuleRenderer(TurnRenderer):
-    """A `TurnRenderer` whose ids between two turns are those of hand-written rules."""
+    """A `TurnRenderer` whose ids between two turns come from template rules."""
 
     def __init__(
         self,
