@@ -1,7 +1,7 @@
 """Settings that do not go with `generation.overlap`, apart from the algorithm's own.
 
-The table of docs/overlap.md, as messages: each says what works instead. Settings that an algorithm
-forbids are in algorithms/common/completion_rules.py.
+The table of docs/generation.md, as messages: each says what works instead. Settings that an
+algorithm forbids are in algorithms/common/completion_rules.py.
 """
 
 from collections.abc import Iterator

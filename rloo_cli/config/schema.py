@@ -332,7 +332,7 @@ class GenerationConfig(Frozen):
     ignore_eos: bool = key("Continue sampling after EOS, up to max_completion_length")
     chat_template_kwargs: JsonObject = key("Arguments of the chat template")
     kwargs: JsonObject = key(
-        "Further sampling arguments under the backend's own names (docs/vllm.md): vLLM's"
+        "Further sampling arguments under the backend's own names (docs/generation.md): vLLM's"
         " SamplingParams, such as presence_penalty and structured_outputs; some of transformers'"
     )
     logp_tolerance: float | None = key(
@@ -543,7 +543,7 @@ GuardLevel = Annotated[
 
 
 class GuardsConfig(Frozen):
-    """What each health rule of a run does when it fires (docs/doctor.md)."""
+    """What each health rule of a run does when it fires (docs/inspect.md)."""
 
     only_with: ClassVar = {
         "algorithm.num_iterations>1 or algorithm.num_minibatches>1": ("policy_clipping",),

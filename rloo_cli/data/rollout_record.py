@@ -60,7 +60,7 @@ LOST_TYPE = "lost"  # any other type, stored only as text
 class RecordedStep:
     """One step as it was trained."""
 
-    head: JsonObject  # its run and step, and how it was computed (docs/replay.md)
+    head: JsonObject  # its run and step, and how it was computed (docs/inspect.md)
     batch: Batch  # with the log-probabilities and advantages of its updates
 
     @property

@@ -1,7 +1,7 @@
 """The devices of a run: memory, speed, and the network between them.
 
 Speeds are what programs reach, not data sheet values: 788 TFLOP/s and 4.3 TB/s were measured on one
-H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets
+H200 (docs/results/speed.md); the others are four fifths and nine tenths of their data sheets
 (`distributed/device_peaks.py`). CPU speeds are measured with torch's own product: libraries differ
 by half on the same CPU.
 """
@@ -85,7 +85,7 @@ GPUS = {
 ASSUMED_GPU = GPUS["H100-80GB"]
 CPU_CORE_FLOPS, CPU_BYTES = 40e9, 2e10  # per second, in float32, without measurements
 # Between what runs of smollm2_arithmetic, smollm2_reasoning and PPO reached on two machines of two
-# cores (docs/real_model.md): no launch overhead, and thin products per token.
+# cores (docs/results/real_model.md): no launch overhead, and thin products per token.
 CPU_SHARES = SpeedShares(decode=0.48, no_grad=0.74, grad=0.66)
 
 

@@ -2,7 +2,7 @@
 
 The sampler decodes in lock step: each iteration adds one token to every active completion, and
 takes `iteration_s` of their number. Trainer and sampler have separate hardware. Nothing is random:
-equal inputs give equal times (docs/overlap.md, When it pays).
+equal inputs give equal times (docs/generation.md, When it pays).
 """
 
 import heapq

@@ -28,7 +28,7 @@ from rloo_cli.policy.token_budget import (
 
 FIRST_KV_POSITIONS = 64  # completion positions in the first KV cache
 SAMPLING_BYTES_PER_LOGIT = 16  # the model's own, in float32, processed, and its probability
-# Measured on a CPU (docs/plan.md): memory of libraries loaded later, and the share of
+# Measured on a CPU (docs/scale.md): memory of libraries loaded later, and the share of
 # activations that glibc keeps in fragments too small for the next micro-batch.
 LATE_LIBRARY_BYTES, FRAGMENTED_SHARE = 0.1 * 2**30, 0.5
 IMAGE_LIBRARY_BYTES = 0.1 * 2**30  # further libraries for images

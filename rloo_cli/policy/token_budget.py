@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rloo_cli.config.schema import GenerationConfig
 
 ACTIVATION_SHARE = 0.8
-# On a CPU, where glibc keeps half of the activations again in fragments (docs/plan.md), and with a
+# On a CPU, where glibc keeps half of the activations again in fragments (docs/scale.md), and with a
 # sampler that decodes during training: its keys and values are in the same memory.
 CROWDED_ACTIVATION_SHARE = 0.5
 KEPT_LOGITS_SHARE = 0.125  # most of the free memory for logits

@@ -85,7 +85,7 @@ def load_listeners(specs: Sequence[str]) -> list[Events]:
     for spec in specs:
         kind = load_user_code(spec, KEY)
         if not (isinstance(kind, type) and issubclass(kind, Events)):
-            fix = "class Mine(Events), as docs/looking.md shows"
+            fix = "class Mine(Events), as docs/inspect.md shows"
             why = f"found {kind!r:.80}, expected a subclass of Events"
             refuse(KEY, f"{spec} is not a subclass of Events", fix, why)
         try:

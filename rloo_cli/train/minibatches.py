@@ -27,7 +27,7 @@ class UpdatePlan:
     groups: list[int]  # indices of the trained groups, forwarded or not
     num_tokens: int  # unmasked tokens of completions with an advantage; 0 = skip
     num_all_tokens: int  # unmasked tokens of every completion, at least 1
-    denominator: float  # divisor of the summed loss (docs/OBJECTIVES.md, Loss types)
+    denominator: float  # divisor of the summed loss (docs/algorithms.md, Loss types)
 
     @property
     def micro_batches(self) -> list[list[GroupSlice]]:

@@ -2,7 +2,7 @@
 
 If older weights sampled them (generation.overlap), only the importance weight makes an update
 correct, so it cannot be off; and what the policy was when it sampled is known only from the sampler
-(docs/overlap.md).
+(docs/generation.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The RLOO variants of seven other frameworks that compute something else (docs/OBJECTIVES.md).
+"""The RLOO variants of seven other frameworks that compute something else (docs/algorithms.md).
 
 A dialect is a YAML file of switches in conf/algorithm/dialect/. The constants here are
 differences that no switch expresses, by the dialect's name.

@@ -1,6 +1,6 @@
 """Writes the objective and the sampling of an old run, if several settings become one key.
 
-A setting whose value changes on its own is in `table.py` (docs/OBJECTIVES.md, Dialects).
+A setting whose value changes on its own is in `table.py` (docs/algorithms.md, Dialects).
 """
 
 import re

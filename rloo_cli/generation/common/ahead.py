@@ -2,7 +2,7 @@
 
 Both sides finish before the optimizer step: the thread never sees weights change, a failure or a
 stop finds complete state, and which weights sampled a token does not depend on timing. The batch
-is the one that `Rollouts` would have drawn at the same point (docs/overlap.md).
+is the one that `Rollouts` would have drawn at the same point (docs/generation.md).
 """
 
 import time

@@ -19,13 +19,13 @@ from rloo_cli.utils.files import JsonObject
 class Finding:
     """One fault shown by the run's own figures."""
 
-    name: str  # of docs/doctor.md
+    name: str  # of docs/inspect.md
     figures: str  # the observation, with numbers
     fix: str  # what to change, with keys
 
     @property
     def anchor(self) -> str:
-        """Its anchor in docs/doctor.md."""
+        """Its anchor in docs/inspect.md."""
         return self.name.lower().replace(" ", "-")
 
 

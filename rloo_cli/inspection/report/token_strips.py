@@ -16,7 +16,7 @@ from rloo_cli.reporting.token_strip import TOKEN_FIELD
 from rloo_cli.utils.console import show_control_characters
 
 MAX_STRIPS, MAX_STRIP_TOKENS = 4, 320
-MIN_GAP_SCALE = 0.02  # smallest gap in nats with full colour: less is rounding (docs/doctor.md)
+MIN_GAP_SCALE = 0.02  # smallest gap in nats with full colour: less is rounding (docs/inspect.md)
 MAX_PROMPT = 200  # characters
 ORANGE, BLUE, GREEN, RED = "234,88,12", "37,99,235", "22,163,74", "220,38,38"
 COLUMNS = ("logp", "sampler_logp", "ref_logp", "advantage")

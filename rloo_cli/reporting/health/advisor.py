@@ -64,4 +64,4 @@ def guard_problem(name: str, step: int, figures: str) -> Problem:
     what = f"the guard {name} stopped the run after step {step}"
     where = f"guards.{name}=fail, metric {', '.join(rule.metrics)}"
     fix = f"{rule.fix}. Or guards.{name}=warn; resume=auto continues from this step"
-    return Problem(what, where, figures, fix, "docs/doctor.md#guards")
+    return Problem(what, where, figures, fix, "rloo docs inspect#guards")

@@ -23,7 +23,7 @@ class HealthRule:
     check: RuleFunction | None = None
     metrics: tuple[str, ...] = ()  # read by `check`
     found: RuleFunction | None = None
-    title: str = ""  # of the finding; docs/doctor.md has it
+    title: str = ""  # of the finding; docs/inspect.md has it
     min_steps: int = MIN_STEPS  # logged steps before `found` is called
     silences: tuple[str, ...] = ()  # rules that contradict it or are only a consequence
 
