@@ -96,7 +96,7 @@ def test_a_line_that_is_no_entry_is_refused(run, junk):
     (run / LEDGER_FILE).write_bytes("".join(f"{line}\n" for line in text).encode("latin-1"))
     with pytest.raises(DataError) as caught:
         read_ledger_sums(run)
-    assert_refused(caught, 4, "entry", where=f"{LEDGER_FILE}:3")
+    assert_refused(caught, 4, "a line of the ledger", where=f"{LEDGER_FILE}:3")
 
 
 def test_an_empty_ledger_is_refused(run):

@@ -230,7 +230,7 @@ def test_one_of_two_rewards_that_has_all_the_say_is_named() -> None:
     assert "one reward drowns the others" not in named(folder)
     change_config(folder, reward={"right": {"weight": 1.0}, "length": {"weight": 50.0}})
     (finding,) = [f for f in diagnose_run(folder).findings if "drowns" in f.name]
-    assert "length makes 100" in finding.figures and "right" in finding.figures
+    assert "length has 100" in finding.figures and "right" in finding.figures
 
 
 def test_one_reward_drowns_the_others_only_after_some_steps() -> None:

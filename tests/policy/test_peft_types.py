@@ -151,7 +151,7 @@ def test_an_argument_that_its_kind_does_not_have_is_refused_with_those_it_has() 
     with pytest.raises(ConfigError) as caught:
         lora.make_adapter_config(keys(peft_type="IA3", kwargs={"r": 8}))
     assert_refused(caught, 2, "feedforward_modules", where="model.lora.kwargs.r")
-    with pytest.raises(ConfigError, match="OFTConfig refuses"):
+    with pytest.raises(ConfigError, match="OFTConfig rejects"):
         lora.make_adapter_config(keys(peft_type="OFT", kwargs={"r": 4, "oft_block_size": 4}))
     with pytest.raises(ConfigError, match="does not fit"):
         lora.attach_adapter(
