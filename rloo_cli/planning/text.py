@@ -109,7 +109,7 @@ def _engine(plan: RunPlan) -> Iterator[str]:
     asked = f"{engine.sequences} sequences of {length} tokens at once"
     cache = format_gib(engine.wanted_kv_bytes)
     yield f"           recommended: {key}={share:g} ({asked}, {cache} of KV cache);"
-    yield f"           if vLLM does not start with it, add 0.05 or 0.1: {more}"
+    yield f"           if vLLM does not start with it, +0.05 or +0.1: {more}"
 
 
 def _overlap(plan: RunPlan) -> Iterator[str]:
