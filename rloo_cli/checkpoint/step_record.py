@@ -31,6 +31,7 @@ def record_rollouts(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
 def _record_head(run: Run, updates: UpdateMetrics) -> JsonObject:
     """Whose step it is, what rewards knew of the training, what its updates came to, and where."""
     state = run.state.dump() | {"updates": run.state.updates - updates.num_updates}
+    state["entropy_control"] = {}  # what it was then is not known here, and nothing reads it
     return {
         "state": state,  # when the step began
         "num_steps": run.num_steps,

@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {"rloo_cli": ".py", "tests": ".py", "bench": ".py", "docs": ".md"}
 LIMITS = {"rloo_cli": 77_550, "tests": 74_010, "bench": 8_380, "docs": 6_700}
 # What was added after the limits were set: (folder, lines, what they are worth to a user).
-ADDITIONS: list[tuple[str, int, str]] = []
+ADDITIONS: list[tuple[str, int, str]] = [
+    ("rloo_cli", 300, "a trust region for tokens, adaptive entropy, tokens of high entropy, MaxRL"
+     " and pass@k: what peers have in common, equal to verl and TRL, in any algorithm"),
+    ("tests", 560, "the same: verl's vectors, TRL's gradients, expectations, stops, two ranks"),
+    ("bench", 20, "verl's own DPPO beside ours"),
+    ("docs", 95, "what these compute, with their formulas, keys and metrics"),
+]  # fmt: skip
 
 
 def folder_lines(folder: str) -> int:
