@@ -72,7 +72,8 @@ def test_the_weight_goes_up_below_the_target_and_acts_there_alone(tmp_path):
 
 
 def test_an_update_that_is_skipped_does_not_move_the_weight(tmp_path):
-    run = alone(tmp_path, *PLAIN, ENDS, ADAPTIVE, "train.on_nonfinite=skip")
+    words = (ADAPTIVE, f"{A}num_iterations=2", "train.on_nonfinite=skip")
+    run = alone(tmp_path, *PLAIN, ENDS, *words)
     real = run.optimizer.grad_norm
     run.optimizer.grad_norm = lambda factor: torch.tensor(float("nan"))
     step(run)
@@ -80,8 +81,8 @@ def test_an_update_that_is_skipped_does_not_move_the_weight(tmp_path):
     run.optimizer.grad_norm = real
     _, row, _ = step(run)
     entropy = run.state.entropy_control["entropy"]
-    assert entropy == pytest.approx(row["entropy"], rel=1e-6)  # of one update, not of both
-    assert row["entropy_coef"] == run.state.entropy_control["coef"]
+    assert entropy == pytest.approx(row["entropy"], rel=1e-2)  # of one update, not of both
+    assert row["entropy_coef"] == pytest.approx(0.0) and run.state.updates == 2
 
 
 @pytest.mark.parametrize(("shares", "mean"), [((2.0, 3.5), 5.5), ((None, 4.5), 4.5)])
@@ -106,7 +107,13 @@ def test_a_weight_that_would_begin_outside_its_range_is_refused(sentence):
     sentence(caught, folder=paths.CONF)
 
 
-@pytest.mark.parametrize("more", [(), (TOP,)], ids=["all tokens", "top tokens"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow, id="all tokens"),
+        pytest.param((TOP,), id="top tokens"),
+    ],
+)
 def test_a_run_stopped_inside_a_step_goes_on_with_the_same_weight(tmp_path, more):
     updates = (f"{A}num_iterations=2", f"{A}num_minibatches=2", "train.learning_rate=0.05")
     given = ("algorithm=grpo", *updates, ADAPTIVE, *more, ENDS, "data.eval_split=null")

@@ -50,8 +50,13 @@ def test_the_chosen_tokens_are_those_of_trls_function(share):
 
 @pytest.mark.parametrize(
     "words",
-    [(TOP,), (TOP, f"{A}loss_type=grpo", f"{A}entropy_coef=0.3", f"{A}beta=0.3")],
-    ids=["dapo", "grpo, bonus, KL"],
+    [
+        pytest.param((TOP,), marks=pytest.mark.slow, id="dapo"),
+        pytest.param(
+            (TOP, f"{A}loss_type=grpo", f"{A}entropy_coef=0.3", f"{A}beta=0.3"),
+            id="grpo, bonus, KL",
+        ),
+    ],
 )
 def test_the_gradient_of_the_tokens_of_the_highest_entropy_is_trls(tmp_path, words):
     folders = [tmp_path / name for name in ("top", "all")]
@@ -66,11 +71,11 @@ def test_the_gradient_of_the_tokens_of_the_highest_entropy_is_trls(tmp_path, wor
 @pytest.mark.parametrize(
     ("words", "coefs"),
     [
-        (adaptive(9.0), [0.07, 0.1, 0.1]),  # below its target: the bonus acts from update 2 on
-        (adaptive(0.1, 0.08), [0.03, 0.0, 0.0]),
-        ((*adaptive(9.0), TOP), [0.07, 0.1, 0.1]),
+        # Below its target the bonus acts from the second update on.
+        pytest.param(adaptive(9.0), [0.07, 0.1, 0.1], marks=pytest.mark.slow, id="low"),
+        pytest.param(adaptive(0.1, 0.08), [0.03, 0.0, 0.0], marks=pytest.mark.slow, id="high"),
+        pytest.param((*adaptive(9.0), TOP), [0.07, 0.1, 0.1], id="low, top tokens"),
     ],
-    ids=["low", "high", "low, top tokens"],
 )
 def test_an_adaptive_weight_and_its_gradients_are_trls(tmp_path, words, coefs):
     words = (*GRPO, *words)
