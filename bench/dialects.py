@@ -36,6 +36,11 @@ from rloo_cli.plugin import AdvantageInputs, LossInputs
 
 ROWS = Path(__file__).with_name("dialects.jsonl")
 PINNED = {"verl": "verl==0.9.1", "openrlhf": "openrlhf==0.11.2", "ms_swift": "ms-swift==4.6.0"}
+# Its DPPO is CISPO's loss with a ratio of at most 20, and epsilon is the trust region's.
+REGION = (
+    "algorithm.policy_loss=cispo algorithm.epsilon_high=20.0 algorithm.trust_region="
+    "{kind:KIND,level:token,low:0.2,high:0.2}"
+)
 PROMPTS, K, LONGEST, BETA, EPSILON = 3, 4, 6, 0.1, 0.2
 
 
@@ -83,7 +88,7 @@ class Batch:
             return scale * torch.randn(count, LONGEST, generator=g, dtype=torch.float64)
 
         self.old = -normal(1).abs() - 0.1
-        self.ref, self.new = self.old + normal(0.3), self.old + normal(0.3)
+        self.ref, self.new = self.old + normal(0.3), (self.old + normal(0.3)).clamp(max=-1e-3)
         self.index = np.repeat(np.arange(PROMPTS), K)
 
     def flat(self, values: Tensor) -> Tensor:
@@ -102,10 +107,10 @@ def compared(batch: Batch, advantage: Tensor, loss: Callable[[Tensor], Tensor]) 
     return batch.flat(advantage), float(value.detach()), batch.flat(gradient)
 
 
-def of_verl(folder: Path, kl_in_reward: bool) -> Callable[[Batch], Compared]:
-    """`main_ppo algorithm.adv_estimator=rloo`, loss_agg_mode=token-mean."""
+def of_verl(folder: Path, kl_in_reward: bool, loss: str = "vanilla") -> Callable[[Batch], Compared]:
+    """`main_ppo algorithm.adv_estimator=rloo`, loss_agg_mode=token-mean, loss_mode=`loss`."""
     sums = taken(folder / "verl/utils/torch_functional.py", {"masked_sum", "masked_mean"}, {})
-    names = {"compute_rloo_outcome_advantage", "compute_policy_loss_vanilla", "agg_loss"}
+    names = {"compute_rloo_outcome_advantage", f"compute_policy_loss_{loss}", "agg_loss"}
     names |= {"kl_penalty", "kl_penalty_forward"}
     theirs = taken(
         folder / "verl/trainer/ppo/core_algos.py", names, {"verl_F": sums, "AlgoConfig": type(None)}
@@ -122,7 +127,8 @@ def of_verl(folder: Path, kl_in_reward: bool) -> Callable[[Batch], Compared]:
         if kl_in_reward:  # ray_trainer.py's apply_kl_penalty
             rewards = rewards - BETA * theirs.kl_penalty(batch.old, batch.ref, "kl") * mask
         a, _ = theirs.compute_rloo_outcome_advantage(rewards, mask, batch.index)
-        return compared(batch, a, lambda new: theirs.compute_policy_loss_vanilla(
+        policy_loss = getattr(theirs, f"compute_policy_loss_{loss}")
+        return compared(batch, a, lambda new: policy_loss(
             batch.old, new, a, mask, "token-mean", Actor())[0])  # fmt: skip
 
     return computed
@@ -253,6 +259,13 @@ def main() -> None:
         pairs = {
             ("verl", "KL in reward"): (of_verl(unpacked("verl", folder), True), base),
             ("verl", "KL off"): (of_verl(unpacked("verl", folder), False), ["algorithm.beta=0"]),
+            **{
+                ("verl", f"DPPO, {kind}"): (
+                    of_verl(unpacked("verl", folder), False, f"dppo_{kind}"),
+                    ["algorithm.beta=0", *REGION.replace("KIND", kind).split()],
+                )
+                for kind in ("tv", "kl")
+            },
             ("openrlhf", ""): (of_openrlhf(unpacked("openrlhf", folder)), base),
             ("ms_swift", ""): (of_ms_swift(unpacked("ms_swift", folder)), base),
         }

@@ -76,6 +76,7 @@ class RunState:
     nonfinite: int = 0  # updates in a row that were skipped
     evaluated: int = -1  # the step at which the held-out prompts were last answered
     memory: dict[str, float] = field(default_factory=dict)  # the algorithm's state
+    entropy_control: dict[str, float] = field(default_factory=dict)  # of adaptive_entropy
 
     def advance(self, batch: Batch) -> None:
         """Count a finished step."""

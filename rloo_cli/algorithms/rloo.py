@@ -36,6 +36,7 @@ PLAIN = {
     "baseline": "loo", "advantage_scale": "none", "normalize_advantages": False,
     "policy_loss": "clip", "ratio_level": "sequence", "loss_agg": "sequence_sum",
     "epsilon_tokens": None, "delta": None, "off_policy_threshold": None, "entropy_coef": 0.0,
+    "adaptive_entropy": None, "top_entropy_quantile": 1.0, "trust_region": None, "pass_at_k": None,
 }  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def _state_problem(folder: Path) -> str | None:
         values = read_trainer_state(folder)
         known = dict(values["state"])
         sections = [values[n] for n in ("config", "optimizer", "rng", "log")]
-        sections.append(known.pop("memory"))  # an algorithm's
+        sections += [known.pop("memory"), known.pop("entropy_control", {})]  # an algorithm's
         counts = {*known.values(), *values["journals"].values(), values["steps"]}
         texts = [values["fingerprint"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

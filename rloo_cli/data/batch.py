@@ -207,6 +207,7 @@ class Group:
     kl_logp: list[Tensor] | None = None  # K of (S,), old_logp at the KL's own temperature
     ref_logp: list[Tensor] | None = None  # K of (S,), the reference
     value: list[Tensor] | None = None  # K of (S,), the value model at rollout time
+    entropy: list[Tensor] | None = None  # K of (S,), the policy's, for top_entropy_quantile
     advantage: list[Tensor] | None = None  # K of (S,), where every token has its own
     returns: list[Tensor] | None = None  # K of (S,), what the value model is fitted to
     media: Media | None = None  # the prompt's images; None = no images

@@ -29,7 +29,7 @@ from rloo_cli.data.sampling_mask import SamplingMask
 from rloo_cli.data.vision_processor import VisionProcessor
 
 # Attributes with one number per token, of groups and of micro-batches.
-TOKEN_COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")
+TOKEN_COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "entropy", "advantage", "returns")
 LAYOUTS = ("shared", "packed", "padded")
 
 GroupSlice = tuple[int, tuple[int, ...]]  # a group's index in the step, and those of completions
@@ -99,6 +99,7 @@ class MicroBatch:
     kl_logp: Tensor | None = None  # (N,) old_logp at the KL's temperature; None = the same
     ref_logp: Tensor | None = None  # (N,)
     value: Tensor | None = None  # (N,) the value model's at rollout time
+    entropy: Tensor | None = None  # (N,) the policy's that sampled, for top_entropy_quantile
     advantage: Tensor | None = None  # (N,) where every token has its own
     returns: Tensor | None = None  # (N,) what the value model is fitted to
     kept: KeptIds | None = None  # None = each token was sampled from the whole vocabulary

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class PassResults:
 def join_passes(passes: Sequence[ForwardPass], batch: Batch) -> PassResults:
     """The results of these passes, with one transfer from the device for each column."""
     results = PassResults([list(p.micro_batch.group_slices) for p in passes], {}, [], None)
-    for name in ("old_logp", "kl_logp", "ref_logp", "value"):
+    for name in ("old_logp", "kl_logp", "ref_logp", "value", "entropy"):
         columns = [c for p in passes if (c := getattr(p.micro_batch, name)) is not None]
         if columns:
             results.columns[name] = _join_columns(columns)
@@ -78,3 +79,24 @@ def join_passes(passes: Sequence[ForwardPass], batch: Batch) -> PassResults:
 def _join_columns(columns: Sequence[Tensor]) -> JoinedColumn:
     """(rows, ...) each, on any device"""
     return JoinedColumn(torch.cat([*columns]).cpu(), [len(column) for column in columns])
+
+
+def highest_entropies(
+    batch: Batch, groups: Sequence[int], share: float
+) -> tuple[float | None, int | None]:
+    """The least entropy of the update's tokens that are chosen, and how many these are.
+
+    As in TRL 1.16, it is the 1 - share quantile over all unmasked tokens.
+    None, None where all are, and before the pass that computes the entropies.
+    """
+    entropies = [
+        column.numpy()
+        for i in groups
+        for k, column in enumerate(batch.groups[i].entropy or [])
+        if not batch.masked[i, k]
+    ]
+    if share == 1 or not entropies:
+        return None, None
+    values = np.concatenate(entropies)
+    least = np.quantile(values, 1 - share)
+    return float(least), int((values >= least).sum())

@@ -155,7 +155,8 @@ def _write_judge_results(folder: Path, judge: Judge, judged: JudgedSets, console
 
 
 def _restore_run_state(about: JsonObject) -> RunState:
-    names = {f.name for f in fields(RunState)} - {"memory"}  # only needed for training
+    names = {f.name for f in fields(RunState)}
+    names -= {"memory", "entropy_control"}  # only needed for training
     return RunState(**{name: value for name, value in about["state"].items() if name in names})
 
 

@@ -25,6 +25,7 @@ SCORE_TABLES = {
 TOKEN_LOGPS = {
     "old_logp": "log-probability", "kl_logp": "log-probability at the KL's temperature",
     "ref_logp": "log-probability of the reference", "value": "value",
+    "entropy": "entropy of a token",
 }  # fmt: skip
 ADVANTAGE_TABLES = {
     "kl": "KL", "reward": "reward minus KL", "usable": "whether it has an advantage",

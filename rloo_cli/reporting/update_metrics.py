@@ -40,6 +40,12 @@ METRICS = {"Progress and time": [  # read by utils.metrics
      "entropy of the next token, mean over the forwarded tokens. With beta 0 groups of "
      "equal scores are not forwarded: sampling/entropy covers all"),
     ("policy/entropy_avg", "nats", "mean:entropy_tokens", "the same, as TRL's RLOO named it"),
+    ("entropy_coef", "", "last",
+     "weight of the entropy bonus after the step's updates, their mean; it acts where the last "
+     "update's entropy was at its target or below (algorithm.adaptive_entropy)"),
+    ("trust_region/masked_share", "share", "mean:region_units",
+     "tokens (or completions, by its level) that algorithm.trust_region left out of the policy "
+     "term"),
     ("clip_ratio/low_mean", "share", "mean:units",
      "ratios clipped from below, among forwarded completions (or tokens, by ratio_level)"),
     ("clip_ratio/high_mean", "share", "mean:units", "ratios clipped from above"),
@@ -93,6 +99,7 @@ SOURCES = {
     "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
     "clip_ratio/low_min": "low", "clip_ratio/high_max": "high",
     "cispo_clip_ratio": "cispo_capped", "delta_ratio": "delta",
+    "trust_region/masked_share": "region_masked",
     "policy/approxkl_avg": "approx_kl", "val/clipfrac_avg": "value_clipped",
     "val/ratio": "ratio", "ratio/min": "ratio_min", "ratio/max": "ratio",
     "sampling/kl": "sampling_kl", "sampling/logp_diff_mean": "gap",
@@ -140,6 +147,10 @@ class UpdateMetrics:
         """Multiply the policy loss so far, which was summed before it was normalised."""
         if factor != 1.0 and "policy_loss" in self.sums:
             self.sums["policy_loss"] = self.sums["policy_loss"] * factor
+
+    def take_entropy(self) -> Tensor | None:
+        """This rank's share of the mean entropy of the update that is under way; it is removed."""
+        return self.sums.pop("update_entropy", None)
 
     @property
     def num_updates(self) -> int:
@@ -205,14 +216,18 @@ class UpdateMetrics:
         self.add(policy_loss=loss.policy, kl_loss=loss.kl)
         if loss.capped is not None:
             self.add(cispo_capped=(loss.capped & units).sum())
+        if loss.entropy is not None:
+            self.add(update_entropy=loss.entropy)
+        if loss.kept is not None:
+            counted = _counted_units(loss.kept, micro_batch)
+            self.add(region_masked=(~loss.kept & counted).sum(), region_units=counted.sum())
         if entropy is not None:
             mask = micro_batch.mask
             self.add(entropy=(entropy * mask).sum(), entropy_tokens=mask.sum())
         if loss.weight is not None:
             _add_correction_weights(self, loss, micro_batch)
         for name, values in loss.metrics.items():
-            per_token = values.shape == micro_batch.mask.shape
-            counted = micro_batch.mask.bool() if per_token else _trained_sequences(micro_batch)
+            counted = _counted_units(values, micro_batch)
             total = values.detach().double().where(counted, 0.0).sum()
             self.add(**{OWN_SUM + name: total, OWN_COUNT + name: counted.sum()})
 
@@ -233,8 +248,14 @@ class UpdateMetrics:
             below = torch.where(present, behaviour - old, torch.zeros_like(old))
             self.add(sampling_kl=below.sum())
 
-    def add_update(self, optimizer: "TrainingOptimizer", loss: float, grad_norm: float) -> None:
-        """Add the numbers of one optimizer update, before it is made."""
+    def add_update(
+        self,
+        optimizer: "TrainingOptimizer",
+        loss: float,
+        grad_norm: float,
+        control: MetricValues | None = None,
+    ) -> None:
+        """Add the numbers of one optimizer update, before it is made. `control`: of the entropy."""
         clip = optimizer.max_grad_norm
         numbers = {
             "loss": loss,
@@ -242,6 +263,8 @@ class UpdateMetrics:
             "grad_clip_fraction": float(clip is not None and grad_norm > clip),
             "learning_rate": optimizer.learning_rate,
         }
+        if control:
+            numbers["entropy_coef"] = control["coef"]
         for name, value in numbers.items():
             self.scalars[name].append(value)
 
@@ -314,9 +337,7 @@ def without_sums(updates: UpdateMetrics) -> UpdateMetrics:
 
 def _add_correction_weights(updates: UpdateMetrics, loss: Loss, micro_batch: MicroBatch) -> None:
     assert loss.weight is not None and loss.raw_weight is not None
-    counted = micro_batch.mask.bool()
-    if loss.weight.shape != micro_batch.mask.shape:
-        counted = _trained_sequences(micro_batch)
+    counted = _counted_units(loss.weight, micro_batch)
     weight, raw = loss.weight.double(), loss.raw_weight.double()
     used = raw.where(counted, 0.0)
     updates.add(
@@ -337,6 +358,12 @@ def _gap_by_depth(gap_sq: Tensor, present: Tensor, micro_batch: MicroBatch) -> d
     return {f"gap_sq_from{first}": sums[i] for i, first in enumerate(DEPTHS)} | {
         f"gap_from{first}": counts[i] for i, first in enumerate(DEPTHS)
     }
+
+
+def _counted_units(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Tokens, or sequences, that are trained on, as many as there are values. -> (U,) bool"""
+    per_token = values.shape == micro_batch.mask.shape
+    return micro_batch.mask.bool() if per_token else _trained_sequences(micro_batch)
 
 
 def _trained_sequences(micro_batch: MicroBatch) -> Tensor:

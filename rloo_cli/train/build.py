@@ -424,7 +424,7 @@ class RunBuilder:
                 model.blank_vision = policy.vision or vision_of(self.prompts.media)
         choice = layouts.choose_policy_layout(policy, wanted, max_length)
         # The fused head's entropy has no gradient.
-        if self.algorithm.config.entropy_coef > 0:
+        if self.algorithm.config.has_entropy_bonus:
             policy.logprob_module.use_fused_head, policy.logprob_module.entropy_grad = False, True
             choice = choice.with_model_head("entropy bonus")
         if frozen is not None and self.config.model.ref_path is None:

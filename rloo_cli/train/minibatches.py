@@ -13,6 +13,7 @@ from rloo_cli.config.agent import agent_config, sampled_token_limit
 from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice
+from rloo_cli.data.pass_results import highest_entropies
 from rloo_cli.run import Run
 
 RankMicroBatches = list[list[list[GroupSlice]]]  # by rank, then by micro-batch
@@ -28,6 +29,7 @@ class UpdatePlan:
     num_tokens: int  # unmasked tokens of completions with an advantage; 0 = skip
     num_all_tokens: int  # unmasked tokens of every completion, at least 1
     denominator: float  # divisor of the summed loss (docs/algorithms.md, Loss types)
+    least_entropy: float | None = None  # of a chosen token (top_entropy_quantile)
 
     @property
     def micro_batches(self) -> list[list[GroupSlice]]:
@@ -68,8 +70,9 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
             sampled_token_limit(agent_config(run.config), generation.max_completion_length),
         )  # fmt: skip
         tokens = int((lengths * valid)[trained].sum())
-        all_tokens = max(int(lengths[trained].sum()), 1)
-        plan = UpdatePlan(by_rank, run.world.rank, trained, tokens, all_tokens, denominator)
+        least, chosen = highest_entropies(batch, trained, settings.top_entropy_quantile)
+        all_tokens = max(int(lengths[trained].sum()) if chosen is None else chosen, 1)
+        plan = UpdatePlan(by_rank, run.world.rank, trained, tokens, all_tokens, denominator, least)
         plans.append(plan)
     return plans
 

@@ -19,11 +19,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rloo_cli.algorithms.common.family import adapt_entropy, entropy_weight
 from rloo_cli.algorithms.common.hooks import LossInputs
 from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.data.packing import TOKEN_COLUMNS, MicroBatch
 from rloo_cli.data.pass_results import ForwardPass
-from rloo_cli.policy.model import LogProbs
+from rloo_cli.policy.model import LogProbs, in_eval_mode
 from rloo_cli.reporting.update_metrics import add_value_loss
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train import advantages, guards
@@ -100,6 +101,7 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
 def compute_old_logprobs(run: Run, step_progress: StepProgress) -> None:
     """Compute old_logp, KL, values and advantages of the whole batch, without gradient."""
     batch, updates, passes = step_progress.batch, step_progress.updates, []
+    ranked = run.algorithm.config.top_entropy_quantile < 1
     advantages.prepare_advantages(run, batch, updates)
     for group_slices in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
         run.world.check_stop(frequent=True)
@@ -108,9 +110,11 @@ def compute_old_logprobs(run: Run, step_progress: StepProgress) -> None:
             continue
         micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
         with run.clock.phase("old_logp"):
-            logprobs = run.policy.frozen_logp(micro_batch)
+            with in_eval_mode(run.policy.model):
+                logprobs = run.policy.logp(micro_batch, want_entropy=ranked)
             updates.count_forward(micro_batch, run.forward_limits.cost)
         micro_batch.old_logp, micro_batch.kl_logp = logprobs.logp, logprobs.kl_logp
+        micro_batch.entropy = logprobs.entropy if ranked else None
         advantages.add_reference_logprobs(run, batch, micro_batch, updates)
         if run.value_model is not None:
             with run.clock.phase("value"):
@@ -162,10 +166,13 @@ def backward_micro_batch(
     micro_batch = forward_pass.micro_batch
     assert micro_batch.old_logp is not None
     a = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
+    chosen, coef = None, entropy_weight(run.algorithm.config, run.state.entropy_control)
+    if plan.least_entropy is not None and micro_batch.entropy is not None:
+        chosen = micro_batch.entropy >= plan.least_entropy
     inputs = LossInputs(
         logprobs.logp, micro_batch.old_logp, micro_batch.ref_logp, micro_batch, a,
         plan.denominator, logprobs.kl_logp, logprobs.entropy, plan.num_all_tokens,
-        logprobs.divergence,
+        logprobs.divergence, chosen, coef,
     )  # fmt: skip
     loss = run.algorithm.loss(inputs)
     run.engine.backward(poison_tensor("loss", loss.total), is_last)
@@ -207,6 +214,7 @@ def take_optimizer_step(
     """
     # The weights change here: sampling during the update ends, and is checked against them before.
     run.source.pause(run.policy)
+    entropy = step_progress.updates.take_entropy()
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return
@@ -220,13 +228,26 @@ def take_optimizer_step(
         if results is not None and not math.isfinite(scaled_loss + float(norm)):
             results.store()  # they are written with the error
         if guards.check_finite_update(run, batch, scaled_loss, float(norm)):
-            step_progress.updates.add_update(run.optimizer, scaled_loss, float(norm))
+            control = control_entropy(run, entropy)
+            step_progress.updates.add_update(run.optimizer, scaled_loss, float(norm), control)
             run.optimizer.step(norm)
             step_progress.updates.add(**run.optimizer.weight_changes)
             run.state.updates += 1
             if run.reference is not None:
                 run.reference.sync_with_policy(run.state.updates)
             batch.updated += plan.groups
+
+
+def control_entropy(run: Run, share: Tensor | None) -> dict[str, float]:
+    """Set the weight of the next update's entropy bonus by the mean entropy of this one.
+
+    `share`: this rank's part of the mean. All ranks must call this.
+    """
+    config, state = run.algorithm.config, run.state
+    if config.adaptive_entropy is not None:
+        mean = run.world.sum(_zero_scalar(run) if share is None else share)
+        state.entropy_control = adapt_entropy(config, state.entropy_control, float(mean))
+    return state.entropy_control
 
 
 def dummy_pass(

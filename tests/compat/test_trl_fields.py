@@ -120,10 +120,8 @@ def test_the_defaults_are_taken_without_a_note_on_any_field(config, made, capsys
 
 def test_several_fields_that_are_refused_are_named_at_once(made):
     with pytest.raises(ConfigError) as error:
-        made("GRPOConfig", top_entropy_quantile=0.2, use_adaptive_entropy=True)
-    assert {p.where for p in error.value.problems} == {
-        "top_entropy_quantile", "use_adaptive_entropy"
-    }  # fmt: skip
+        made("GRPOConfig", vespo_k_pos=1.0, use_adaptive_entropy=True)
+    assert {p.where for p in error.value.problems} == {"vespo_k_pos", "use_adaptive_entropy"}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,13 @@ KINDS = {
     "remax": ("algorithm.normalize_advantages=false",),
     "grpo": ("algorithm.num_iterations=2", "algorithm.normalize_advantages=false"),
     "rloo": ("algorithm.entropy_coef=0.1",),
+    # The second update has a bonus, if both ranks measured the entropy of the first alike.
+    "dapo": (
+        "algorithm.adaptive_entropy={target:9.0,delta:0.5,min:0.0,max:0.5}",
+        "algorithm.top_entropy_quantile=0.4",
+        "algorithm.num_iterations=2",
+        "algorithm.advantage_scale=none",
+    ),
     "reinforce": ("algorithm.baseline=ema", "algorithm.normalize_advantages=false"),
 }
 
@@ -31,6 +38,8 @@ def home(fast, tmp_path_factory):
         pytest.param("grpo", "zero2", marks=pytest.mark.slow),
         pytest.param("rloo", "fsdp2", marks=pytest.mark.slow),
         pytest.param("reinforce", "ddp", marks=pytest.mark.slow),
+        pytest.param("dapo", "ddp", marks=pytest.mark.slow),
+        pytest.param("dapo", "fsdp2", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_make_the_update_of_one_process(home, kind, engine):

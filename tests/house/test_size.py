@@ -21,7 +21,12 @@ ADDITIONS: list[tuple[str, int, str]] = [
         "a sampler that is wrong in long contexts alone is named by doctor and report",
     ),
     ("tests", 60, "the same"),
-]
+    ("rloo_cli", 300, "a trust region for tokens, adaptive entropy, tokens of high entropy, MaxRL"
+     " and pass@k: what peers have in common, equal to verl and TRL, in any algorithm"),
+    ("tests", 560, "the same: verl's vectors, TRL's gradients, expectations, stops, two ranks"),
+    ("bench", 20, "verl's own DPPO beside ours"),
+    ("docs", 95, "what these compute, with their formulas, keys and metrics"),
+]  # fmt: skip
 
 
 def folder_lines(folder: str) -> int:

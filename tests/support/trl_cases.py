@@ -230,7 +230,14 @@ def of_grpo(run: Run) -> dict[str, Any]:
     """Those that only GRPOConfig has."""
     a = run.config.algorithm
     several = {"sum": "sum_then_normalize", "normalize_then_sum": "normalize_then_sum"}
+    adaptive: dict[str, Any] = {}
+    if (rule := a.adaptive_entropy) is not None:
+        named = {"entropy_target": rule.target, "entropy_coef_delta": rule.delta}
+        named |= {"entropy_coef_min": rule.min, "entropy_coef_max": rule.max}
+        adaptive = {"use_adaptive_entropy": True, **named}
     return {
+        **adaptive,
+        "top_entropy_quantile": a.top_entropy_quantile,
         "loss_type": "grpo" if a.loss_type == "gspo" else a.loss_type,
         "importance_sampling_level": {"token": "token", "geometric": "sequence"}[a.ratio_level],
         "scale_rewards": a.advantage_scale,

@@ -31,6 +31,8 @@ from rloo_cli.utils.errors import ConfigError
 
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 A, PP = "algorithm.", "algorithm=reinforce_pp"
+ADAPTIVE = "adaptive_entropy={target:9.0,delta:0.05,min:0.0,max:0.3}"
+REGION = "trust_region={kind:tv,level:token,low:1e-6,high:1e-6}"
 CHOICES = {
     "reinforce": [],
     "reinforce, moving average": ["baseline=ema"],
@@ -52,6 +54,11 @@ CHOICES = {
     "remax": [],
     "rloo, entropy bonus": ["entropy_coef=0.1"],
     "rloo, off-policy threshold": ["off_policy_threshold=0.01", "num_iterations=3"],
+    "rloo, top entropies": ["top_entropy_quantile=0.3", "entropy_coef=0.1", "num_iterations=2"],
+    "dapo, adaptive entropy": [ADAPTIVE, "top_entropy_quantile=0.5", "num_minibatches=2"],
+    "rloo, trust region": [REGION, "num_iterations=3"],
+    "rloo, pass at k": ["pass_at_k=2", "kl_in_baseline=false"],
+    "grpo, MaxRL": ["advantage_scale=mean"],
 }
 
 

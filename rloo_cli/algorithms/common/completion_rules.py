@@ -86,6 +86,7 @@ def _credit_problems(config: Switches) -> Iterator[Problem]:
         "advantage_scale": (config.advantage_scale == "none", "none"),
         "normalize_advantages": (not config.normalize_advantages, "false"),
         "normalize_rewards": (not config.normalize_rewards, "false"),
+        "pass_at_k": (config.pass_at_k is None, "null"),
         "multi_reward": (config.multi_reward == "sum", "sum"),
         "reward_clip_range": (config.reward_clip_range is None, "null"),
         "missing_eos_penalty": (config.eos_penalty.mode != "replace", "{mode: none, value: 0.0}"),

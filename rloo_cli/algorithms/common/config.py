@@ -59,6 +59,27 @@ class OverlongPenalty(Frozen):
     weight: float = key("Score units, the size of the whole penalty", ge=0)
 
 
+class TrustRegion(Frozen):
+    kind: Literal["tv", "kl"] = key(
+        "How far a sampled token's probability p moved from the sampler's q: |p - q|, or the KL of"
+        " the two distributions 'this token, or another'"
+    )
+    level: Literal["token", "sequence"] = key(
+        "Leave out tokens, or completions by the mean over their tokens"
+    )
+    low: float = key("Farthest that a probability may fall where A <= 0", gt=0)
+    high: float = key("Farthest that a probability may rise where A > 0", gt=0)
+
+
+class AdaptiveEntropy(Frozen):
+    target: float = key(
+        "Nats per token: the bonus acts after an update whose mean entropy was this or less", ge=0
+    )
+    delta: float = key("Added to the weight after such an update, subtracted after others", gt=0)
+    min: float = key("Smallest weight", ge=0)
+    max: float = key("Largest weight", ge=0)
+
+
 class Switches(AlgorithmConfig):
     """Every switch that algorithms share (docs/algorithms.md)."""
 
@@ -66,6 +87,9 @@ class Switches(AlgorithmConfig):
         # The loss
         ".policy_loss!=reinforce": (*CLIP_KEYS, "ratio_level"),
         ".num_iterations>1 or .num_minibatches>1": CLIP_KEYS,  # else the ratio is exactly 1
+        # Else the policy is the sampler, to the last bit
+        ".num_iterations>1 or .num_minibatches>1 or generation.backend!=transformers"
+        " or generation.overlap!=none": ("trust_region",),
         ".policy_loss=sapo|null": ("sapo_temperature_pos", "sapo_temperature_neg"),
         ".policy_loss=sapo or .loss_type=sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
         ".policy_loss=reinforce": ("allow_stale",),
@@ -104,7 +128,21 @@ class Switches(AlgorithmConfig):
         " N * max_completion_length; mean over micro-batches of token means (to compare only);"
         " null = by loss_type"
     )
+    trust_region: TrustRegion | None = key(
+        "DPPO's {kind, level, low, high}: leave what moved too far from the sampler, in the"
+        " direction of its advantage, out of the policy term; null = nothing"
+    )
     entropy_coef: float = key("Weight of the tokens' mean entropy, subtracted from the loss", ge=0)
+    adaptive_entropy: AdaptiveEntropy | None = key(
+        "Change that weight after each update, {target, delta, min, max}: entropy_coef is its"
+        " first; null = it stays"
+    )
+    top_entropy_quantile: float = key(
+        "Share of an update's tokens in the policy term and the bonus: those of the highest"
+        " entropy when they were sampled; 1 = all",
+        ge=0,
+        le=1,
+    )
     loss_denominator: Literal["all", "valid"] = key(
         "Completions counted in N: every one, or those in the loss: not masked, in scorable"
         " groups (with kl_in=loss and opd also those without a score)"
@@ -143,8 +181,14 @@ class Switches(AlgorithmConfig):
         "Subtracted from a reward: mean of its siblings, of its group, of the step; moving average"
         " of earlier steps; score of the greedy completion (remax); value model (ppo); 0"
     )
-    advantage_scale: Literal["none", "group", "batch", "loo_std"] = key(
-        "Divide advantages by the std of scores: of the group, the step, or the siblings"
+    advantage_scale: Literal["none", "group", "batch", "loo_std", "mean"] = key(
+        "Divide advantages by the std of scores: of the group, the step, or the siblings; mean ="
+        " by the group's mean score (MaxRL), and a group whose mean is not above 0 has none"
+    )
+    pass_at_k: int | None = key(
+        "Learn for the best of so many completions: the gradient is that of pass@k, or of the"
+        " largest reward; null = for each alone",
+        ge=2,
     )
     normalize_advantages: bool = key("Centre the step's advantages and divide them by their std")
     zero_std_groups: Literal["keep", "drop", "resample"] = key(
@@ -213,6 +257,11 @@ class Switches(AlgorithmConfig):
     def scales_by_batch(self) -> bool:
         """Whether advantages are divided by the standard deviation of the whole batch."""
         return self.advantage_scale == "batch"
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss may have an entropy bonus, so that the entropy needs a gradient."""
+        return self.entropy_coef > 0 or self.adaptive_entropy is not None
 
     @property
     def kl_weight(self) -> float:

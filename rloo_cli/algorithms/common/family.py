@@ -40,6 +40,8 @@ from rloo_cli.algorithms.common.importance_weights import (
 from rloo_cli.data.segments import segment_sum
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from rloo_cli.data.packing import MicroBatch
@@ -48,6 +50,7 @@ SCALE_EPS = 1e-4  # TRL's, for group and batch std and for normalize_advantages
 LOO_STD_EPS = 1e-6  # NeMo RL's
 VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}  # k and lambda
 LEAST = log(1e-8)  # the smallest log weight of VESPO
+BERNOULLI_EPS = 1e-8  # verl's, in the trust region's KL
 
 
 def estimate_kl(log_ratio: Tensor, config: Switches) -> Tensor:
@@ -106,7 +109,7 @@ def masked_std(values: Tensor, mask: Tensor) -> Tensor:
 def usable_completions(scorable: Tensor, config: Switches) -> Tensor:
     """Completions that can have an advantage: some need a sibling. (P, K) -> (P, K) bool"""
     if config.compares_in_groups:
-        return scorable & (scorable.sum(-1, keepdim=True) >= 2)
+        return scorable & (scorable.sum(-1, keepdim=True) > (config.pass_at_k or 1))
     return scorable
 
 
@@ -147,21 +150,55 @@ def _subtract_baseline(
         assert inputs.greedy_score is not None
         return (values - inputs.greedy_score[:, None]).masked_fill(~usable, 0.0)
     pool, mask = _comparison_pool(values, usable, config)
+    differ, k = values_differ(pool, mask), config.pass_at_k or 1
+    if k > 1:
+        pool = values = k * best_of_k(values, usable, k)
     out = values - masked_mean(pool, mask)
     if config.baseline == "loo":
         n = usable.sum(-1, keepdim=True).to(values.dtype)
-        out = out * n / (n - 1).clamp(min=1)
-    return out.masked_fill(~(usable & values_differ(pool, mask)), 0.0)
+        out = out * n / (n - k).clamp(min=1)
+    return out.masked_fill(~(usable & differ), 0.0)
+
+
+def best_of_k(values: Tensor, usable: Tensor, k: int) -> Tensor:
+    """s_i: the largest value of i and k - 1 siblings, mean over all choices of these; 0 elsewhere.
+
+    s_i less the mean of the largest over the sets of k siblings without i, times k, is an unbiased
+    estimate of the gradient of the expected largest of k, which is pass@k for scores of 0 and 1
+    (arXiv 2505.15201; the advantages of 2508.10751 before their division). It equals
+    k n/(n - k) (s_i - mean of s): leave-one-out for k = 1. (P, K), (P, K) -> (P, K)
+    """
+    n = usable.sum(-1, keepdim=True)
+    order = values.masked_fill(~usable, -float("inf")).argsort(dim=-1, stable=True)
+    ranked = values.masked_fill(~usable, 0.0).gather(-1, order)
+    below = (order.new_ones(order.shape).cumsum(-1) - 1 - order.shape[-1] + n).clamp(min=0)
+    itself = _all_from(below, n - 1, k - 1, values)  # the k - 1 siblings are among those below i
+    above = ranked * _all_from(below - 1, n - 2, k - 2, values) * (k - 1) / (n - 1)
+    later = above.flip(-1).cumsum(-1).flip(-1) - above
+    best = values.new_zeros(values.shape).scatter(-1, order, itself * ranked + later)
+    return best.masked_fill(~usable, 0.0)
+
+
+def _all_from(count: Tensor, total: Tensor, size: int, like: Tensor) -> Tensor:
+    """The probability that `size` of `total` things are all among `count` of them."""
+    share = like.new_ones(count.shape)
+    for i in range(size):
+        share = share * (count - i) / (total - i)
+    return share
 
 
 def _scale_divisor(score: Tensor, mask: Tensor, config: Switches) -> Tensor:
     """The std of scores that advantages are divided by; 1 if those scores are all equal.
 
     group, batch: GRPO, arXiv 2402.03300, with Bessel's correction. loo_std: NeMo RL, the std of
-    the siblings' scores; with fewer than two siblings an advantage is not divided.
+    the siblings' scores; with fewer than two siblings an advantage is not divided. mean: MaxRL's,
+    r / mean - 1 with the group's own mean as the baseline (arXiv 2602.02710).
     (P, K), (P, K) -> (P, K), (P, 1) or (1, 1)
     """
     eps = SCALE_EPS
+    if config.advantage_scale == "mean":
+        mean = masked_mean(score, mask)
+        return mean.masked_fill(mean <= 0, float("inf"))
     if config.advantage_scale == "batch":
         score, mask = score.reshape(1, -1), mask.reshape(1, -1)
     elif config.advantage_scale == "loo_std":
@@ -321,6 +358,35 @@ def _off_policy_mask(
     return near | (advantage >= 0)
 
 
+def trust_region_mask(
+    logp: Tensor, sampler_logp: Tensor, advantage: Tensor, micro_batch: MicroBatch, config: Switches
+) -> Tensor | None:
+    """What trust_region leaves in the policy term: DPPO's mask (arXiv 2602.04879), as in verl.
+
+    p and q are a sampled token's probabilities, of the policy and of the sampler. What moved
+    farther up than `high` is left out where A > 0, what fell farther than `low` elsewhere; what
+    moves back never is. level=sequence: by the mean of the tokens' distances, and the direction of
+    the completion's own probability. (N,), (N,), (S,) or (N,) -> (N,), or (S,), bool
+    """
+    if (rule := config.trust_region) is None:
+        return None
+    p, q = logp.detach().exp(), sampler_logp.exp()
+    moved, distance = p - q, (p - q).abs()
+    if rule.kind == "kl":
+        others = ((1 - q + BERNOULLI_EPS) / (1 - p + BERNOULLI_EPS)).log()
+        distance = q * (sampler_logp - logp.detach()) + (1 - q) * others
+    if rule.level == "token":
+        advantage = _to_tokens(advantage, micro_batch)
+    else:
+        moved = micro_batch.mask * (logp.detach() - sampler_logp)
+        moved = reduce_to_level(moved, micro_batch, "sequence")
+        distance = reduce_to_level(micro_batch.mask * distance, micro_batch, "geometric")
+        if moved.shape != advantage.shape:  # each token's own advantage says its direction
+            moved, distance = (x[micro_batch.sequence_ids] for x in (moved, distance))
+    rose, fell = (distance > rule.high) & (moved > 0), (distance > rule.low) & (moved < 0)
+    return ~rose.where(advantage > 0, fell)
+
+
 def aggregate_loss(term: Tensor, micro_batch: MicroBatch, config: Switches) -> Tensor:
     """A micro-batch's share of the update's sum, before the division by `update_denominator`.
 
@@ -387,8 +453,17 @@ def family_loss(inputs: LossInputs, config: Switches) -> Loss:
     weights = correction_weights(old, micro_batch, config)
     sampler_logp = sampler_logprobs(old, micro_batch)
     base = sampler_logp if config.correction.mode == "bypass" else old
-    ratio = policy_ratios(logp, base, micro_batch, config, weights)
-    term = policy_term(logp, ratio, advantage, micro_batch, config, weights, logp - base)
+    region = trust_region_mask(logp, sampler_logp, advantage, micro_batch, config)
+    chosen = inputs.chosen
+    if region is not None:
+        near = _to_tokens(region, micro_batch)
+        chosen = near if chosen is None else chosen & near
+    # A token that is left out is in its completion's ratio, and has no gradient.
+    moving = logp if chosen is None else logp.where(chosen, logp.detach())
+    ratio = policy_ratios(moving, base, micro_batch, config, weights)
+    term = policy_term(moving, ratio, advantage, micro_batch, config, weights, logp - base)
+    if chosen is not None:
+        term = term * _left_in(chosen, term, micro_batch)
     limit = config.off_policy_threshold
     if limit is not None:
         kept = _off_policy_mask(logp, sampler_logp, advantage, micro_batch, limit)
@@ -399,17 +474,54 @@ def family_loss(inputs: LossInputs, config: Switches) -> Loss:
         kl_logp = logp if inputs.kl_logp is None else inputs.kl_logp
         k = _kl_loss_term(kl_logp, ref, logp - base, config)
         penalty = aggregate_loss(k, micro_batch, config) / denominator
-    if config.entropy_coef and inputs.entropy is not None:
-        bonus = config.entropy_coef * (inputs.entropy * micro_batch.mask).sum() / inputs.num_tokens
+    entropy = None
+    if config.has_entropy_bonus and inputs.entropy is not None:
+        counted = micro_batch.mask if inputs.chosen is None else micro_batch.mask * inputs.chosen
+        entropy = (inputs.entropy * counted).sum() / inputs.num_tokens
+        coef = config.entropy_coef if inputs.entropy_coef is None else inputs.entropy_coef
+        bonus = coef * entropy
     return Loss(
         total=policy + penalty - bonus,
         policy=policy.detach(),
         kl=penalty.detach(),
         bonus=bonus.detach(),
+        entropy=None if entropy is None else entropy.detach(),
+        kept=region,
         weight=None if weights is None else weights.weight,
         raw_weight=None if weights is None else weights.raw,
         **_ratio_columns(ratio.detach(), (logp - base).detach(), advantage, micro_batch, config),
     )
+
+
+def _left_in(chosen: Tensor, term: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Which terms have a chosen token. (N,) bool, (U,) -> (U,) bool"""
+    if _is_per_token(term, micro_batch):
+        return chosen
+    return reduce_to_level(micro_batch.mask * chosen, micro_batch, "sequence") > 0
+
+
+def entropy_weight(config: Switches, control: Mapping[str, float]) -> float:
+    """The factor of an update's entropy bonus. `control`: what `adapt_entropy` returned last."""
+    rule = config.adaptive_entropy
+    if rule is None:
+        return config.entropy_coef
+    low = control.get("entropy", float("inf")) <= rule.target
+    return control["coef"] if low else 0.0
+
+
+def adapt_entropy(
+    config: Switches, control: Mapping[str, float], entropy: float
+) -> dict[str, float]:
+    """The weight of the entropy for the next update, and the mean entropy of this one.
+
+    As Skywork-OR1 (arXiv 2505.22312) and TRL 1.16: the weight rises by delta after an update whose
+    entropy was at its target or below, and falls otherwise.
+    """
+    rule, coef = config.adaptive_entropy, control.get("coef", config.entropy_coef)
+    assert rule is not None
+    low = entropy <= rule.target
+    coef = min(coef + rule.delta, rule.max) if low else max(coef - rule.delta, rule.min)
+    return {"coef": coef, "entropy": entropy}
 
 
 def _ratio_columns(

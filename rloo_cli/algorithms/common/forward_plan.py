@@ -28,14 +28,15 @@ class ForwardPlan:
 def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
     """The plan of a run. `config` is its algorithm's, with loss_type resolved."""
     # The KL term and the entropy bonus have a gradient in every completion.
-    pulled = config.trains_kl_of_unscored or config.entropy_coef > 0
+    pulled = config.trains_kl_of_unscored or config.has_entropy_bonus
+    ranked = config.top_entropy_quantile < 1  # among all tokens
     by_tokens = config.loss_agg == "token_mean_local"  # a mean over a micro-batch's tokens
     return ForwardPlan(
         reference=config.needs_reference or config.teacher_server is not None,
         value_model=config.baseline == "value",
         by_scores=needs_no_logprobs(config),
         separate=_separate_pass_reason(run, config),
-        every_completion=pulled or by_tokens,
+        every_completion=pulled or ranked or by_tokens,
     )
 
 
@@ -60,7 +61,7 @@ def normalizes_by_one_factor(config: Switches) -> bool:
     """
     grouped = config.compares_in_groups and config.kl_in_baseline
     alike = config.advantage_scale in ("none", "group") and not config.clips_advantages
-    alone = config.entropy_coef == 0
+    alone = not config.has_entropy_bonus
     return config.normalize_advantages and grouped and alike and alone
 
 
@@ -73,6 +74,8 @@ def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
     """
     if config.by_token:
         return "per-token advantages need the whole step first"
+    if config.top_entropy_quantile < 1:
+        return "which tokens are trained on is known from all entropies (top_entropy_quantile)"
     if run.train.old_logp == "separate":
         return "train.old_logp=separate"
     if config.num_minibatches > 1:

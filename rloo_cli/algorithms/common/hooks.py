@@ -79,6 +79,8 @@ class LossInputs:
     entropy: Tensor | None = None  # (N,) with gradient if entropy_coef is not 0
     num_tokens: float = 1.0  # of the whole update, for the mean of the entropy
     divergence: Tensor | None = None  # (N,) from a teacher's whole distributions, with gradient
+    chosen: Tensor | None = None  # (N,) bool, of top_entropy_quantile; None = every token
+    entropy_coef: float | None = None  # as adaptive_entropy has made it; None = the config's
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Loss:
     raw_weight: Tensor | None = None  # (N,) or (S,) weights before the correction's mode
     capped: Tensor | None = None  # (U,) bool, cispo: ratio > cap and A > 0
     bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
+    entropy: Tensor | None = None  # () detached, share of the mean entropy that the bonus is of
+    kept: Tensor | None = None  # (N,) or (S,) bool, what trust_region leaves; None = there is none
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # your own, by name, (N,) or (S,)
 
 

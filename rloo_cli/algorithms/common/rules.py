@@ -11,7 +11,12 @@ from statistics import NormalDist
 
 from rloo_cli.algorithms.common import completion_rules, dialect
 from rloo_cli.algorithms.common import config as common_config
-from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
+from rloo_cli.algorithms.common.config import (
+    Switches,
+    in_reward,
+    num_updates_per_step,
+    shared_switches,
+)
 from rloo_cli.config.rules_sampling import MASK_KEY, inexact_settings
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem, value_problem
@@ -25,6 +30,7 @@ def choice_problems(config: Switches) -> Iterator[Problem]:
     """Conflicts among the choices of the algorithm alone; `where` is the dotted key."""
     yield from _loss_problems(config)
     yield from _baseline_problems(config)
+    yield from _group_advantage_problems(config)
 
 
 def whitening_problems(config: Switches) -> Iterator[Problem]:
@@ -60,6 +66,27 @@ def _baseline_problems(config: Switches) -> Iterator[Problem]:
             )
             what = f"is not available with algorithm={config.name}"
             yield value_problem("algorithm.baseline", config.baseline, what, instead, why)
+
+
+def _group_advantage_problems(config: Switches) -> Iterator[Problem]:
+    """What the advantages of MaxRL and of pass@k are not defined with."""
+    grouped = config.baseline in ("loo", "group_mean")
+    why = "it is an advantage over the scores of a group"
+    if config.advantage_scale == "mean":
+        refused = {"baseline": (not grouped, why, "group_mean")}
+        setting = "algorithm.advantage_scale=mean"
+        yield from completion_rules.switch_problems(config, setting, refused)
+    if (k := config.pass_at_k) is None:
+        return
+    scale, few = "the gradient would not be that of pass@k", f"a completion needs {k} siblings"
+    kl = "the KL of the other completions would be in the largest reward"
+    refused = {
+        "baseline": (not grouped, why, "loo"),
+        "advantage_scale": (config.advantage_scale != "none", scale, "none"),
+        "kl_in_baseline": (in_reward(config) and config.kl_in_baseline, kl, "false"),
+        "num_generations": (config.num_generations <= k, few, str(k + 1)),
+    }
+    yield from completion_rules.switch_problems(config, f"algorithm.pass_at_k={k}", refused)
 
 
 def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
@@ -165,6 +192,11 @@ def _ratio_problems(config: Switches) -> Iterator[Problem]:
         )
         fix = "clip, or algorithm.allow_stale=true"
         yield value_problem("algorithm.policy_loss", "reinforce", what, fix, why)
+    rule = config.adaptive_entropy
+    if rule is not None and not rule.min <= config.entropy_coef <= rule.max:
+        key, what = "algorithm.entropy_coef", "is not within adaptive_entropy's range"
+        why = f"the weight would begin outside {rule.min:g} to {rule.max:g}"
+        yield value_problem(key, f"{config.entropy_coef:g}", what, f"{rule.min:g}", why)
     if config.delta is not None and config.delta <= config.upper:
         what, found = "cuts into the clip range", f"{config.delta:g}"
         why = f"found {found}; must be above 1 + epsilon_high = {config.upper:g}"
@@ -209,6 +241,11 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
         yield value_problem(key, shown, what, "[0.8,1.25], or null", why)
     mode = common_config.correction_mode(config, generation.backend, generation.overlap)
     filters = inexact_settings(generation)
+    if config.trust_region is not None and filters:
+        what = "the sampler's probabilities cannot be compared with the policy's"
+        why = f"generation.{', generation.'.join(filters)} cut or bend what is sampled"
+        fix = f"{MASK_KEY}=true, or algorithm.trust_region=null"
+        yield Problem(what, "algorithm.trust_region", why, fix)
     if mode == "none" or not filters:
         return
     off = {"top_p": "1.0", "top_k": "0", "min_p": "null", "repetition_penalty": "1.0"}
