@@ -96,9 +96,7 @@ class EngineConfig(GenerationConfig):
 
     is_engine = True
 
-    allow_untested: bool = key(
-        "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"
-    )
+    allow_untested: bool = key("Allow what is refused on GPUs until it is tested")
 
 
 @functools.cache
