@@ -13,7 +13,7 @@ SUFFIXES = {"rloo_cli": ".py", "tests": ".py", "bench": ".py", "docs": ".md"}
 LIMITS = {"rloo_cli": 77_550, "tests": 74_010, "bench": 8_380, "docs": 6_700}
 # What was added after the limits were set: (folder, lines, what they are worth to a user).
 ADDITIONS: list[tuple[str, int, str]] = [
-    ("rloo_cli", 240, "another vLLM is asked what it has; transformers up to 5.23"),
+    ("rloo_cli", 240, "another vLLM is asked what it has; transformers up to 5.22"),
     ("tests", 390, "the lowest and the newest versions, and what a vLLM may lack"),
     ("docs", 50, "the table of tested versions"),
 ]
