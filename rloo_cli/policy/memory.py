@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from rloo_cli.config.schema import GenerationConfig, ModelConfig, TrainConfig
 from rloo_cli.data.bin_packing import ForwardCost, ForwardLimits
 from rloo_cli.data.packing import MicroBatch, whole_group_slices
+from rloo_cli.policy import load
 from rloo_cli.policy.layouts import probe_groups
-from rloo_cli.policy.load import enable_gradient_checkpointing
 from rloo_cli.policy.model import Policy, weight_shape
 from rloo_cli.policy.token_budget import (
     CUDA_CONTEXT_SHARE,
@@ -83,9 +83,9 @@ def measure_forward_limits(
     fitting = room.tokens_that_fit(_bytes_per_policy_token(policy, value_model))
     auto = model_keys.gradient_checkpointing == "auto" and can_recompute(policy.model)
     if auto and fitting < (max_group_tokens if required_tokens is None else required_tokens):
-        enable_gradient_checkpointing(policy.model)
+        load.enable_gradient_checkpointing(policy.model)
         if value_model is not None:
-            enable_gradient_checkpointing(value_model.model)
+            load.enable_gradient_checkpointing(value_model.model)
         fitting = room.tokens_that_fit(_bytes_per_policy_token(policy, value_model))
     most = MAX_MASKED_TOKENS if has_attention_mask(policy) else MAX_USEFUL_TOKENS[room.kind]
     tokens = train.micro_batch_tokens or choose_token_budget(most, max_group_tokens, fitting)
@@ -149,13 +149,13 @@ def _working_bytes_per_token(policy: Policy | ValueModel) -> float:
     more than all that the forward keeps.
     """
     kept = activation_bytes_per_token(policy)
-    if not policy.model.is_gradient_checkpointing:
+    if not load.has_gradient_checkpointing(policy.model):
         return kept
-    policy.model.gradient_checkpointing_disable()
+    load.disable_gradient_checkpointing(policy.model)
     try:
         whole = activation_bytes_per_token(policy)
     finally:
-        enable_gradient_checkpointing(policy.model)
+        load.enable_gradient_checkpointing(policy.model)
     return kept + whole / policy.model.config.get_text_config().num_hidden_layers
 
 

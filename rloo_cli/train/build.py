@@ -470,7 +470,7 @@ class RunBuilder:
         size = f"{limits.tokens} tokens"
         if limits.completions is not None:
             size = f"{limits.completions} completions"
-        again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
+        again = ", recomputed in backward" if load.has_gradient_checkpointing(policy.model) else ""
         self.log.note(f"rows are {layout_choice}; at most {size} a forward{again}")
         return limits
 

@@ -23,6 +23,7 @@ from rloo_cli.planning import (
 from rloo_cli.planning import text as planning_text
 from rloo_cli.planning.peak_memory import PeakMemory
 from rloo_cli.planning.plan_inputs import PlanInputs
+from rloo_cli.policy import load
 from rloo_cli.run import Run
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import JsonObject
@@ -81,7 +82,7 @@ def plan_inputs_of_run(run: Run) -> PlanInputs:
         value_model=plan_inputs.value_model_spec(config.algorithm, config.model, config.rewards),
         reward_models=plan_inputs.reward_model_specs(config.rewards),
         token_budget=run.forward_limits.tokens,
-        recompute=bool(run.policy.model.is_gradient_checkpointing),
+        recompute=load.has_gradient_checkpointing(run.policy.model),
         layout=run.layout_choice.layout,
     )
 

@@ -65,9 +65,10 @@ class Tokenizer:
 
     def __init__(self, chat_template: str):
         self.chat_template, self.options = chat_template, dict[str, Any]()
+        self.time = datetime(2000, 1, 1)
 
     def apply_chat_template(self, messages: object, **options: Any) -> str:
-        self.options = options
+        self.options, self.time = options, vars(chat_template_utils)["datetime"].now()
         return ""
 
 
@@ -75,12 +76,16 @@ def test_a_template_is_given_the_clock_where_it_asks_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chat_templates, "_clock", None)
+    monkeypatch.setattr(chat_template_utils, "datetime", datetime)
     chat_templates.set_template_clock("2024-07-26T12:00:00")
     dated, plain = Tokenizer(DATED), Tokenizer(tiny.TEMPLATE)
-    for tokenizer in (dated, plain):
+    for tokenizer in (plain, dated):
         chat_templates.apply_chat_template(tokenizer, [], add_generation_prompt=True)  # type: ignore[arg-type]
-    assert dated.options["strftime_now"]("%d %b %Y") == "26 Jul 2024"
-    assert plain.options == {"add_generation_prompt": True, "tokenize": False}
+        assert tokenizer.options == {"add_generation_prompt": True, "tokenize": False}
+    assert dated.time == datetime(2024, 7, 26, 12) and plain.time.year > 2024
+    chat_templates.set_template_clock(None)
+    chat_templates.apply_chat_template(dated, [])  # type: ignore[arg-type]
+    assert dated.time.year > 2024
 
 
 def test_a_map_with_a_clock_is_named_and_the_way_on_works(tmp_path: Path) -> None:

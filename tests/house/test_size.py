@@ -26,6 +26,9 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("tests", 560, "the same: verl's vectors, TRL's gradients, expectations, stops, two ranks"),
     ("bench", 20, "verl's own DPPO beside ours"),
     ("docs", 95, "what these compute, with their formulas, keys and metrics"),
+    ("rloo_cli", 240, "another vLLM is asked what it has; transformers up to 5.22"),
+    ("tests", 390, "the lowest and the newest versions, and what a vLLM may lack"),
+    ("docs", 50, "the table of tested versions"),
 ]  # fmt: skip
 
 

@@ -371,12 +371,12 @@ def test_an_engine_without_vllm(one_failure: Any, monkeypatch: pytest.MonkeyPatc
     assert line["fix"].startswith("pip install 'rloo-cli[vllm")
 
 
-def test_an_engine_with_a_vllm_that_is_too_old(
+def test_an_engine_with_a_vllm_that_lacks_what_is_called(
     one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_stub(place, monkeypatch, "vllm", "0.13.0")
     line = one_failure("generation=vllm_server")
-    assert line["name"] == "vllm" and "0.13.0 is too old" in line["found"]
+    assert line["name"] == "vllm" and "vLLM 0.13.0 lacks" in line["found"]
 
 
 def test_a_package_that_is_missing(one_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:

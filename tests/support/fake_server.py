@@ -32,6 +32,7 @@ class Fake:
         self.version, self.label, self.paused = "0.32.0", "default", False  # of vLLM; of weights
         self.open = 0  # an update: 2 = it lacks its weights, 1 = it has them
         self.page, self.hangs = 0, set[str]()  # HTML with this status; paths never answered
+        self.lacks: set[str] = set()  # paths that another version does not have
         self.slow_s, self.shift = 0.0, 0.0  # before each completion; of each log-probability
         self.dies_at: set[int] = set()  # the n-th completion: it is gone, and soon another is there
         self.back = 0.0  # when that is; nobody starts a server between two requests
@@ -78,6 +79,8 @@ class Fake:
             "/finish_weight_update": self.update, "/reset_prefix_cache": self.reset,
         }  # fmt: skip
         changes |= {GROUP: self.group} if GROUP in (self.facts or {}).get("routes", ()) else {}
+        if path in self.lacks:
+            return error(404, "Not Found")
         if path not in told | changes or (method == "GET") != (path in told):
             return error(405 if path in told | changes else 404, "it has no such route")
         with self.lock:

@@ -111,10 +111,7 @@ def engine(run: RunConfig, folder: Path, **other: Any) -> HttpEngine:
         "max_model_len": PLACES,
         "transfer": "gloo",
     }
-    expects |= {
-        "tokenizer": handshake.tokenizer_fingerprint(tokenizer()),
-        "allow_untested": False,
-    } | other
+    expects |= {"tokenizer": handshake.tokenizer_fingerprint(tokenizer())} | other
     return HttpEngine(run.generation.server, folder, ExpectedServer(**expects))  # type: ignore[attr-defined]
 
 

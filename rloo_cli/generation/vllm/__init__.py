@@ -6,7 +6,8 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     config           the keys of a vLLM engine, shared by server and colocated engine
     arguments        a run's config to the arguments of a vLLM engine; no torch, no vLLM
     model_runner     which of vLLM's model runners an engine uses; no torch, no vLLM
-    versions         differences of vLLM before 0.32; no torch, no vLLM
+    versions         differences of vLLM before 0.28; no torch, no vLLM
+    required_parts   what an untested vLLM must have, and what it lacks; no torch
     generator        the `Generator`: requests out, rollouts in
     sampling_params  the sampling parameters of a request
     weight_sync      which weights an engine has, and which it should have

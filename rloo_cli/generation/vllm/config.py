@@ -96,9 +96,7 @@ class EngineConfig(GenerationConfig):
 
     is_engine = True
 
-    allow_untested: bool = key(
-        "Allow untested combinations: a vLLM below 0.32, or features not yet tested on GPUs"
-    )
+    allow_untested: bool = key("Allow features not yet tested on GPUs")
 
 
 @functools.cache

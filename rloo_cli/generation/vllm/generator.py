@@ -30,7 +30,15 @@ from rloo_cli.generation import (
 )
 from rloo_cli.generation.common.open_groups import OpenCompletion, OpenGroup
 from rloo_cli.generation.common.stop_rule import StopRule
-from rloo_cli.generation.vllm import arguments, handshake, lora_slot, parity, sampling_params
+from rloo_cli.generation.vllm import (
+    arguments,
+    handshake,
+    lora_slot,
+    parity,
+    required_parts,
+    sampling_params,
+    versions,
+)
 from rloo_cli.generation.vllm.child_engine import ColocatedEngine
 from rloo_cli.generation.vllm.engine import (
     EngineCompletion,
@@ -349,7 +357,6 @@ def build_server_generator(
         tokenizer=handshake.tokenizer_fingerprint(tokenizer),
         max_model_len=given.get("max_model_len", 0),
         transfer=_transfer_backend(given),
-        allow_untested=config.allow_untested,
         sampling_mask=keeps_masks(config),
         trainer_gpus=tuple(gpu_uuids(visible_gpus()[: environment_number("LOCAL_WORLD_SIZE", 1)])),
     )
@@ -381,6 +388,9 @@ def build_colocate_generator(
     environment |= child_gpu_environment(next(model.parameters()).device, keys.tensor_parallel_size)
     latest = folder / "logs" / "latest"
     log_file = (latest if latest.exists() else folder) / "engine.log"
+    version = versions.installed_vllm_version()
+    if warning := required_parts.untried_warning(version, bool(visible_gpus())):
+        note(f"warning: {warning}")
     engine = ColocatedEngine(keys, given, environment, log_file, transfer)
     most = keys.max_restarts
     return _build_vllm_generator(

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.config.rules_sampling import MASK_KEY
-from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm import lora_slot, required_parts
 from rloo_cli.generation.vllm.http import HttpClient, not_a_server_problem
-from rloo_cli.generation.vllm.versions import MIN_VLLM_VERSION
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem, refuse
 from rloo_cli.utils.files import JsonObject
 
@@ -77,26 +76,34 @@ class ExpectedServer:
     tokenizer: str  # facts.tokenizer of ours
     max_model_len: int  # prompt and completion, at most
     transfer: str  # gloo, nccl: used if a server does not report it
-    allow_untested: bool
     sampling_mask: bool = False  # whether it must send the ids that each token was chosen from
     trainer_gpus: tuple[str, ...] = ()  # of the training processes on this machine, by UUID
 
-    def check(self, http_client: HttpClient, url: str, token: str) -> tuple[str, bool, list[str]]:
+    def check(
+        self, http_client: HttpClient, url: str, token: str
+    ) -> tuple[str, bool, list[str], str]:
         """How this server takes weights; whether it has a route for whole groups; the GPUs that it
-        reports.
+        says it takes; the warning of a vLLM that was not tried, or "".
 
         Raises GenerationError with everything that differs, and ConfigError (exit 2) for a GPU that
         is the trainer's too, and for missing sampling masks.
         """
+        plain = False
         try:
             facts: JsonObject = http_client.get(url, "/rloo", token, HANDSHAKE_TIMEOUT_S)
         except GenerationError as error:
             if not any("404" in p.why for p in error.problems):
                 raise
-            facts = self._plain_vllm_info(http_client, url, token)
+            plain, facts = True, self._plain_vllm_info(http_client, url, token)
         _check_facts(facts, url)
         self._refuse_shared_gpus(facts, url)
+        has_group_route, version = (
+            GROUP_ROUTE in facts.get("routes", ()),
+            str(facts.get("vllm", "")),
+        )
         problems = [*self._differences(facts, url)]
+        if plain or not required_parts.was_tried(version):
+            problems += _route_problems(http_client, url, token, has_group_route, version)
         if problems:
             raise GenerationError(*problems)
         has_masks = facts.get("sampling_mask", self.sampling_mask)  # a plain vLLM reports none
@@ -106,10 +113,10 @@ class ExpectedServer:
             what = f"the server at {url} sends sampling masks, but this run does not use them"
             why = "such a server refuses greedy requests and requests without top_k"
             refuse(MASK_KEY, what, SAME_CONFIG, why)
-        routes = facts.get("routes", ())
         transfer = str(facts.get("transfer", self.transfer))
         devices = [str(gpu) for gpu in facts.get("devices", ())]
-        return transfer, GROUP_ROUTE in routes, devices
+        on_gpu = bool(devices) if "devices" in facts else None
+        return transfer, has_group_route, devices, required_parts.untried_warning(version, on_gpu)
 
     def _refuse_shared_gpus(self, facts: JsonObject, url: str) -> None:
         """Raise ConfigError if the server uses a GPU of this trainer. GPUs are compared by UUID:
@@ -127,15 +134,6 @@ class ExpectedServer:
         """A vLLM that `rloo vllm-serve` did not start."""
         version = http_client.get(url, "/version", token, HANDSHAKE_TIMEOUT_S)
         models = http_client.get(url, "/v1/models", token, HANDSHAKE_TIMEOUT_S)
-        try:
-            http_client.get(
-                url, "/weight_info", token, HANDSHAKE_TIMEOUT_S
-            )  # 404 if it has no such routes
-        except GenerationError:
-            number = str(version.get("version")) if isinstance(version, dict) else ""
-            if not versions.is_old_vllm(number):
-                raise
-            raise GenerationError(versions.old_server_problem(url, number)) from None
         try:
             first = models["data"][0]
             return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
@@ -165,11 +163,22 @@ class ExpectedServer:
             why = f"expected processed_logprobs, found {server_info['logprobs_mode']}"
             what = f"the server at {url} reports raw log-probabilities"
             yield Problem(what, "generation", why, f"{same}: it sets that mode")
-        version = str(server_info.get("vllm", "0"))
-        if versions.version_numbers(version) < MIN_VLLM_VERSION and not self.allow_untested:
-            yield Problem(
-                f"the server at {url} is vLLM {version}",
-                "generation.allow_untested",
-                f"this is untested with vLLM below {MIN_VLLM_VERSION[0]}.{MIN_VLLM_VERSION[1]}",
-                "generation.allow_untested=true",
-            )
+
+
+def _route_problems(
+    http_client: HttpClient, url: str, token: str, has_group_route: bool, version: str
+) -> Iterator[Problem]:
+    """The routes that a server lacks, in one problem. A path that takes POST alone answers a GET
+    with 405, and does nothing."""
+
+    def has_route(path: str) -> bool:
+        try:
+            http_client.get(url, path, token, HANDSHAKE_TIMEOUT_S)
+        except GenerationError as error:
+            return not any("it answered 404" in problem.why for problem in error.problems)
+        return True
+
+    if missing := required_parts.missing_routes(has_route, has_group_route):
+        what = f"the server at {url} (vLLM {version}) lacks {', '.join(missing)}"
+        fix = f"{SAME_CONFIG}; `vllm serve` has them with VLLM_SERVER_DEV_MODE=1 alone"
+        yield Problem(what, "generation.server", required_parts.tried_versions(), fix)

@@ -20,7 +20,7 @@ from threading import Event
 from typing import Any, cast
 
 from rloo_cli.data.sampling_mask import ID_TYPE, SamplingMask
-from rloo_cli.generation.vllm import handshake, lora_slot
+from rloo_cli.generation.vllm import handshake, lora_slot, required_parts
 from rloo_cli.generation.vllm.deadlines import run_with_deadline
 from rloo_cli.generation.vllm.discovery import (
     SERVER_CALL_TIMEOUT_S,
@@ -83,12 +83,14 @@ class HttpEngine:
 
     def connect(self) -> None:
         reconnecting, client = bool(self.servers), self.http_client
-        self.servers = self.finder.find_servers(reconnecting)
+        self.servers, warned = self.finder.find_servers(reconnecting), set[str]()
         for server in self.servers:
             url, token = server.url, server.token
-            server.transfer, server.has_group_route, devices = self.expected.check(
-                client, url, token
-            )
+            checked = self.expected.check(client, url, token)
+            server.transfer, server.has_group_route, devices, warning = checked
+            if warning and warning not in warned and not reconnecting:
+                self.finder.note(f"warning: {url}: {warning}")
+            warned.add(warning)
             if devices and not reconnecting:
                 ours = ", ".join(self.expected.trainer_gpus) or "none"
                 self.finder.note(f"{url} uses GPU {', '.join(devices)}; the trainer uses {ours}")
@@ -254,7 +256,7 @@ class HttpEngine:
             what = f"{server.url} does not accept images; only rloo vllm-serve does"
             raise GenerationError(f"{what}: {handshake.SAME_CONFIG}")
         else:
-            path = "/inference/v1/generate"
+            path = required_parts.GENERATE_ROUTE
             body["sampling_params"] = chosen[0].params
             if server.transfer == lora_slot.ADAPTER_TRANSFER:
                 body["model"] = lora_slot.ADAPTER_NAME

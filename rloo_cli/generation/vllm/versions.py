@@ -1,8 +1,8 @@
-"""Differences between vLLM 0.32 and the versions before it, as read from the sources of 0.22.1.
+"""What differs between vLLM 0.32 and the versions below 0.28, as read from the sources of 0.22.1.
 
-The torch of a GPU machine decides which vLLM it can use: 0.22.1 is the one for torch 2.11. With it
-`generation.allow_untested=true` permits the colocated engine, and a server on one GPU. The other
-files of this package are written for 0.32; this file adds what an older version lacks:
+The torch of a GPU machine decides which vLLM it can use: 0.22.1 is the one for torch 2.11. It runs
+the colocated engine, and a server on one GPU. The other files of this package are written for 0.32;
+what an older version lacks is made up for here (`required_parts` asks what any other version has):
 
 - labels of weights: `WorkerCalls`, methods added to vLLM's workers, hold the label of the last
   complete update; `OldLLM` and `old_vllm_routes` report it where 0.32 does.
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     RouteHandler = Callable[[Request], Awaitable[JsonObject]]
 
-MIN_VLLM_VERSION = (0, 32)  # rloo was tested with it
-MIN_UNTESTED_VERSION = (0, 22)  # it has the routes, but rloo was never tested with it
+# The first with labels of weights, and with its own start and end of an update and senders.
+FIRST_NEW_VERSION = (0, 28)
 WORKER_CALLS = "rloo_cli.generation.vllm.versions.WorkerCalls"
 # Labels of weights that are partly new and partly old.
 UPDATE_UNDER_WAY, UPDATE_REFUSED = "(an update is under way)", "(an update was refused)"
@@ -52,13 +52,16 @@ NEEDS_NEW_VLLM = "needs vLLM 0.32"
 TRANSFER_PACKAGE = "vllm.distributed.weight_transfer"
 RELOAD_PACKAGE = "vllm.model_executor.model_loader.reload"
 NCCL_ABORT_TIMEOUT_S = 5.0  # as long as 0.32 waits for NCCL to abort a communicator
-# name -> the module in 0.32, and its name before
+# name -> the module in 0.32, then its names in other versions (0.33 has the first of cli_args)
 MOVED_VLLM_MODULES = {
-    "cli_args": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+    "cli_args": (
+        "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args",
+        "vllm.entrypoints.openai.cli_args",
+    ),
     "entry": ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"),
     "api_utils": ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils"),
-}
-NEW_ARGUMENTS = {"enable_scale_out"}  # an older server always behaves that way
+}  # fmt: skip
+NEW_ARGUMENTS = {"enable_scale_out"}  # an older server always does what they ask for
 
 
 def installed_vllm_version() -> str:
@@ -75,20 +78,21 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def is_old_vllm(version: str | None = None) -> bool:
-    """Whether `version` (None: the installed vLLM's) is below 0.32."""
+    """Whether `version` (None: the installed vLLM's) is one that needs what this file adds."""
     version = installed_vllm_version() if version is None else version
-    return bool(version) and version_numbers(version) < MIN_VLLM_VERSION
+    return bool(version) and version_numbers(version) < FIRST_NEW_VERSION
 
 
 def import_vllm_module(name: str) -> Any:
-    """Import a module of `MOVED_VLLM_MODULES` by its name in the installed vLLM."""
-    new, old = MOVED_VLLM_MODULES[name]
-    try:
-        return importlib.import_module(new)
-    except ModuleNotFoundError as error:
-        if not new.startswith(str(error.name)):
-            raise  # the module exists, but something that it imports does not
-        return importlib.import_module(old)
+    """Import a module of `MOVED_VLLM_MODULES` by the name that the installed vLLM has for it."""
+    *others, last = MOVED_VLLM_MODULES[name]
+    for module in others:
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not module.startswith(str(error.name)):
+                raise  # the module exists, but something that it imports does not
+    return importlib.import_module(last)
 
 
 def old_engine_arguments(version: str) -> JsonObject:
@@ -119,13 +123,6 @@ def old_vllm_problems(
         why = f"vLLM {version} uses head_dtype for pooling models only, and ignores it here"
         instead = "false, or generation=transformers"
         yield value_problem("model.lm_head_fp32", "true", NEEDS_NEW_VLLM, instead, why)
-
-
-def old_server_problem(url: str, version: str) -> Problem:
-    """The problem with an older server without our routes: it cannot report its weights."""
-    why = f"vLLM {version} has no labels of weights; rloo vllm-serve adds them"
-    fix = "rloo vllm-serve with the recipe and overrides of this run"
-    return Problem(f"the server at {url} cannot take weights", "generation.server", why, fix)
 
 
 # Inside vLLM's workers.

@@ -37,7 +37,7 @@ def inspect_environment(run: RunConfig | None = None, deep: bool = False) -> lis
 
 
 def _inspect_machine(lines: CheckLines) -> None:
-    installed_packages.check_vllm_version(lines, allow_untested=False)
+    installed_packages.check_vllm_version(lines)
     machine_state.check_devices(lines)
     machine_state.check_free_memory(lines)
     machine_state.check_disks(lines)
@@ -51,8 +51,7 @@ def _inspect_experiment(lines: CheckLines, run: RunConfig, deep: bool) -> None:
     gpus = machine_state.check_devices(lines)
     experiment.check_machine_lacks(lines, run)
     if "vllm" not in [line.name for line in lines.lines]:
-        allowed = getattr(run.generation, "allow_untested", False)
-        installed_packages.check_vllm_version(lines, allowed)
+        installed_packages.check_vllm_version(lines)
     builders = {
         "DeepSpeed": run.distributed.engine.startswith("zero"),
         "vLLM": run.generation.is_engine,

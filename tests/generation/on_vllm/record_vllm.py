@@ -37,6 +37,7 @@ NAMES: dict[str, list[str]] = {
     ],
     "vllm.distributed.weight_transfer.ipc_engine": ["IPCTrainerInitInfo"],
     "vllm.engine.arg_utils": ["EngineArgs"],
+    "vllm.entrypoints.common.cli_args": [],
     "vllm.entrypoints.launchers.cli_args": [],
     "vllm.entrypoints.launchers.api_server.entry": [],
     "vllm.entrypoints.serve.utils.api_utils": [],

@@ -12,6 +12,7 @@ from reward_cases import PLAIN as PLAIN_CONTEXT
 from reward_cases import reward
 from vllm_cases import config, engine, groups, policy, right, sampler, tokenizer, weights
 
+from rloo_cli.generation.vllm import required_parts
 from rloo_cli.generation.vllm.engine import EngineRequest
 from rloo_cli.rewards.engine.scoring import ScoringStep
 from rloo_cli.utils.errors import GenerationError
@@ -84,6 +85,18 @@ def raw(there, method, path, body=None, token=None):
         return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
     finally:
         connection.close()
+
+
+def test_a_server_that_is_asked_for_its_routes_has_each_and_stays_as_it_is(
+    there, ready, client, monkeypatch
+):
+    paths = [route.partition(" ")[2] for route in required_parts.SERVER_ROUTES]
+    statuses = [raw(there, "GET", path)[0] for path in (*paths, required_parts.GENERATE_ROUTE)]
+    assert {*statuses} == {200, 405} and raw(there, "GET", "/no/such/route")[0] == 404
+    assert raw(there, "GET", "/weight_info")[1] == {"weight_version": "run:1"}
+    assert raw(there, "GET", "/is_paused")[1] == {"is_paused": False}
+    monkeypatch.setattr(required_parts, "was_tried", lambda version, on_gpu=None: False)
+    client().connect()
 
 
 def test_it_is_what_the_config_expects(client):

@@ -272,29 +272,6 @@ def test_without_vllm_the_line_that_installs_it_is_told(
     preflight.check_machine(run_of())
 
 
-@pytest.mark.parametrize(
-    ("version", "anyhow", "passes"),
-    [
-        ("0.32.0", False, True),
-        ("0.33.1rc2", False, True),
-        ("1.0", False, True),
-        ("0.32.0+cpu", False, True),
-        ("0.31.9", False, False),
-        ("0.31.9", True, True),
-        ("0.22.0", True, True),
-        ("0.21.7", True, False),
-        ("0.9.2", True, False),
-        ("0.3.2", False, False),
-    ],
-)
-def test_a_vllm_that_is_too_old_is_refused(
-    version: str, anyhow: bool, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: version)
-    words = [SERVER, f"generation.allow_untested={str(anyhow).lower()}"]
-    assert refused(*words) == ([] if passes else ["generation.backend"])
-
-
 def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"generation.colocate.{w}" for w in ("sleep=kv", "batch_invariant=true")]
     places = ["generation.colocate.sleep", "generation.colocate.batch_invariant"]

@@ -28,6 +28,7 @@ from vllm_cases import (
     weights,
 )
 
+from rloo_cli.generation.vllm import required_parts
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRequest
 from rloo_cli.generation.vllm.http import HttpClient
 from rloo_cli.generation.vllm.http_engine import parse_completion, parse_group_completions
@@ -191,6 +192,7 @@ def test_a_server_on_a_gpu_of_the_trainer_is_refused_and_one_beside_it_is_shown(
     (problem,) = caught.value.problems
     assert problem.where == "generation.server.base_url" and "GPU GPU-b" in problem.what
     noted = []
+    fake.facts["vllm"] = "0.22.1"  # tried on GPUs
     beside = client(trainer_gpus=("GPU-a",))
     beside.finder.note = noted.append
     beside.connect()
@@ -199,18 +201,66 @@ def test_a_server_on_a_gpu_of_the_trainer_is_refused_and_one_beside_it_is_shown(
     client(trainer_gpus=("0",)).connect()
 
 
-def test_bm_4_an_older_vllm_is_named_with_the_key_that_allows_it(fake, client):
-    fake.facts["vllm"] = "0.31.2"
+def noted(client):
+    """A client that connects, and what it noted."""
+    found, said = client(), []
+    found.finder.note = said.append
+    found.connect()
+    return [line for line in said if line.startswith("warning")]
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.31.2", "0.33.0", "1.0"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_bm_4_another_vllm_with_every_route_is_accepted_with_one_warning(
+    version, plain, fake, client
+):
+    fake.version = version
+    fake.facts = None if plain else fake.facts | {"vllm": version}
+    (warning,) = noted(client)
+    assert f"vLLM {version}" in warning and "untested" in warning and fake.url in warning
+    assert "0.32" in warning and "0.22" in warning
+
+
+def test_bm_4_a_version_that_was_tried_on_cpus_alone_has_a_warning_on_gpus(fake, client):
+    fake.facts["devices"] = ["GPU-b"]
+    (warning,) = noted(client)
+    assert "vLLM 0.32.0" in warning and "0.22 on GPUs" in warning
+
+
+def test_bm_4_a_version_that_was_tried_has_no_warning_and_is_not_asked(fake, client):
+    assert not noted(client) and "/start_weight_update" not in {path for path, _ in fake.asked}
+
+
+@pytest.mark.parametrize("route", required_parts.SERVER_ROUTES)
+@pytest.mark.parametrize("plain", [False, True])
+def test_bm_4_another_vllm_without_a_route_is_refused_by_that_route(route, plain, fake, client):
+    fake.version, fake.lacks = "0.33.0", {route.partition(" ")[2]}
+    fake.facts = None if plain else fake.facts | {"vllm": "0.33.0"}
     said = refused(client().connect)
-    assert "is vLLM 0.31.2" in said and "0.32" in said and "allow_untested=true" in said
-    client(allow_untested=True).connect()
+    assert f"(vLLM 0.33.0) lacks {route}\n" in said and "0.32" in said
+    changed_state = [path for path, _ in fake.asked if path == "/finish_weight_update"]
+    assert len(changed_state) <= 1  # it was asked for, and not called
 
 
-def test_bm_4_a_plain_vllm_is_asked_for_its_version(fake, client):
+def test_bm_4_a_plain_vllm_is_asked_for_its_routes_whatever_its_version(fake, client):
+    fake.facts, fake.version = None, "0.22.1"
+    fake.lacks = {"/weight_info", "/shutdown_weight_transfer_engine"}
+    said = refused(client().connect)
+    assert "lacks GET /weight_info, POST /shutdown_weight_transfer_engine" in said
+    assert "VLLM_SERVER_DEV_MODE=1" in said
+
+
+def test_bm_4_the_route_of_completions_is_needed_where_there_is_none_for_groups(fake, client):
+    fake.facts |= {"vllm": "0.33.0"}
+    fake.lacks = {GENERATE}
+    assert f"lacks POST {GENERATE}" in refused(client().connect)
+    fake.facts |= {"routes": [GROUP]}
+    client().connect()
+
+
+def test_bm_4_a_plain_vllm_has_room_for_prompt_and_completion(fake, client):
     fake.facts = None
     client().connect()
-    fake.version = "0.30.1+cpu"
-    assert "is vLLM 0.30.1+cpu" in refused(client().connect)
     assert "48" in refused(client(max_model_len=64).connect)
 
 

@@ -19,8 +19,8 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.generation.vllm import (
     arguments,
-    handshake,
     lora_slot,
+    required_parts,
     sampling_params,
     transfer_gloo,
     transfer_send,
@@ -77,12 +77,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 
 
 def test_modules_that_moved_are_where_the_record_has_them() -> None:
-    for new, before in versions.MOVED_VLLM_MODULES.values():
+    for new, *_, before in versions.MOVED_VLLM_MODULES.values():
         assert RECORD["modules"][new] is None and RECORD["modules"][before] is not None
     for name in ("entry:build_app", "entry:run_server_worker", "cli_args:make_arg_parser",
                  "cli_args:validate_parsed_serve_args", "api_utils:with_cancellation"):  # fmt: skip
         place, _, wanted = name.partition(":")
-        assert recorded(f"{versions.MOVED_VLLM_MODULES[place][1]}:{wanted}") is not None
+        assert recorded(f"{versions.MOVED_VLLM_MODULES[place][-1]}:{wanted}") is not None
     found = recorded("vllm.entrypoints.openai.api_server:run_server_worker")
     assert found is not None and found[:3] == ["listen_address", "sock", "args"]
 
@@ -186,9 +186,7 @@ def test_what_cannot_exist_there_is_refused_with_its_key_and_the_version(
     words: list[str], place: str | None, old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
-    run = check.check_config(
-        compose_config(["+recipe=smoke", "generation.allow_untested=true", *words])
-    )
+    run = check.check_config(compose_config(["+recipe=smoke", *words]))
     problems = list(arguments.engine_problems(run))
     assert [p.where for p in problems] == ([] if place is None else [place])
     assert all(OLD in p.why and "0.32" in p.what for p in problems)
@@ -202,21 +200,13 @@ def test_what_is_refused_is_what_the_record_lacks() -> None:
     assert recorded("vllm.entrypoints.llm:LLM.wake_up") == ["self", "tags"]
 
 
-def test_an_older_server_that_is_not_ours_is_told_apart() -> None:
-    answers = {
-        "/version": {"version": OLD},
-        "/v1/models": {"data": [{"max_model_len": 64}]},
-    }
-
-    class Wire:
-        def get(self, url: str, path: str, token: str, limit_s: float) -> Any:
-            if path in answers:
-                return answers[path]
-            raise GenerationError(versions.Problem("no", why=f"it answered 404 at {path}"))
-
-    wanted = handshake.ExpectedServer("m", "float32", "t", 8, "gloo", True)
-    with pytest.raises(GenerationError, match=r"0\.22\.1 has no labels"):
-        wanted.check(Wire(), "http://there", "")  # type: ignore[arg-type]
+def test_the_record_has_what_an_older_vllm_is_asked_for() -> None:
+    for section in ("colocate", "server"):
+        for name, wanted in required_parts.required_parts(OLD, section, "weights").items():
+            place, _, inner = name.partition(":")
+            modules = versions.MOVED_VLLM_MODULES.get(place, (place,))
+            (found,) = [r for m in modules if (r := recorded(f"{m}:{inner}")) is not None]
+            assert set(wanted) <= set(found), name
 
 
 # Inside its workers.
