@@ -252,7 +252,7 @@ def _add_images(
     prompts.media = rows.view(chosen, media_of)
     prompts.image_counts, prompts.bad_images = images.counts[chosen], len(images.bad_rows)
     number, rows_shown = prompts.image_counts.sum(), (prompts.image_counts > 0).sum()
-    note = f"{number} image{'s' * (number != 1)} in {rows_shown} of {len(prompts)} prompts"
+    note = f"{number} image{'s' * int(number != 1)} in {rows_shown} of {len(prompts)} prompts"
     tokens = images.tokens_of_rows(chosen) / max(1, number)
     prompts.value_notes = (f"{note}, {tokens:.0f} tokens an image", *prompts.value_notes)
     shown = [images.digests[i] for i in prompts.example_numbers]

@@ -222,7 +222,7 @@ def test_groups_left_out_although_they_have_advantages_are_warned_of() -> None:
     ("prompts", "minibatches", "why", "fix"),
     [
         (16, 3, "16 = 5 * 3 + 1", "num_minibatches=2 or 4, or train.prompts_per_step=15 or 18"),
-        (4, 9, "4 = 0 * 9 + 4", "num_minibatches=4, or train.prompts_per_step=9 or 9"),
+        (4, 9, "4 = 0 * 9 + 4", "num_minibatches=4, or train.prompts_per_step=9"),
     ],
 )
 def test_minibatches_divide_the_prompts(prompts: int, minibatches: int, why: str, fix: str) -> None:

@@ -121,7 +121,7 @@ def test_what_is_missing_or_not_understood_is_answered(run, tmp_path, monkeypatc
             main.find_verb(["ledger", *words])()
         assert_refused(caught, 2, key, fix=fix)
 
-    check(["mien"], "runs here: mine", "rloo ledger mine")
+    check(["mien"], "known runs: mine", "rloo ledger mine")
     check([], "rloo ledger", "rloo ledger mine")
     check(["mine", "--jsn"], "--jsn", "--json")
     check(["mine", "other"], "other")

@@ -27,7 +27,7 @@ def test_a_server_and_a_trainer_on_one_gpu_are_refused_with_the_line_to_use() ->
     with pytest.raises(MachineError) as refused:
         rollout_server.split_gpus(["0"], 1, 1)
     problem = refused.value.problems[0]
-    assert "there are 1" in problem.what and problem.fix == "generation=vllm_colocate"
+    assert "found 1" in problem.what and problem.fix == "generation=vllm_colocate"
 
 
 def test_a_server_that_runs_already_keeps_its_gpus() -> None:

@@ -102,9 +102,9 @@ class Loss:
     raw_weight: Tensor | None = None  # (N,) or (S,) weights before the correction's mode
     capped: Tensor | None = None  # (U,) bool, cispo: ratio > cap and A > 0
     bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
-    entropy: Tensor | None = None  # () detached, share of the mean entropy that the bonus is of
-    kept: Tensor | None = None  # (N,) or (S,) bool, what trust_region leaves; None = there is none
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # your own, by name, (N,) or (S,)
+    entropy: Tensor | None = None  # () detached, share of the mean entropy that the bonus is of
+    kept: Tensor | None = None  # (N,) or (S,) bool, what trust_region keeps; None = everything
 
 
 @dataclass(frozen=True)
