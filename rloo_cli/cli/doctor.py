@@ -124,7 +124,7 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[Text]:
         lines.append(Text(f"  fix      {clean_line(finding.fix)}"))
         lines.append(Text(f"  more     rloo docs inspect#{finding.anchor}"))
     if not diagnosis.findings:
-        few = "few steps so far: " if record.last_step < 8 else ""
+        few = "only a few steps: " if record.last_step < 8 else ""
         lines.append(Text(f"✓ {few}no known problem found in its files", "green"))
     for step, text in diagnosis.advice:
         lines.append(Text(f"  step {step} said: {clean_line(text)}", "bright_black"))
