@@ -195,7 +195,7 @@ class Side(TrainerCallback):
         return [row[column] for row in self.order["rows"]] if self.order["do"] == "train" else None
 
     def prompts(self, *args: Any) -> Any:
-        """In the place of tokenising."""
+        """In the place of tokenizing."""
         rows = self.recorded(0)
         return self.tokenize(*args) if rows is None else (rows, None, {})
 

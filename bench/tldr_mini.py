@@ -118,7 +118,7 @@ def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
     lines += ["", "```", "rloo train +recipe=tldr_mini", "rloo eval tldr_mini judge=tldr_mini"]
     lines += ["rloo eval tldr_mini judge=tldr_mini eval.judge.against=make:tldr_sft", "```", ""]
     lines += [
-        "## Over-optimisation",
+        "## Over-optimization",
         "",
         f"Means over {len(seeds)} seeds ± their standard deviation, over the steps within {AROUND}",
         "of the step. The policy trains on the reward model's score; the hidden rule is only",

@@ -1,4 +1,4 @@
-"""GRPO, group-relative policy optimisation (arXiv 2402.03300), and its variants by `loss_type`.
+"""GRPO, group-relative policy optimization (arXiv 2402.03300), and its variants by `loss_type`.
 
     A_i  = (s_i - group mean) / (group std + 1e-4)        equal scores: exactly 0
     l_t  = -min(rho_t A_i, clip(rho_t) A_i) + beta * k3_t     rho_t = pi(y_t) / pi_old(y_t)
@@ -19,7 +19,7 @@ from rloo_cli.config.schema import MAX_GENERATIONS, key
 
 
 class Config(Switches):
-    name: Literal["grpo"] = key("Group-relative policy optimisation")
+    name: Literal["grpo"] = key("Group-relative policy optimization")
     num_generations: int = key("Completions per prompt, at least 2", ge=2, le=MAX_GENERATIONS)
 
 

@@ -10,7 +10,7 @@ Distillation", Thinking Machines Lab, 2025),
     loss = -mean_t min(rho_t A_t, clip(rho_t) A_t)            rho_t = pi(y_t) / pi_old(y_t)
 
 kl_discount 0 is the gradient of each token's own KL(pi_t || q_t); with 1 a token is charged for
-what follows too, which is the gradient of the completions' KL. kl_in=loss: the generalised
+what follows too, which is the gradient of the completions' KL. kl_in=loss: the generalized
 Jensen-Shannon divergence over the whole vocabulary (GKD, arXiv 2306.13649, eq. 1), b = jsd_beta,
 
     m_t  = b q_t + (1 - b) pi_t

@@ -5,7 +5,7 @@ V_t that the value model predicted for the text before token t when the step beg
 
     e_t  = -beta * k_t + [t = T] s                    token reward: KL everywhere, score at the end
     D_t  = e_t + gamma V_{t+1} - V_t,  V_{T+1} = 0
-    A_t  = sum_l (gamma lam)^l D_{t+l}                generalised advantage estimation
+    A_t  = sum_l (gamma lam)^l D_{t+l}                generalized advantage estimation
     R_t  = A_t + V_t                                  return: what the value is fitted to
     loss = mean_t -min(rho_t A'_t, clip(rho_t) A'_t)  rho_t = pi(y_t) / pi_old(y_t)
            + vf_coef/2 mean_t max((V - R_t)^2, (clip(V, V_t +- epsilon_value) - R_t)^2)
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Config(Switches):
-    name: Literal["ppo"] = key("PPO with a value model and generalised advantage estimation")
+    name: Literal["ppo"] = key("PPO with a value model and generalized advantage estimation")
     gamma: float = key("Discount per token of what comes later", gt=0, le=1)
     lam: float = key("GAE's lambda: 1 = whole returns, 0 = the next value alone", ge=0, le=1)
     vf_coef: float = key("Weight of the value model's loss", ge=0)

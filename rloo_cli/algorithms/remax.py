@@ -32,8 +32,8 @@ class ReMax(RLOO[Config]):
     """Advantages are RLOO's, with the greedy completion's score as the baseline."""
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """Settings that normalise scores, which do not apply to a greedy completion's score."""
+        """Settings that normalize scores, which do not apply to a greedy completion's score."""
         yield from super().rules(run)
         needed = {"normalize_rewards": False, "multi_reward": "sum"}
-        why = "a greedy completion's score cannot be normalised over the sampled ones"
+        why = "a greedy completion's score cannot be normalized over the sampled ones"
         yield from needed_value_problems(self.config, "algorithm=remax", needed, why)

@@ -211,7 +211,7 @@ VERBS: dict[str, Verb] = {
         "check the machine before a run; diagnose a run afterwards, with the keys to change",
         {NEW: "[RUN] [+recipe=NAME] [key=value ...]"},
         {
-            "--deep": "tokenise prompts and call every reward on two rows; imports torch",
+            "--deep": "tokenize prompts and call every reward on two rows; imports torch",
             "--kill-orphans RUN": "kill processes that an ended run left running",
             "--json": "print the checks or findings as JSON",
             **CONFIG_DIR,

@@ -1,7 +1,7 @@
 """The config: schema, composition, checks, messages. No torch.
 
 accelerate_file  keys from a file of `accelerate config`
-adapters      keys of LoRA, peft's other kinds and quantised weights
+adapters      keys of LoRA, peft's other kinds and quantized weights
 agent         keys and checks of every kind of agent
 check         validates, freezes, writes and hashes a config
 column_names  the column or nested field that a key names

@@ -1,4 +1,4 @@
-"""The keys of adapters (`model.lora`) and of the quantised weights below them. Imports no torch.
+"""The keys of adapters (`model.lora`) and of the quantized weights below them. Imports no torch.
 
 They are peft's and bitsandbytes' arguments under their original names, if the name is unambiguous;
 `rules_lora` has the conflicts.
@@ -44,4 +44,4 @@ class QuantizationConfig(Frozen):
 
     bits: Literal[4, 8] = key("Bits of a frozen weight")
     quant_type: Literal["nf4", "fp4"] = key("Kind of 4-bit numbers")
-    double_quant: bool = key("Quantise the scales of 4-bit numbers too")
+    double_quant: bool = key("Quantize the scales of 4-bit numbers too")

@@ -1,4 +1,4 @@
-"""Conflicts between adapters, quantised weights and moving references, found without torch.
+"""Conflicts between adapters, quantized weights and moving references, found without torch.
 
 An adapter to continue training has its own config, which the keys must match.
 """
@@ -114,7 +114,7 @@ def _other_kinds(model: ModelConfig, keys: LoraConfig, engine: str) -> Iterator[
             model.quantization is not None,
             "model.quantization",
             "model.quantization",
-            "quantised weights can only be merged with LoRA",
+            "quantized weights can only be merged with LoRA",
             f"model.quantization=null, or {key}=LORA",
         ),
         (
@@ -157,9 +157,9 @@ def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Pro
     if keys is None:
         return
     if model.lora is None:
-        why = "quantised weights have no gradient; an adapter on them does"
+        why = "quantized weights have no gradient; an adapter on them does"
         yield Problem("model.quantization needs model.lora", where, why, "lora=default")
-    key, rounded = "model.ref_offload", "its weights are quantised, but the engine's would not be"
+    key, rounded = "model.ref_offload", "its weights are quantized, but the engine's would not be"
     clashes = [
         (
             generation.is_engine,
@@ -172,7 +172,7 @@ def _quantized(model: ModelConfig, generation: GenerationConfig) -> Iterator[Pro
             model.ref_offload,
             key,
             f"{key}=true",
-            "quantised weights cannot be moved",
+            "quantized weights cannot be moved",
             f"{key}=false",
         ),
     ]
@@ -198,7 +198,7 @@ def supervised_adapter_problems(model: ModelConfig, section: str) -> Iterator[Pr
         "model.quantization",
     )
     if model.quantization is not None:
-        why = "it trains an adapter on unquantised weights"
+        why = "it trains an adapter on unquantized weights"
         yield from clash_problems(setting, [(True, bits, bits, why, f"{bits}=null")])
     keys = model.lora
     if keys is None:

@@ -108,7 +108,7 @@ class ValueConfig(Frozen):
 
     only_with: ClassVar = {"algorithm.name=ppo": ("path", "revision"), ".path": ("revision",)}
     path: PathText | None = key(
-        "Hub name or folder of a reward or language model to initialise the value model from;"
+        "Hub name or folder of a reward or language model to initialize the value model from;"
         " null = the one reward model with the policy's backbone, else the policy with a new head"
     )
     revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
@@ -150,7 +150,7 @@ class ModelConfig(Frozen):
     )
     lora: LoraConfig | None = key("Train adapters only; null = all weights")
     quantization: QuantizationConfig | None = key(
-        "Frozen weights in 8 or 4 bits; null = not quantised"
+        "Frozen weights in 8 or 4 bits; null = not quantized"
     )
     init_kwargs: JsonObject = key(
         "Further arguments of transformers' from_pretrained, or values of config.json, for"

@@ -21,7 +21,7 @@ ReadModelConfig = Callable[[str, str | None], Mapping[str, object]]  # path, rev
 
 @dataclass(frozen=True)
 class ValueInit:
-    """Weights that a value model is initialised with."""
+    """Weights that a value model is initialized with."""
 
     path: str
     revision: str | None

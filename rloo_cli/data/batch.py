@@ -241,7 +241,7 @@ class Batch:
     names: list[str]  # of the F rewards
     raw: Tensor  # (F, P, K) float64, what each reward returned; NaN = it does not apply
     score: Tensor  # (P, K) float64, weights applied
-    shaped: Tensor  # (P, K) float64, after penalties, normalising and clipping
+    shaped: Tensor  # (P, K) float64, after penalties, normalizing and clipping
     scorable: Tensor  # (P, K) bool
     masked: Tensor  # (P, K) bool, True = out of the loss; not `Rollout.mask`
     active: list[int]  # indices of the groups that are trained on

@@ -1,6 +1,6 @@
-"""Turns the examples of a data set into tokenised prompts, in a reproducible order.
+"""Turns the examples of a data set into tokenized prompts, in a reproducible order.
 
-The order is a pure function of (seed, epoch, data set). A prompt is rendered and tokenised when it
+The order is a pure function of (seed, epoch, data set). A prompt is rendered and tokenized when it
 is drawn; `survey` has checked all of them before.
 Nothing is dropped silently: examples filtered by `data.overlong` are counted and listed.
 """
@@ -49,7 +49,7 @@ class Prompts:
     truncated: int = 0  # by overlong=truncate_left
     shuffle: bool = True
     seed: int = 0
-    # Tokens before data.overlong; 0: not tokenised, as the text cannot be over a limit.
+    # Tokens before data.overlong; 0: not tokenized, as the text cannot be over a limit.
     unfiltered_lengths: Sequence[int] | IndexArray = ()
     example_numbers: Sequence[int] | IndexArray = ()  # of each prompt, before that filter
     overlong_examples: Sequence[int] = ()  # numbers of the examples it left out
@@ -60,16 +60,16 @@ class Prompts:
     media: "Sequence[Media | None]" = ()  # of each prompt; () = no images
     image_counts: Sequence[int] | IndexArray = ()  # of each prompt; () = no images
     bad_images: int = 0  # examples that data.on_bad_image left out; they have no number
-    used_ids: Sequence[int] | IndexArray = ()  # token ids that occur in what was tokenised
+    used_ids: Sequence[int] | IndexArray = ()  # token ids that occur in what was tokenized
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
     @property
     def lengths(self) -> IndexArray:
-        """Tokens of the prompts that were tokenised at the start, in order. (m,)
+        """Tokens of the prompts that were tokenized at the start, in order. (m,)
 
-        All of them; of short texts, of which many were not tokenised, those with most bytes.
+        All of them; of short texts, of which many were not tokenized, those with most bytes.
         """
         lengths = np.asarray(self.unfiltered_lengths)
         if len(self.example_numbers) < len(lengths):
@@ -84,7 +84,7 @@ class Prompts:
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens of a prompt; of the first prompts if not all were tokenised."""
+        """Mean tokens of a prompt; of the first prompts if not all were tokenized."""
         some = self.lengths if np.all(self.unfiltered_lengths) else self.lengths[:FIRST_PROMPTS]
         return float(some.mean())
 

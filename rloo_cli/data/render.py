@@ -1,4 +1,4 @@
-"""The rows of a split as prompts: each is read, rendered and tokenised on access.
+"""The rows of a split as prompts: each is read, rendered and tokenized on access.
 
 The prompt is a pure function of the row, the config and the tokenizer, so it is the same whenever
 it is drawn. Only the most recently read rows are cached.
@@ -41,14 +41,14 @@ class PromptRow:
     prompt: Prompt
     example: JsonObject  # the other columns, which the rewards get
     sources: Sequence[object] = ()  # of its images
-    text: str = ""  # what is tokenised
+    text: str = ""  # what is tokenized
     ids: Sequence[int] = ()
 
 
 class PromptRows:
     """The rows of a data set as prompts, by their numbers in it.
 
-    `tokenizer`: None if prompts are rendered without being tokenised. `tools_of`: the
+    `tokenizer`: None if prompts are rendered without being tokenized. `tools_of`: the
     descriptions of an example's tools, which its prompt shows; None = none. `images`: the images of
     the prompts, if they have any.
 

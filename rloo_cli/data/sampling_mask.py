@@ -1,6 +1,6 @@
 """The ids that a sampler chose each token from: those that top_k, top_p and min_p kept.
 
-Such a sampler's distribution is the model's, renormalised over these ids. The trainer's
+Such a sampler's distribution is the model's, renormalized over these ids. The trainer's
 log-probabilities match only over the same ids, and recomputing the set could change its last
 members by rounding. So the ids are kept, and the policy is restricted to them
 ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Imports no torch.
@@ -92,7 +92,7 @@ def too_many_ids(place: int, count: int, max_ids: int) -> GenerationError:
 def join_masks(masks: Sequence[SamplingMask | None], lengths: Sequence[int]) -> SamplingMask | None:
     """The masks of completions of these numbers of sampled tokens, as one; None if there are none.
 
-    A completion without one gets counts of 0, which `split_mask` recognises.
+    A completion without one gets counts of 0, which `split_mask` recognizes.
     """
     if all(mask is None for mask in masks):
         return None

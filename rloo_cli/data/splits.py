@@ -1,4 +1,4 @@
-"""The data of a run: the split it trains on and the held-out sets, opened, checked, tokenised.
+"""The data of a run: the split it trains on and the held-out sets, opened, checked, tokenized.
 
 Keys of the mappings here: None for the training split, else the name of a held-out set ("" for
 the one of data.eval_split); before sources are joined, data.mixture.NAME for a source of a mixture.
@@ -102,7 +102,7 @@ def tokenize_splits(
     vocab_size: int | None = None,
     ranks: Ranks = ONE_PROCESS,
 ) -> dict[str | None, Prompts]:
-    """Tokenise every split's prompts. `context_length`: the model's most positions, if known.
+    """Tokenize every split's prompts. `context_length`: the model's most positions, if known.
 
     `tools_of`: the descriptions of an example's tools; None = there are no tools. `vocab_size`: of
     the model's embedding, if known.
@@ -197,7 +197,7 @@ def split_notes(name: str | None, prompts: Prompts) -> list[str]:
 
 
 def _all_lengths(prompts: Prompts) -> str:
-    """`describe_lengths` of all prompts; of the first prompts if not all were tokenised."""
+    """`describe_lengths` of all prompts; of the first prompts if not all were tokenized."""
     lengths = np.asarray(prompts.unfiltered_lengths)
     if not (lengths == 0).any():
         return describe_lengths(lengths.tolist(), prompts.length_limits)

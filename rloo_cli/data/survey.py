@@ -1,8 +1,8 @@
 """Checks all prompts of a split once: is every row a prompt, and how many tokens does it have?
 
-Only the lengths are kept. Rows that can be neither invalid nor too long are not tokenised:
+Only the lengths are kept. Rows that can be neither invalid nor too long are not tokenized:
 for plain text, Arrow can tell, so a run of two steps on millions of rows starts
-without tokenising them. Results for many rows are cached.
+without tokenizing them. Results for many rows are cached.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from rloo_cli.utils.errors import DataError, MachineError, Problem, refuse
 
 ROWS_AT_ONCE, PARTS_BETWEEN_DROPS = 1_000, 20
 ROWS_WORTH_KEEPING = 10_000  # fewer rows are checked again at each start
-LONGEST_ROWS = 1_000  # by bytes; always tokenised
+LONGEST_ROWS = 1_000  # by bytes; always tokenized
 # Unicode's normal forms turn one byte into at most 11, and leave ASCII unchanged. No tokenizer
 # makes more tokens than bytes of a text, apart from those that it adds before and after.
 MOST_BYTES_PER_BYTE, TOKENS_AROUND = 11, 16
@@ -34,8 +34,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Survey:
     """The result. n used rows."""
 
-    lengths: npt.NDArray[np.int32]  # (n,) tokens; 0: not tokenised
-    used_ids: npt.NDArray[np.int64]  # that occur in the tokenised rows, sorted
+    lengths: npt.NDArray[np.int32]  # (n,) tokens; 0: not tokenized
+    used_ids: npt.NDArray[np.int64]  # that occur in the tokenized rows, sorted
 
 
 def survey_prompts(
@@ -43,7 +43,7 @@ def survey_prompts(
 ) -> tuple[Survey, list[str]]:
     """Check all rows, or read what an earlier run found for this `key`, which identifies them.
 
-    `max_length`: a row with more tokens is tokenised in any case. `vocab_size`: of the model's
+    `max_length`: a row with more tokens is tokenized in any case. `vocab_size`: of the model's
     embedding, if known. Also returns lines for the log. Raises DataError for a row that is not a
     valid prompt.
     """
@@ -80,7 +80,7 @@ def kept_arrays(
         folder = ranks.rank0_first(lambda: cached_folder("lengths", key, write))
     except MachineError as error:
         what = error.problems[0].what
-        return made or make(), [f"warning: rows are tokenised again at each start: {what}"]
+        return made or make(), [f"warning: rows are tokenized again at each start: {what}"]
     return {path.stem: np.memmap(path, path.suffix[1:], "r") for path in folder.iterdir()}, []
 
 
@@ -108,7 +108,7 @@ def _look_at_rows(rows: PromptRows, max_length: int | None, vocab_size: int | No
         used = _mark(used, ids)
         if number % PARTS_BETWEEN_DROPS == 0:
             drop_mapped_pages(files)
-        report_progress(f"tokenising prompts: {part[-1] + 1:,} of {len(rows):,}")
+        report_progress(f"tokenizing prompts: {part[-1] + 1:,} of {len(rows):,}")
     if twice:
         raise DataError(_two_beginnings(rows, twice))
     if rows.images is not None:

@@ -4,7 +4,7 @@ Without torchvision, transformers' PIL processors are used, and a processor clas
 is built without it: only that part needs torchvision.
 
 How many tokens an image becomes depends only on its size, so the text that represents an image is
-cached by size: prompts are tokenised at the start without computing tensors. When a prompt is
+cached by size: prompts are tokenized at the start without computing tensors. When a prompt is
 sampled its images are really processed, and must give the same ids.
 """
 
@@ -127,7 +127,7 @@ class VisionProcessor:
             refuse("model.path", what, fix, why, error=DataError)
         if made["input_ids"][0].tolist() != list(prompt_ids):
             why = f"{len(prompt_ids)} then, {made['input_ids'].shape[1]} tokens now"
-            what = "a prompt's images have changed since it was tokenised"
+            what = "a prompt's images have changed since it was tokenized"
             refuse("data.path", what, "do not change the files during a run", why, error=DataError)
         return {name: made[name] for name in self.family.tensor_names}
 

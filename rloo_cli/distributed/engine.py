@@ -23,7 +23,7 @@ from rloo_cli.policy.value import ValueModel
 class ParallelEngine:
     """One process, which has everything."""
 
-    lockstep = False  # ranks synchronise in every forward and backward
+    lockstep = False  # ranks synchronize in every forward and backward
     sharded = False  # no rank holds all weights
     value_model: ValueModel | None = None  # a second trained model
 

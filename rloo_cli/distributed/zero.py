@@ -2,7 +2,7 @@
 
 accelerate's wrapper gives the same sums, but it makes the optimizer's step inside the last
 `backward` (accelerate 1.15, utils/deepspeed.py:281). Here the norm is computed before the step,
-which is only made if it is finite, and a factor on all gradients (an advantage's normalisation,
+which is only made if it is finite, and a factor on all gradients (an advantage's normalization,
 known late) goes through the loss scale. So DeepSpeed's engine is driven directly: the boundary is
 set before each backward pass.
 

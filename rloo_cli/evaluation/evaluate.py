@@ -230,7 +230,7 @@ def _evaluation_samples(
     setup: EvaluationSetup, name: str, groups: list[Group], scores: Scores, greedy: bool
 ) -> list[JsonObject]:
     """Every completion as a line of the samples file, with its scores."""
-    # Nothing is normalised over a group: a score must not depend on the other completions.
+    # Nothing is normalized over a group: a score must not depend on the other completions.
     settings = setup.algorithm.config.model_copy(update={"multi_reward": "sum"})
     weighted, scorable = combine_scores(scores.raw, scores.weights.tolist(), settings)
     samples = []

@@ -72,7 +72,7 @@ class ReplayBuilder(RunBuilder):
         return None if saved is None else ToolSet.from_json(saved)
 
     def load_tokenizer(self) -> None:
-        """Tokenise the prompts. Raises ConfigError if tokens changed, DataError if data changed."""
+        """Tokenize the prompts. Raises ConfigError if tokens changed, DataError if data changed."""
         super().load_tokenizer()
         head, prompts = self.record.head, self.prompts
         if head["tokenizer"] != tokenizer_digest(self.tokenizer):

@@ -48,7 +48,7 @@ def find_samples_file(
     files = list_sample_files(folder, held_out)
     if not files:
         why = f"found none in {folder / 'samples'}"
-        fix = f"rloo samples {folder} --eval for held-out ones; logging.samples_every=1 in a new run"
+        fix = f"rloo samples {folder} --eval, or logging.samples_every=1 in the next run"
         if held_out:
             fix = f"rloo samples {folder} for training; data.eval_split=NAME in the next run"
         refuse("command line", f"{folder} has no {what}", fix, why)

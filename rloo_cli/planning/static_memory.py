@@ -99,7 +99,7 @@ def adapter_targets(inputs: PlanInputs) -> list[Linear]:
 
 
 def policy_weight_bytes(inputs: PlanInputs, model: ModelSpec) -> float:
-    """Bytes of the policy's own weights over all ranks, quantised or not, without adapters."""
+    """Bytes of the policy's own weights over all ranks, quantized or not, without adapters."""
     q, s = inputs.run.model.quantization, inputs.bytes_per_weight
     if q is None:
         return s * model.total_params

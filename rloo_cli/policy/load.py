@@ -108,7 +108,7 @@ def load_causal_lm(
     apply_model_settings(loaded, config)
     if config.quantization is not None:
         quantization.disable_avx512_kernel(loaded)
-        return loaded  # a quantised model cannot be moved
+        return loaded  # a quantized model cannot be moved
     return loaded.to(device)
 
 

@@ -282,7 +282,7 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class with the trained adapter merged into its weights.
 
     The live one is unchanged: an adapted layer is merged in a copy, all others are shared.
-    Quantised weights come back in the dtype that the model computes in.
+    Quantized weights come back in the dtype that the model computes in.
     """
     whole = _empty_plain(model)
     whole.load_state_dict(_merged_state(model), assign=True, strict=False)

@@ -282,7 +282,7 @@ class Policy:
         self.teacher: tuple[Policy, float] | None = None
         self.image_examples: list[Group] = []  # prompts with images, for the check of layouts
         self.vision: VisionProcessor | None = None  # of episodes' images
-        # Shows the tower an image in text micro-batches, if ranks synchronise in every forward.
+        # Shows the tower an image in text micro-batches, if ranks synchronize in every forward.
         self.blank_vision: VisionProcessor | None = None
 
     @property

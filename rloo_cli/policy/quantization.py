@@ -1,6 +1,6 @@
 """A frozen base in 8 or 4 bits (QLoRA, arXiv 2305.14314), by transformers and bitsandbytes.
 
-Only the base is quantised: adapters, norms and embeddings keep their dtype, and products are
+Only the base is quantized: adapters, norms and embeddings keep their dtype, and products are
 computed in the model's. transformers chooses which layers stay whole: the output embedding.
 """
 
@@ -37,7 +37,7 @@ def quantized_load_options(
             "bnb_4bit_use_double_quant": keys.double_quant,
             "bnb_4bit_compute_dtype": dtype,
         }
-    # A quantised model cannot be moved afterwards: it is created on its device.
+    # A quantized model cannot be moved afterwards: it is created on its device.
     return {"quantization_config": settings(**options), "device_map": {"": str(device)}}
 
 
@@ -53,13 +53,13 @@ def disable_avx512_kernel(model: PreTrainedModel) -> None:
 
 
 def is_quantized(module: object) -> TypeGuard[nn.Linear]:
-    """Whether a layer's weights are quantised."""
+    """Whether a layer's weights are quantized."""
     kind = type(module)  # peft's own layers have the same names
     return kind.__module__.startswith("bitsandbytes.") and kind.__name__.startswith("Linear")
 
 
 def dequantized_weight(layer: nn.Linear) -> Tensor:
-    """A quantised layer's weights in float32. -> (out, in)"""
+    """A quantized layer's weights in float32. -> (out, in)"""
     integrations = importlib.import_module("peft.utils.integrations")
     return integrations.dequantize_module_weight(layer).detach().float()
 
@@ -77,7 +77,7 @@ def dequantized_linear(layer: nn.Linear, value: Tensor | None = None) -> nn.Line
 
 
 def merged_linear(layer: Any, adapter_name: str) -> nn.Linear:
-    """A plain layer for an adapted quantised one: W + s B A; DoRA sets the norm of each row."""
+    """A plain layer for an adapted quantized one: W + s B A; DoRA sets the norm of each row."""
     base = layer.base_layer
     weight = dequantized_weight(base) + layer.get_delta_weight(adapter_name).detach().float()
     if layer.use_dora[adapter_name]:

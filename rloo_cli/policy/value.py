@@ -68,7 +68,7 @@ class ValueModel:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, new_head: bool = False):
         self.model, self.device = model, device
-        self.new_head = new_head  # whether the head is newly initialised
+        self.new_head = new_head  # whether the head is newly initialized
         self.head: nn.Linear = model.score.float()
         self.head.forward = MethodType(_float32_linear, self.head)
         self.forward_module = ValueModule(model)

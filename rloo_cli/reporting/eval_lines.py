@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl that evaluations write: how to recognise, split and show them."""
+"""The lines of metrics.jsonl that evaluations write: how to recognize, split and show them."""
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence

@@ -38,7 +38,7 @@ METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
     ("reward/valid_frac", "share", "mean:completions",
      "completions with a score from at least one reward"),
     ("frac_reward_zero_std", "share", "mean:groups",
-     "groups whose scores are all equal after shaping (penalties, normalising, clips): their "
+     "groups whose scores are all equal after shaping (penalties, normalizing, clips): their "
      "advantages are 0 without a KL penalty. Absent if a score "
      "is not compared with its siblings' (another baseline, turn_rewards=credit)"),
     ("groups/unscorable", "count", "mean", "groups with fewer than two scored completions"),
@@ -63,7 +63,7 @@ METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
     ("advantages/abs_max", "score", "max", "largest advantage by size"),
     ("advantages/zero_frac", "share", "mean:usable", "completions with an advantage of exactly 0"),
     ("advantages/norm_skipped", "count", "mean",
-     "1 if advantages were not normalised because their deviation is 0"),
+     "1 if advantages were not normalized because their deviation is 0"),
 ], "Prompts and completions": [
     ("completions/mean_length", "tokens", "mean:completions",
      "mean length of completions; also min_ and max_"),
@@ -184,7 +184,7 @@ def advantage_metrics(batch: Batch, beta: float, every_kl: bool = False) -> Metr
     """Metrics of usable advantages, and of the scores and KLs of the completions trained on.
 
     `objective/rlhf_reward` is score - beta * KL, whether the KL is in the reward or in the loss.
-    With normalize_then_sum the scores are the rewards' weighted sum, before any normalising.
+    With normalize_then_sum the scores are the rewards' weighted sum, before any normalizing.
     `every_kl`: the KL of completions without an advantage is trained on, too.
     """
     metrics: MetricValues = {}

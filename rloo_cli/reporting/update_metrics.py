@@ -144,7 +144,7 @@ class UpdateMetrics:
         self.largest[name] = value if old is None else torch.maximum(old, value)
 
     def scale_policy_loss(self, factor: float) -> None:
-        """Multiply the policy loss so far, which was summed before it was normalised."""
+        """Multiply the policy loss so far, which was summed before it was normalized."""
         if factor != 1.0 and "policy_loss" in self.sums:
             self.sums["policy_loss"] = self.sums["policy_loss"] * factor
 

@@ -85,8 +85,8 @@ def micro_batch_advantages(run: Run, batch: Batch, forward_pass: ForwardPass) ->
     """Advantages of a micro-batch's completions, or of its tokens. -> (S,) or (N,), on the device
 
     They are (N,) if each token has its own advantage. They come from the batch's table if it is
-    computed; else from the micro-batch's whole groups, not normalised: `finish_advantages` returns
-    the factor on the gradient that replaces normalising.
+    computed; else from the micro-batch's whole groups, not normalized: `finish_advantages` returns
+    the factor on the gradient that replaces normalizing.
     """
     micro_batch, device = forward_pass.micro_batch, run.world.device
     group_indices, index = micro_batch.group_indices, micro_batch.completion_index
@@ -112,7 +112,7 @@ def micro_batch_advantages(run: Run, batch: Batch, forward_pass: ForwardPass) ->
 def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> float:
     """Store the passes' results on the batch, with rewards and advantages of the whole step.
 
-    -> the factor by which normalising multiplies the advantages, 1 without it.
+    -> the factor by which normalizing multiplies the advantages, 1 without it.
     """
     gather_passes(run, batch, passes)
     if not batch.active:

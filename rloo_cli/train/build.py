@@ -190,7 +190,7 @@ class RunBuilder:
         return agent_build.load_tool_set(agent_config(self.config))
 
     def load_tokenizer(self) -> None:
-        """Tokenise the prompts, and count the steps. Raises DataError."""
+        """Tokenize the prompts, and count the steps. Raises DataError."""
         config, log = self.config, self.log
         log.phase("loading the tokenizer")
         clock = self.world.run_on_rank0(lambda: template_clock_of(self.resume_plan))

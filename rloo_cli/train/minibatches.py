@@ -111,7 +111,7 @@ def cut_micro_batches(
         by_rank = bin_packing.balance_micro_batches(
             batch.groups, slices, run.policy.layout, budget, limits.cost, run.world.size
         )
-    # Ranks that synchronise in every backward pass have at least one micro-batch, even if empty.
+    # Ranks that synchronize in every backward pass have at least one micro-batch, even if empty.
     return [[[]] for _ in by_rank] if run.engine.lockstep and not by_rank[0] else by_rank
 
 

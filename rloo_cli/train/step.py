@@ -59,7 +59,7 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     """Take the batch's first update; the training forward's log-probabilities are old_logp.
 
     A KL in the rewards is known only after that forward, so advantages are computed for each
-    micro-batch, which has whole groups. If they are normalised over the step, the gradient is
+    micro-batch, which has whole groups. If they are normalized over the step, the gradient is
     multiplied at the end: leave-one-out advantages have mean 0, so only their deviation is new.
     """
     batch, updates = step_progress.batch, step_progress.updates
@@ -210,7 +210,7 @@ def take_optimizer_step(
 ) -> None:
     """Check the numbers, then take one optimizer step; with nothing to learn from, take none.
 
-    `factor` multiplies the gradient, as normalising multiplies the advantages.
+    `factor` multiplies the gradient, as normalizing multiplies the advantages.
     """
     # The weights change here: sampling during the update ends, and is checked against them before.
     run.source.pause(run.policy)

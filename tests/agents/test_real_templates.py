@@ -187,7 +187,7 @@ def test_the_trainers_ids_are_the_samplers_whatever_a_tool_says(model: str, tmp_
             assert at == len(whole)
             text = generator.rules.renderer.tokenizer.decode(rollout.completion_ids)
             again = generator.rules.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert again != rollout.completion_ids  # tokenised again, it would be another row
+            assert again != rollout.completion_ids  # tokenized again, it would be another row
     assert seen >= 20
 
 

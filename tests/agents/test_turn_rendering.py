@@ -1,4 +1,4 @@
-"""Ids between two turns: by difference, and never by tokenising again what was sampled."""
+"""Ids between two turns: by difference, and never by tokenizing again what was sampled."""
 
 import pytest
 from agent_cases import (

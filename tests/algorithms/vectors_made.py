@@ -315,7 +315,7 @@ def generalized(v: dict[str, Any]) -> None:
 
 
 def divergence(v: dict[str, Any]) -> None:
-    """GKD's generalised JSD (arXiv 2306.13649, eq. 1) of one token, with the student's gradient."""
+    """GKD's generalized JSD (arXiv 2306.13649, eq. 1) of one token, with the student's gradient."""
 
     def shares(logits: Sequence[Any]) -> list[Any]:
         powers = [cmath.exp(x) for x in logits]

@@ -23,7 +23,7 @@ SHAPES = {
         "algorithm.beta=0", "algorithm.zero_std_groups=resample", "logging.every=3",
         "logging.samples_every=2",
     ),
-    "advantages normalised, KL only logged": (
+    "advantages normalized, KL only logged": (
         "algorithm.normalize_advantages=true", "algorithm.kl_in=none", "checkpoint.every=3",
     ),
     "epochs that end inside a step": ("data.max_samples=5", "checkpoint.every=2"),

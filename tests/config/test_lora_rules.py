@@ -1,4 +1,4 @@
-"""What adapters, quantised weights and references that move rule out, before torch is there."""
+"""What adapters, quantized weights and references that move rule out, before torch is there."""
 
 import importlib.util
 import json

@@ -93,7 +93,7 @@ SCORECARD: dict[str, Case] = {
     "weights kept where zero2 has none": train(
         "distributed=zero2", "distributed.offload=parameters", fix="distributed=fsdp2"
     ),
-    "quantised weights in shards": train(
+    "quantized weights in shards": train(
         "distributed=fsdp2", "lora=default", "quantization=4bit",
         key="model.quantization", fix="distributed=ddp",
     ),

@@ -61,7 +61,7 @@ def prepared(path, tokens=None, longest=None, vocab_size=None, **changes):
 
 
 def counted(monkeypatch):
-    """The rows that are tokenised from now on."""
+    """The rows that are tokenized from now on."""
     seen = []
     tokenize = PromptRows.tokenize
 
@@ -225,7 +225,7 @@ CUTS = {
     "while the file is read": (exact_values, "_encode_rows", 3),
     "while rows are written": (exact_values, "_write_tables", 2),
     "while rows are joined": (exact_values, "_as_table", 4),
-    "while prompts are tokenised": (PromptRows, "tokenize", 5),
+    "while prompts are tokenized": (PromptRows, "tokenize", 5),
     "before lengths are written": (survey.np, "flatnonzero", 1),
     "before the folder gets its name": (Path, "rename", 1),
 }

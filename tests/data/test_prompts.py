@@ -1,4 +1,4 @@
-"""Rows -> tokenised prompts."""
+"""Rows -> tokenized prompts."""
 
 import pytest
 from assert_refused import assert_refused

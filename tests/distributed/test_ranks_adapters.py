@@ -145,7 +145,7 @@ def test_sampling_masks_go_with_an_adapter_and_with_two_ranks(home, engine):
     assert home(*words, f"name=masked_{engine}", *spread(engine), ranks=2) == 0, home.said()
     assert adapters_apart(runs / "masked", runs / f"masked_{engine}") < 1e-4
     for row in strict(runs / f"masked_{engine}" / "metrics.jsonl"):
-        assert row.get("sampling/logp_diff_max", 0) < 1e-4  # renormalised over what was kept
+        assert row.get("sampling/logp_diff_max", 0) < 1e-4  # renormalized over what was kept
 
 
 @pytest.mark.slow

@@ -294,7 +294,7 @@ def test_repetition_penalty_is_generates_and_blind_to_padding(name, shared):
 
 
 def test_padding_is_not_penalised(model):
-    # With 0 as padding, id 0 would be penalised in the shorter row, whose own prompt has no 0.
+    # With 0 as padding, id 0 would be penalized in the shorter row, whose own prompt has no 0.
     state = decode_batch.DecodeBatch.from_sequences(
         [decode_batch.DecodeSequence(0, [5, 6, 7], 0), decode_batch.DecodeSequence(1, [8], 0)],
         2,

@@ -97,8 +97,8 @@ def test_zero_spread_is_of_scores_and_not_of_rewards_after_kl():
 
 
 def test_zero_spread_is_of_scores_after_penalties_as_advantages_are():
-    penalised = numbers([[1, 3, 3, 5], [5, 4, 5, 5], [0, 0, 1, 0]])
-    assert step_metrics.rollout_metrics(batch(shaped=penalised))["frac_reward_zero_std"] == 0
+    penalized = numbers([[1, 3, 3, 5], [5, 4, 5, 5], [0, 0, 1, 0]])
+    assert step_metrics.rollout_metrics(batch(shaped=penalized))["frac_reward_zero_std"] == 0
     alike = numbers([[1, 1, 1, 1], [5, 5, 5, 5], [0, 0, 1, 0]])
     assert step_metrics.rollout_metrics(batch(shaped=alike))["frac_reward_zero_std"] == 1
     row = step_metrics.rollout_metrics(batch(), by_group=False)  # as with baseline=batch_mean

@@ -59,7 +59,7 @@ class Theirs:
     """What TRL made of it."""
 
     trainer: Any = None
-    prompts: list[list[int]] = field(default_factory=list)  # ids, as TRL tokenises them
+    prompts: list[list[int]] = field(default_factory=list)  # ids, as TRL tokenizes them
     scored: list[dict[str, Tensor]] = field(default_factory=list)  # of each step, rows in order
     micros: list[dict[str, Tensor]] = field(default_factory=list)  # as each loss got them
     parts: list[float] = field(default_factory=list)  # the loss of each micro-batch

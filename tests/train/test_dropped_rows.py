@@ -62,7 +62,7 @@ DROPPED = {  # words, reward, and which of (group, row, masked) are forwarded
     "equal scores, KL in the loss": (
         [KL, f"{A}kl_in=loss", f"{A}kl_estimator=k3"], two_flat, lambda p, k, masked: True
     ),
-    "equal scores, normalised over the siblings": (
+    "equal scores, normalized over the siblings": (
         [NONE, NORMALISED, f"{A}advantage_scale=loo_std"], two_flat,
         lambda p, k, masked: (p, k) != (3, 1),
     ),
@@ -88,13 +88,13 @@ def both(folder, words, reward):
     "equal scores, KL in the reward-True",
     "equal scores, the step's mean-True",
 )
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("kind", DROPPED)
 def test_rows_on_which_nothing_depends_are_not_forwarded_and_nothing_changes(
-    tmp_path, kind, normalised
+    tmp_path, kind, normalized
 ):
     words, reward, needed = DROPPED[kind]
-    words = [*PLAIN, *words, *([NORMALISED] if normalised else [])]
+    words = [*PLAIN, *words, *([NORMALISED] if normalized else [])]
     run, plain = both(tmp_path, words, reward)
     batch, seen, all_seen = sampled(run), spied(run), spied(plain)
     expected = {
@@ -221,7 +221,7 @@ class Ran(TorchDispatchMode):
 KINDS = {
     "KL": [KL],
     "without KL": [NONE],
-    "normalised": [KL, NORMALISED],
+    "normalized": [KL, NORMALISED],
     "masked, corrected": [KL, MASKED, f"{A}correction.mode=truncate"],
     "KL in the loss": [KL, f"{A}kl_in=loss", f"{A}kl_estimator=k3"],
     "KL to go": [KL, f"{A}kl_credit=to_go", f"{A}kl_in_baseline=false", f"{A}ratio_level=token"],

@@ -112,7 +112,7 @@ VIOLATED = {
     "every group's KL": [f"{A}advantage_scale=batch", KL],
     "train.old_logp=separate": ["train.old_logp=separate", KL],
 }
-SCALES = {  # what breaks C3 beside normalising
+SCALES = {  # what breaks C3 beside normalizing
     "no baseline": [f"{A}baseline=none"],
     "the step's mean": [f"{A}baseline=batch_mean"],
     "divided by the step's std": [f"{A}advantage_scale=batch"],
@@ -141,14 +141,14 @@ def test_a_condition_that_does_not_hold_takes_a_separate_pass_and_the_plain_grad
 
 
 FUSED = {
-    "normalised": [NORMALISED],
-    "normalised, group std": [NORMALISED, f"{A}advantage_scale=group"],
-    "normalised, clipped": [NORMALISED, "train.max_grad_norm=0.5"],
-    "normalised, masked": [NORMALISED, MASKED],
-    "normalised, two passes": [NORMALISED, f"{A}num_iterations=2"],
-    "normalised, clipped scores": [NORMALISED, f"{A}reward_clip_range=[-1.0,1.0]"],
-    "normalised, KL only logged": [NORMALISED, f"{A}kl_in=none"],
-    "normalised, without KL": [NORMALISED, NONE],
+    "normalized": [NORMALISED],
+    "normalized, group std": [NORMALISED, f"{A}advantage_scale=group"],
+    "normalized, clipped": [NORMALISED, "train.max_grad_norm=0.5"],
+    "normalized, masked": [NORMALISED, MASKED],
+    "normalized, two passes": [NORMALISED, f"{A}num_iterations=2"],
+    "normalized, clipped scores": [NORMALISED, f"{A}reward_clip_range=[-1.0,1.0]"],
+    "normalized, KL only logged": [NORMALISED, f"{A}kl_in=none"],
+    "normalized, without KL": [NORMALISED, NONE],
 }
 
 
@@ -158,14 +158,14 @@ def sometimes(completion_ids, **named):
     return [None if i in (0, 1, 2, 9) else score for i, score in enumerate(found)]
 
 
-SOME = ["normalised", "normalised, group std", "normalised, masked"]
+SOME = ["normalized", "normalized, group std", "normalized, masked"]
 
 
 @pytest.mark.slow_but(
-    "normalised-False",
-    "normalised, masked-False",
-    "normalised, without KL-False",
-    "normalised, masked-True",
+    "normalized-False",
+    "normalized, masked-False",
+    "normalized, without KL-False",
+    "normalized, masked-True",
 )
 @pytest.mark.parametrize(
     ("kind", "some"), [*((k, False) for k in FUSED), *((k, True) for k in SOME)]

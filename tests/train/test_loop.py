@@ -28,7 +28,7 @@ KINDS = {
     "as it comes": [],
     "without KL": ["algorithm.beta=0"],
     "old_logp in a pass of its own": ["algorithm.num_iterations=2", "algorithm.num_minibatches=2"],
-    "normalised over the step": ["algorithm.normalize_advantages=true"],
+    "normalized over the step": ["algorithm.normalize_advantages=true"],
     "divided by the step's std": ["algorithm.advantage_scale=batch"],
     "the step's mean as baseline": ["algorithm.baseline=batch_mean"],
     "mean over tokens": ["algorithm.loss_agg=token_mean", "algorithm.ratio_level=token"],

@@ -57,13 +57,13 @@ PLAINLY = "as it comes"
 CASES = {  # overrides, rewards, the case whose gradient must be another
     PLAINLY: ([], None, "without KL"),
     "without KL": (["algorithm.beta=0"], None, PLAINLY),
-    "normalised": ([NORMALISED], None, PLAINLY),
+    "normalized": ([NORMALISED], None, PLAINLY),
     "truncated masked": ([MASKED], None, PLAINLY),
     "truncated masked, without KL": ([MASKED, "algorithm.beta=0"], None, "truncated masked"),
-    "truncated masked, normalised": ([MASKED, NORMALISED], None, "truncated masked"),
+    "truncated masked, normalized": ([MASKED, NORMALISED], None, "truncated masked"),
     "clipped scores": ([f"{A}reward_clip_range=[-0.5,0.5]"], None, PLAINLY),
     "rows without a score": ([], SCATTERED, PLAINLY),
-    "rows without a score, normalised": ([NORMALISED], SCATTERED, "rows without a score"),
+    "rows without a score, normalized": ([NORMALISED], SCATTERED, "rows without a score"),
     "rows without a score, masked": ([MASKED], SCATTERED, "rows without a score"),
     "two rewards": ([], SEVERAL, PLAINLY),
     "two rewards, weighted": (WEIGHTS, SEVERAL, "two rewards"),
@@ -78,7 +78,7 @@ CASES = {  # overrides, rewards, the case whose gradient must be another
         {"flat_group": flat_group},
         "without KL",
     ),
-    "a group of equal scores, without KL, normalised": (
+    "a group of equal scores, without KL, normalized": (
         ["algorithm.beta=0", NORMALISED],
         {"flat_group": flat_group},
         "a group of equal scores, without KL",
@@ -134,7 +134,7 @@ def test_the_trainer_compared_with_is_that_of_trl_1_16_0():
 
 @pytest.mark.slow_but(
     "as it comes",
-    "normalised",
+    "normalized",
     "truncated masked",
     "two rewards, weighted",
     "two mini-batches",

@@ -23,7 +23,7 @@ CLOSE = 1e-5
 EOS, PAD = 1, 0
 
 
-def normalised(values):
+def normalized(values):
     return (values - values.mean()) / (values.std() + 1e-4)
 
 
@@ -50,7 +50,7 @@ def test_trl_normalises_where_only_kl_differs_and_we_leave_the_step_alone(tmp_pa
     raw = torch.tensor(leave_one_out((-0.001 * ours.batch.kl).tolist())).double()
     assert torch.allclose(ours.batch.advantage, raw, atol=1e-12)
     assert ours.row["advantages/norm_skipped"] == 1.0 and float(raw.abs().max()) < 0.02
-    assert apart(theirs.advantages(ours.batch), normalised(raw)) < 1e-3
+    assert apart(theirs.advantages(ours.batch), normalized(raw)) < 1e-3
     assert float(theirs.advantages(ours.batch).abs().max()) > 1
 
 

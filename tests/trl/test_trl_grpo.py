@@ -87,7 +87,7 @@ MORE = {  # the same, `slow`
         SEVERAL,
         DAPO,
     ),
-    "two rewards, each normalised": (
+    "two rewards, each normalized": (
         (f"{A}multi_reward=normalize_then_sum", f"{A}advantage_scale=none",
          f"{A}baseline=none"),
         SEVERAL,

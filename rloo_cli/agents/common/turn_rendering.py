@@ -1,6 +1,6 @@
 """A tool's answer as ids: the chat template with the new messages and without them.
 
-Sampled ids are never tokenised again. For a placeholder conversation (a question, and the calls as
+Sampled ids are never tokenized again. For a placeholder conversation (a question, and the calls as
 they were made) the template renders a text without and with the answers; whatever follows the
 assistant's turn in the longer one is appended to the sampled ids. The shorter text must be a
 prefix of the longer up to that point, else the template is refused by name.
@@ -58,7 +58,7 @@ class TurnRenderer:
         `max_tokens` it is cut, with a note that says so.
         """
         text = self.split_specials(text)
-        # One token has at most a few dozen characters; the rest need not be tokenised to be cut.
+        # One token has at most a few dozen characters; the rest need not be tokenized to be cut.
         text = text[: 64 * max_tokens]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         count = len(encoded["input_ids"])

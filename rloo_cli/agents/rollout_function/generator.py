@@ -185,7 +185,7 @@ class _FunctionStep:
             what = f"row {number} of {self.generator.spec} has a turn that was sampled after ids"
             what += " other than those before it"
             why = f"{len(before)} tokens come before it, prompt included"
-            fix = "return exactly the ids that sampler.sample got; do not tokenise the text again"
+            fix = "return exactly the ids that sampler.sample got; do not tokenize the text again"
             refuse("agent.rollout", what, fix, why, error=GenerationError)
         return end - begin
 

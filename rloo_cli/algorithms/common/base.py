@@ -126,7 +126,7 @@ class Algorithm(ABC, Generic[C]):
     def shape_scores(
         self, scores: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor
     ) -> Tensor:
-        """Length penalty, missing EOS, normalising, clip, for the whole step. (P, K) each -> (P, K)
+        """Length penalty, missing EOS, normalizing, clip, for the whole step. (P, K) each -> (P, K)
 
         `lengths` count trained tokens; `terminated` completions ended on their own.
         """

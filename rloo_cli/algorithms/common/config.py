@@ -218,7 +218,7 @@ class Switches(AlgorithmConfig):
 
     # From rewards to scores: score.py
     multi_reward: Literal["sum", "normalize_then_sum"] = key(
-        "Weighted sum, or GDPO: each reward normalised in its group, then the sum over the step"
+        "Weighted sum, or GDPO: each reward normalized in its group, then the sum over the step"
     )
     normalize_rewards: bool = key("Centre the step's scores and divide them by their std")
     reward_clip_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DialectName = Literal["paper", "trl", "trl_0_21", "verl", "openrlhf", "ms_swift", "nemo_rl"]
 NAMES = get_args(DialectName)
 NORM_EPS = {"trl_0_21": 1e-8}  # of normalize_advantages; all others add 1e-4
-UNGUARDED = ("trl", "trl_0_21")  # also normalise a step in which only the KL differs
+UNGUARDED = ("trl", "trl_0_21")  # also normalize a step in which only the KL differs
 NONE_IS_ZERO = ("ms_swift",)  # a reward that returns None counts as 0
 CLIPS_ADVANTAGES = ("openrlhf",)  # reward_clip_range clips advantages, before their KL
 TOKEN_KL_LIMIT = {"openrlhf": 10.0, "nemo_rl": 10.0}  # each token's estimate is clamped to +- this

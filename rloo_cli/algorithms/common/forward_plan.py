@@ -52,7 +52,7 @@ def needs_whole_step(config: Switches) -> bool:
 
 
 def normalizes_by_one_factor(config: Switches) -> bool:
-    """Whether normalising is one factor of the whole gradient, known once all KLs are.
+    """Whether normalizing is one factor of the whole gradient, known once all KLs are.
 
     The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
     A times one factor (C3). This fails with a baseline from outside the group, with a KL not
@@ -95,15 +95,15 @@ def needed_completions(
 
     Masked ones have neither loss nor KL. Those without a score, or without a sibling that has one,
     have no advantage; nor has a group of equal scores, if no KL is in the reward and no clipping
-    or normalising moves its advantages away from 0. (This is decided from the scores: an
-    A of 0 may be computed with a rounding error, which normalising divides by 1e-4.)
+    or normalizing moves its advantages away from 0. (This is decided from the scores: an
+    A of 0 may be computed with a rounding error, which normalizing divides by 1e-4.)
     (P, K), (P, K) bool, (P, K) bool -> (P, K) bool
     """
     needed = ~masked
     if plan.every_completion:
         return needed
     needed = needed & usable_completions(scorable, config)
-    # If the mean of advantages is not 0, normalising also moves those of equal scores.
+    # If the mean of advantages is not 0, normalizing also moves those of equal scores.
     moved = config.normalize_advantages and config.advantage_scale == "loo_std"
     moved = moved or config.clips_advantages  # to a range that may exclude 0
     logged = config.kl_in == "none" and config.beta > 0  # a KL that is only logged covers all

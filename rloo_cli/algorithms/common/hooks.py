@@ -36,7 +36,7 @@ class Advantages:
     advantage: Tensor  # (P, K) float64, exactly 0 outside `usable`
     usable: Tensor  # (P, K) bool, scorable completions whose group has enough of them
     norm_skipped: bool  # the guard of normalize_advantages left them unchanged
-    factor: float  # the factor of the normalisation: 1 / (std + 1e-4), or 1
+    factor: float  # the factor of the normalization: 1 / (std + 1e-4), or 1
 
 
 @dataclass(frozen=True)

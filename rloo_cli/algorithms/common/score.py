@@ -27,7 +27,7 @@ def combine_scores(
 ) -> tuple[Tensor, Tensor]:
     """One score per completion, and which completions have one.
 
-    `raw` is float64, NaN = None; weights are not renormalised when some rewards are None. A reward
+    `raw` is float64, NaN = None; weights are not renormalized when some rewards are None. A reward
     of weight 0 is only a metric: it makes no completion scorable, otherwise None would become 0.
     (F, P, K), F -> score (P, K), 0 where there is none, scorable (P, K) bool
     """
@@ -47,7 +47,7 @@ def combine_scores(
 def shape_step_scores(
     score: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor, config: Switches
 ) -> Tensor:
-    """Overlong penalty, missing EOS, normalising, clip: in this order, all before KL.
+    """Overlong penalty, missing EOS, normalizing, clip: in this order, all before KL.
 
     `score` is float64, `lengths` count trained tokens. Unscorable completions stay 0. The overlong
     penalty is DAPO's (arXiv 2503.14476). (P, K), (P, K), (P, K), (P, K) -> (P, K)

@@ -265,7 +265,7 @@ def _run_hooks(
     from rloo_cli.policy import reward_load  # lazy: torch
 
     config, sources = subject.config, splits.split_configs(subject.config, training=True)
-    tokenised = {
+    tokenized = {
         name: prompts.tokenize_prompts(
             part.dataset, sources[name], tokenizer, config.generation.chat_template_kwargs, None,
             config.seed,
@@ -274,10 +274,10 @@ def _run_hooks(
     }  # fmt: skip
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     run_ready_hooks(
-        subject.rewards, tokenizer, tokenised, config.generation.max_completion_length, device,
+        subject.rewards, tokenizer, tokenized, config.generation.max_completion_length, device,
         subject.notes.append, reward_load,
     )  # fmt: skip
-    return _take_in_turns([part.prompt_ids for part in tokenised.values()])
+    return _take_in_turns([part.prompt_ids for part in tokenized.values()])
 
 
 def _reads_tokens(reward: Reward) -> bool:

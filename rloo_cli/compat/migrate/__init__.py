@@ -6,7 +6,7 @@ scripts    settings hard-coded in TRL's own scripts
 read       reads the old settings: of one command, or of one YAML or JSON file
 convert    converts an old run, once it is read, to the text of a recipe
 batch      writes the batch, the length and the schedule of an old run
-model      writes its model: path, adapter, quantised weights, a moving reference
+model      writes its model: path, adapter, quantized weights, a moving reference
 objective  writes its objective and sampling
 rules      writes its data, rewards, tools and folders
 recipe     holds the recipe that `rloo migrate` writes, and applies the tables

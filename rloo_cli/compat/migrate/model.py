@@ -1,4 +1,4 @@
-"""Writes the model of an old run: path, adapter, quantised weights, a moving reference.
+"""Writes the model of an old run: path, adapter, quantized weights, a moving reference.
 
 `resolve_model_conflicts` comes last: it changes settings that the old tool allowed together but
 that are refused together here.
@@ -39,7 +39,7 @@ SAMPLER_FILTERS: JsonObject = {
 
 
 def write_model(recipe: Recipe) -> JsonObject:
-    """Write policy, tokenizer, quantisation and reference. -> the defaults of the adapter."""
+    """Write policy, tokenizer, quantization and reference. -> the defaults of the adapter."""
     models = [(n, recipe.take(n)) for n in MODEL_NAMES if recipe.flags.get(n)]
     if not models:
         recipe.notes.append("no model is named in the old settings: set model.path")
@@ -80,7 +80,7 @@ def _write_adapter(recipe: Recipe, path: str) -> JsonObject:
 
 
 def _write_quantization(recipe: Recipe) -> None:
-    """Write bitsandbytes' quantisation to 4 or 8 bits."""
+    """Write bitsandbytes' quantization to 4 or 8 bits."""
     name = next((n for n in QUANTIZED if recipe.flags.get(n)), "")
     bits = QUANTIZED[name] or recipe.flags.get(name) if name else None
     method = recipe.take("quant_method", "bnb") if bits else None
@@ -120,15 +120,15 @@ def resolve_model_conflicts(recipe: Recipe) -> None:
     quantized = "quantization" in recipe.groups
     moving = "model.ref_sync.every" in recipe.lines
     if engine in ("zero3", "fsdp2") and (quantized or moving):
-        what = "quantised weights" if quantized else "model.ref_sync"
+        what = "quantized weights" if quantized else "model.ref_sync"
         why = f"{engine} there; {what} needs whole weights here"
         recipe.put("distributed.engine", "ddp" if quantized else "zero2", why)
     if "lora" in recipe.groups and recipe.written_value("model.lora.dropout"):
         why = "model.lora.dropout is more than 0, which makes the ratio noise, as there"
         recipe.put("model.disable_dropout", False, why)
     if quantized and "lora" not in recipe.groups:
-        recipe.groups["lora"] = ("default", "quantised weights take no gradient")
-        recipe.notes.append("the old run trained quantised weights without an adapter: mind lora")
+        recipe.groups["lora"] = ("default", "quantized weights take no gradient")
+        recipe.notes.append("the old run trained quantized weights without an adapter: mind lora")
     if "generation" in recipe.groups:
         _resolve_vllm_conflicts(recipe, str(recipe.groups["generation"][0]), quantized)
 

@@ -37,7 +37,7 @@ def write_objective(recipe: Recipe) -> None:
 
 
 def _write_reward_clip(recipe: Recipe) -> None:
-    """Write the clipping of scores, which up to TRL 0.21 applied only to normalised scores."""
+    """Write the clipping of scores, which up to TRL 0.21 applied only to normalized scores."""
     text, clip = recipe.original_text("reward_clip_range"), recipe.take("reward_clip_range")
     if isinstance(clip, str):  # "(-10, 10)" or "-10,10"
         clip = [float(x) for x in re.findall(r"[-+.\deE]+", clip)]

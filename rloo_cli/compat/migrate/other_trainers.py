@@ -1,6 +1,6 @@
 """Refuses by name what `rloo migrate` does not convert, and suggests an alternative.
 
-A trainer is recognised by its command, its modules, its scripts and the names of its settings,
+A trainer is recognized by its command, its modules, its scripts and the names of its settings,
 never by a value: a path or a data set may have the name of any trainer.
 """
 

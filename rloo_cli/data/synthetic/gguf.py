@@ -1,8 +1,8 @@
-"""GGUF files as ordinary model folders: dequantised once to float32, and kept in the cache.
+"""GGUF files as ordinary model folders: dequantized once to float32, and kept in the cache.
 
 `transformers` reads the file and needs the package `gguf` for it. The conversion runs in a process
 of its own, which can be given packages that are not installed here, and whose memory is free again
-when it ends. A quantised weight is what its file says, to the last bit: float32 holds every value
+when it ends. A quantized weight is what its file says, to the last bit: float32 holds every value
 that the formats of llama.cpp can express.
 """
 
@@ -61,7 +61,7 @@ def _convert(file: Path, folder: Path) -> None:
 
     source, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    # The model is dequantised now, and is saved as any other.
+    # The model is dequantized now, and is saved as any other.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

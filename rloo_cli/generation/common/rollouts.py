@@ -245,7 +245,7 @@ class Rollouts(BatchSource):
     def _finalize_batch(self, batch: Batch, num_sampled: int) -> None:
         """Combine and shape the scores over the whole step, and decide which groups are trained on.
 
-        Until here, scores normalised over the step were normalised over one round.
+        Until here, scores normalized over the step were normalized over one round.
         """
         settings = self.algorithm.config
         if batch.plain is not None and batch.reward_weights is not None:
@@ -274,7 +274,7 @@ def _leave_out_failed(batch: Batch) -> None:
 
 
 def unnormalized_scores(raw: Tensor, weights: Tensor, settings: Switches) -> Tensor | None:
-    """The rewards' weighted sum if training uses a normalised one; None if it uses the sum.
+    """The rewards' weighted sum if training uses a normalized one; None if it uses the sum.
 
     (F, P, K), (F,) -> (P, K); a missing score counts as 0
     """

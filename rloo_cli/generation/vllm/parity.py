@@ -18,7 +18,7 @@ from rloo_cli.utils.errors import GenerationError, refuse
 PARITY_PROMPTS, PARITY_TOKENS = 8, 16
 PARITY_CAUSES = (
     "other weights; another dtype; raw instead of processed log-probabilities; text that was"
-    " tokenised again; two BOS tokens"
+    " tokenized again; two BOS tokens"
 )
 
 

@@ -60,7 +60,7 @@ METRICS = {"Sampler against trainer": [  # read by utils.metrics
 class WeightSync:
     """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
 
-    `run_id` begins the label of each version, so that another run's weights are recognised.
+    `run_id` begins the label of each version, so that another run's weights are recognized.
     `note` prints a line for the user. `tolerance_of_dtypes`: maps the dtypes of engine and
     trainer to the rms nats per token by which their log-probabilities may differ.
     """

@@ -8,7 +8,7 @@ Imports torch only in `trial_calls` (--deep). Changes nothing, downloads nothing
     gpu_holders         GPUs and the processes that hold their memory
     installed_packages  Python and packages against ranges and floors
     machine_state       devices, memory, network, Slurm, compilers, bubblewrap
-    trial_calls         --deep: prompts tokenised, rewards called on two rows
+    trial_calls         --deep: prompts tokenized, rewards called on two rows
 """
 
 from rloo_cli.config.rules_paths import named_paths
@@ -25,7 +25,7 @@ from rloo_cli.inspection.environment.check_lines import CheckLine, CheckLines
 def inspect_environment(run: RunConfig | None = None, deep: bool = False) -> list[CheckLine]:
     """Check this machine, and a run's config on it. -> a line per check
 
-    `deep`: tokenise prompts and call every reward too, which imports torch.
+    `deep`: tokenize prompts and call every reward too, which imports torch.
     """
     lines = CheckLines()
     installed_packages.check_python_packages(lines)

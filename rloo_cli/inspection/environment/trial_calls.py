@@ -1,4 +1,4 @@
-"""`rloo doctor --deep`: prompts rendered and tokenised, and every reward called, on two rows.
+"""`rloo doctor --deep`: prompts rendered and tokenized, and every reward called, on two rows.
 
 The completions are made up: the answer in a row's columns, and the prompt's own words. Reward
 models are loaded, and everything else that a reward loads; the policy's weights are not. torch is
@@ -43,7 +43,7 @@ def try_prompts_and_rewards(
     opened: Mapping[str | None, OpenedSplit],
     rewards: Sequence[Reward],
 ) -> None:
-    """Tokenise the first rows of the training data, and call each reward on them."""
+    """Tokenize the first rows of the training data, and call each reward on them."""
     process_exit.silence_libraries()
     training = {k: v for k, v in opened.items() if k is None or splits.is_mixture_key(k)}
     wanted = splits.split_configs(run, training=True).keys() - run.held_out.keys()

@@ -111,7 +111,7 @@ HEALTH_RULES = {
         title="duplicate completions",
     ),
     "many_truncated": HealthRule(
-        "Raise generation.max_completion_length, or penalise truncation with"
+        "Raise generation.max_completion_length, or penalize truncation with"
         " algorithm.missing_eos_penalty",
         metric_rules.many_truncated,
         metrics=("completions/clipped_ratio",),

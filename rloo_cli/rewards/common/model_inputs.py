@@ -3,7 +3,7 @@
 By ids: the prompt's ids and the completion's, as sampled. That is correct only if
 policy and reward model have the same vocabulary, the same special tokens and, for conversations,
 the same chat template, which is checked token by token and by encoding real prompts. By text: a
-conversation goes through the reward model's own chat template, plain text is tokenised as one
+conversation goes through the reward model's own chat template, plain text is tokenized as one
 string, and special tokens are added once.
 
 A completion's text is encoded as text: if it spells a special token, `<|im_end|>`, the reward

@@ -132,7 +132,7 @@ class RowReader:
     def _preference_rows(
         self, data: Dataset, settings: RewardModelConfig, file: Path | None
     ) -> TrainingRows:
-        """Pairs of completions, tokenised as a reward of type `model` reads them.
+        """Pairs of completions, tokenized as a reward of type `model` reads them.
 
         Without a prompt column, both columns contain the prompt (TRL: an implicit prompt).
         """

@@ -164,7 +164,7 @@ def _refuse_adapted_head(model: PreTrainedModel) -> None:
 
 
 def _init_score_head(model: PreTrainedModel, seed: int) -> None:
-    """Initialise the score head: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
+    """Initialize the score head: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
     weight = model.score.weight
     initial = torch.empty(weight.shape)
     std = (weight.shape[1] + 1) ** -0.5

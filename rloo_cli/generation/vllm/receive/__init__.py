@@ -2,7 +2,7 @@
 
 `CompleteUpdateMixin` is shared by all: every layer of the engine must have received all
 of its elements before an update may end (a frozen tower, in the first). vLLM itself only logs a
-layer that received none, and leaves uninitialised memory in one that received half.
+layer that received none, and leaves uninitialized memory in one that received half.
 
     adapter  the receiver of an adapter
     gloo     the gloo receiver: our own, for machines without GPUs
