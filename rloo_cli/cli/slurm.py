@@ -35,6 +35,8 @@ def run(args: list[str]) -> int:
     job = job_from_args(options.kind, options.run, options.overrides)
     if note := slurm_cluster.check_time_limit(job):
         print(f"note: {note}", file=sys.stderr)
+    if note := _process_count_note(job):
+        print(f"note: {note}", file=sys.stderr)
     if options.action == "render":
         script = fill_batch_script(job)
         print(
@@ -54,6 +56,18 @@ def run(args: list[str]) -> int:
     else:
         print("\n".join(lines))
     return 0
+
+
+def _process_count_note(job: SlurmJob) -> str:
+    """What a node is asked for where only the node could tell the number of processes, or ""."""
+    spread, asked = job.config.distributed, job.config.slurm
+    known = spread.num_processes is not None or asked.gpus_per_node is not None
+    if job.kind == "eval" or spread.engine == "single" or known:
+        return ""
+    return (
+        f"distributed={spread.engine} trains on one GPU per node here;"
+        " distributed.num_processes=8 requests eight"
+    )
 
 
 def job_from_args(kind: str | None, run: str | None, overrides: list[str]) -> SlurmJob:

@@ -112,6 +112,19 @@ def test_nodes_and_gpus_follow_from_processes_and_servers() -> None:
     assert options(rendered("train", "+recipe=tldr_1b", *spread[:2]))["nodes"] == "4"
 
 
+def test_a_run_of_several_processes_says_that_one_gpu_is_requested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limit = "slurm.time=04:00:00"
+    spread = ["render", "+recipe=smoke", "distributed=fsdp2", limit]
+    for words in (spread, ["render", "sweep", "+recipe=smoke", "distributed=ddp", "seed=1,2"]):
+        assert verb.run(words) == 0
+        assert "distributed.num_processes=8" in capsys.readouterr().err
+    for number in ("distributed.num_processes=2", "slurm.gpus_per_node=1"):
+        assert verb.run([*spread, number]) == 0
+        assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("limit", ["00:05:00", "4:59", "0-00:05"])
 def test_a_limit_in_which_each_attempt_would_be_told_to_stop_at_once_is_not_rendered(
     limit: str,
