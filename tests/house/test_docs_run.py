@@ -44,6 +44,8 @@ WHERE = {
     "slurm submit": "test_slurm_runs.py: a real Slurm",
     "submitit": "test_slurm_runs.py",
     "rloo fetch": "test_fetch.py: it is for machines with a network",
+    "rloo push tracked --repo": "test_push.py: it is for machines with a network",
+    "judge=openai": "test_eval_judge.py: a judge that answers",
     "rloo sweep": "test_sweep.py: trials are processes of their own",
     "distributed.num_processes=2": "test_ranks_command.py: two ranks",
     "accelerate_config": "test_accelerate_file.py: its eight processes are too many for +debug=cpu",
