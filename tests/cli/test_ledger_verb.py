@@ -141,6 +141,6 @@ def test_the_command_needs_no_torch_and_exits_with_2_and_4(rloo_without_torch: R
     with (folder / LEDGER_FILE).open("a") as file:
         file.write("{}\n")
     wrong = rloo_without_torch("ledger", "mine")
-    assert_refused(wrong, 4, "entry", where=f"{LEDGER_FILE}:6")
+    assert_refused(wrong, 4, "ledger", where=f"{LEDGER_FILE}:6")
     assert not wrong.out
     assert json.loads(rloo_without_torch("ledger", "mine", "--errors=json").err)[0]["code"] == 4

@@ -106,7 +106,7 @@ def test_a_curriculum_asks_easy_questions_first_and_holds_out_the_hardest(gym: N
 def test_a_task_or_difficulty_that_is_not_known_is_refused_with_the_nearest(gym: None) -> None:
     cases: list[tuple[str, JsonObject, str]] = [
         ("reasoning_gym:chain_summ", {}, "data.path=reasoning_gym:chain_sum"),
-        (PATH, {"max_digit": 2}, "max_digits in place of max_digit"),
+        (PATH, {"max_digit": 2}, "max_digits instead of max_digit"),
         (PATH, {"min_digits": 5, "max_digits": 2}, "refuses this difficulty"),
     ]
     for path, difficulty, says in cases:

@@ -155,7 +155,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_killed_with_6_and_the_reason(
     assert launched.process.poll() is None
     os.kill(stopped["pid"], signal.SIGSTOP)
     problem = assert_refused(Ended(launched.code(25), launched.said(), ""), 6, "rank 1")
-    assert "no sign" in problem.what
+    assert "no heartbeat" in problem.what
     assert "SIGKILL" not in launched.said() and gone(stopped["pid"], launched.rank(0)["pid"])
 
 

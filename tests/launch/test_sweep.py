@@ -258,7 +258,7 @@ def test_a_trial_that_fails_leaves_the_others_and_goes_on_later(quick: Rloo) -> 
     failing = planned(quick, {2: {"fail": [3, 7]}})
     ended = failing(*THREE)
     assert ended.code == 7 and ended.out.endswith("3 trials, 1 failed\n"), ended.said
-    assert "   error: it fails" in ended.out and "step 2 (ended with 7" in ended.out
+    assert "   error: it fails" in ended.out and "step 2 (exit code 7" in ended.out
     assert [m["state"] for m in trials(quick)] == ["finished", "failed", "finished"]
     ended = planned(quick, {})("sweep", "resume", "s")
     assert ended.code == 0 and states(quick) == ["finished 6"] * 3, ended.said

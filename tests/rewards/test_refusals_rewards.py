@@ -302,7 +302,7 @@ def test_a_run_whose_reward_ends_its_process_is_no_success(ending: str, rloo: Rl
     caught = ending.startswith("os._exit")
     assert ended.code == (5 if caught else 6), ended.said
     assert (
-        "a reward may not end the process" if caught else "the worker process was killed by SIG"
+        "a reward must not end the process" if caught else "the worker process was killed by SIG"
     ) in ended.said
     assert read_json(rloo.folder / "runs" / "smoke" / "run.json").get("state") != "finished"
 

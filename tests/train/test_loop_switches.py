@@ -309,6 +309,6 @@ def test_resampling_that_finds_nothing_to_learn_from_stops_the_run(tmp_path):
     before = flat(run)
     with pytest.raises(NumbersError) as caught:
         loop.run_training_loop(run)
-    assert caught.value.code == 7 and "12 drawn" in str(caught.value)
+    assert caught.value.code == 7 and "12 sampled" in str(caught.value)
     assert "score 1, the highest" in str(caught.value) and "0, the lowest" in str(caught.value)
     assert torch.equal(flat(run), before) and run.state.step == 0

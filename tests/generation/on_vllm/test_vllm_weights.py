@@ -207,7 +207,7 @@ def test_the_engines_core_is_where_the_key_says_and_is_missed_when_it_is_killed(
     if kind in APART:
         began = time.monotonic()
         os.kill(cores(pair)[0], signal.SIGKILL)
-        with pytest.raises(EngineLost, match="ended with 70"):
+        with pytest.raises(EngineLost, match="exited with 70"):
             engine.generate(
                 [EngineRequest([5, 6], parity_params(pair.run.generation, [], 1, 4))],
                 lambda *_: None,
