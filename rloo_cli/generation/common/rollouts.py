@@ -34,13 +34,13 @@ from rloo_cli.utils.timers import StepTimer
 
 METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
     ("sampled_reward", "score", "mean:drawn_scored",
-     "the same over every sampled completion, including groups that "
-     "zero_std_groups=resample threw away"),
+     "`reward` over every sampled completion, including groups that zero_std_groups=resample "
+     "threw away"),
     ("reward/<reward>/error_rate", "share", "mean:drawn", "completions whose call failed"),
     ("reward/<reward>/time", "s", "mean", "seconds its calls took"),
     ("sampled_frac_reward_zero_std", "share", "mean:drawn_groups",
-     "the same over every sampled group, including those that zero_std_groups=resample "
-     "threw away"),
+     "`frac_reward_zero_std` over every sampled group, including those that "
+     "zero_std_groups=resample threw away"),
     ("sampled_kept_frac", "share", "mean:drawn",
      "sampled completions that are in the step's batch; zero_std_groups=resample threw the "
      "others away"),
