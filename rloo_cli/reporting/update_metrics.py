@@ -12,12 +12,12 @@ from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.data.segments import segment_positions, segment_sum
 from rloo_cli.distributed.world import World
+from rloo_cli.reporting.health.metric_rules import DEPTHS
 from rloo_cli.utils.metrics import MetricValues, merge_rule
 
 if TYPE_CHECKING:
     from rloo_cli.distributed.optimizer import TrainingOptimizer
 
-DEPTHS = (0, 64, 512, 4096)  # first positions of the bins of sampling/logp_diff_from<k>
 OWN_SUM, OWN_COUNT = "algorithm/", "algorithm_count/"  # before the name of one of Loss.metrics
 
 METRICS = {"Progress and time": [  # read by utils.metrics

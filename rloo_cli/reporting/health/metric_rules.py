@@ -25,6 +25,7 @@ ZERO_STD_SHARE = 0.8  # above it four fifths of the sampling give no gradient
 TRUNCATED_SHARE = 0.5  # above it most scores are of truncated texts
 ALL_TRUNCATED_SHARE = 0.9  # of a whole run: hardly any completion ends on its own
 ESS_SHARE = 0.5  # below it the correction's weights waste half of the batch
+DEPTHS = (0, 64, 512, 4096)  # first positions of the bins of sampling/logp_diff_from<k>
 DEPTH_FACTOR = 3.0  # of the sampler's gap late in completions to that of their first tokens
 LOGP_FACTOR = 3.0  # growth of logp_diff_rms: sampler and trainer compute different models
 LOGP_FLOOR = 0.04  # nats; bfloat16 alone gives .03 to .04, float32 .002
@@ -248,7 +249,7 @@ def sampler_mismatch(run: Evidence) -> str | None:
 
 def mismatch_with_depth(run: Evidence) -> str | None:
     """Sampler and trainer agree at the start of completions and part late in them."""
-    names = [f"sampling/logp_diff_from{first}" for first in (0, 64, 512, 4096)]
+    names = [f"sampling/logp_diff_from{first}" for first in DEPTHS]
     gaps = {name: gap for name in names if (gap := run.recent_mean(name)) is not None}
     if len(gaps) < 2:
         return None
