@@ -266,7 +266,7 @@ MISBEHAVING = {
     "asks_another_model": ("played(1); assert post('/chat/completions', {'model': 'gpt-5',"
                            " 'messages': ROW['prompt']})[0] == 404", None, 1),
     "sends_images": ("m = played(1); m[-1]['content'] = [{'type': 'image_url', 'image_url': {}}]\n"
-                     "chat(m)", "ended with exit code 1: 400 invalid_request: messages[3] has a"
+                     "chat(m)", "exited with code 1: 400 invalid_request: messages[3] has a"
                      " part of type 'image_url'", 1),
     "cuts_the_stream": ("s = socket.create_connection(BASE.split('/')[2].split(':'))\n"
                         "b = json.dumps({'model': 'policy', 'messages': ROW['prompt'],"
