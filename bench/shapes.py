@@ -65,6 +65,9 @@ _ALL = (
     Shape("W1", "toy chat, K = 4", **TOY, prompt=(128, 256), completion=(48, 48), k=4, prompts=4),
     Shape("W2-K4", "TL;DR's shape, K = 4", **TLDR, **_SUMMARY, k=4, prompts=4),
     Shape("W2-K2", "TL;DR's shape, K = 2", **TLDR, **_SUMMARY, k=2, prompts=8),
+    Shape("W11", "long completions", **TOY, prompt=(80, 250), completion=(1024, 1024), k=8,
+          prompts=2),
+    Shape("W12", "long prompts", **TOY, prompt=(6000, 6000), completion=(64, 64), k=8, prompts=1),
     Shape("W5", "TL;DR 1B, train phase", **PYTHIA_1B, **_SUMMARY_GPU, prompts=64),
     _W6,  # 83 GB of weights and gradients: no GPU of 80 GB holds it, but the next two
     replace(_W6, name="W6-8L", title="8 layers of TL;DR 6.9B, train phase", layers=8),

@@ -7,9 +7,9 @@ A completion is one action. For the K completions y_i of a prompt, with scores s
     rho_i = pi(y_i) / pi_old(y_i)                            ratio: of the whole completion
     loss  = -1/B sum_i min(rho_i A_i, clip(rho_i) A_i)       clip: to [1 - epsilon, 1 + epsilon]
 
-over the B completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. Where
-the sampler is another program (vLLM), each term has a weight (`_sampler_weights`). A config whose
-switches have the values of `PLAIN` computes this; for others, and for the relatives of
+over the B completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. With
+`correction.mode=truncate`, the default with vLLM, each term has a weight (`_sampler_weights`). A
+config whose switches have the values of `PLAIN` computes this; for others, and for the relatives of
 RLOO, see `common/family.py`. P prompts have K completions each; a micro-batch has S completions
 with N tokens, of which token n belongs to the completion `sequence_ids[n]`.
 """
@@ -55,7 +55,7 @@ class RLOO(Algorithm[C]):
 
     def __init__(self, config: C):
         super().__init__(config)
-        rule = self.config.correction  # if the sampler's log-probabilities differ from old_logp
+        rule = self.config.correction  # of a sampler whose log-probabilities are not old_logp
         truncated = rule.mode == "truncate" and rule.level == "sequence"
         corrects = truncated and rule.geometric_range is None
         plain = all(getattr(self.config, name) == value for name, value in PLAIN.items())

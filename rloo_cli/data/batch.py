@@ -243,7 +243,7 @@ class Batch:
     score: Tensor  # (P, K) float64, weights applied
     shaped: Tensor  # (P, K) float64, after penalties, normalizing and clipping
     scorable: Tensor  # (P, K) bool
-    masked: Tensor  # (P, K) bool, True = out of the loss; not `Rollout.mask`
+    masked: Tensor  # (P, K) bool, True = whole completion out of the loss
     active: list[int]  # indices of the groups that are trained on
     draws: int  # prompts consumed by this step, discarded ones included
     facts: dict[str, float] = field(default_factory=dict)  # metrics of sampling and scoring

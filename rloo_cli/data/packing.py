@@ -1,11 +1,11 @@
 """Lays groups out for one forward pass, and stores its results on the groups.
 
-All three layouts give the same numbers (README, Fast). `shared`: one sequence of whole groups,
+All three layouts give the same numbers. `shared`: one sequence of whole groups,
 all prompts first, then all completions, so that a prompt is computed once for its K completions; it
 needs our attention (`policy/shared_attention.py`). `packed`: one sequence, the prompt repeated
 before each completion; a model that separates documents by positions can compute it unchanged.
-`padded`: right-padded sequences with a mask, for every other model. No column depends on the layout
-that it came from.
+`padded`: right-padded sequences with a mask, for every other model. The columns of a `MicroBatch`
+are the same in every layout.
 
 An episode may have several rows (`Rollout.row_starts`). Each further row is a separate sequence
 that does not attend to the first; the tokens of all rows count as one completion's.
@@ -285,7 +285,7 @@ def _episode_rows(rollout: Rollout) -> list[list[int]]:
 
 
 def _further_rows(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """A completion's other rows, each as its own prompt and its predicted tokens."""
+    """A completion's other rows, each as (ids before its first sampled token, ids from it on)."""
     found = []
     for start, row in zip(rollout.row_starts, _episode_rows(rollout)[1:], strict=True):
         assert rollout.mask is not None, "an episode has a mask"
@@ -325,7 +325,7 @@ def _shared_layout(
     source = []
     for own, *further in places:
         source.append(predictors[own])
-        for place in further:  # the prompt of a further row is not predicted
+        for place in further:  # zeros for the prompt of a further row: its mask leaves them out
             unpredicted = torch.zeros(p[owner[place]], dtype=torch.long)
             source += [unpredicted, predictors[place]]
     group_lengths = [0] * len(prompts)
@@ -342,7 +342,7 @@ def _shared_layout(
 def _sequences(pairs: Sequences) -> list[tuple[list[int], list[int]]]:
     """(prompt, completion) of every row; a further row is all completion, its prompt masked.
 
-    Nothing predicts a row's first id, which was not sampled.
+    The mask also leaves out a row's first id, which was not sampled and has no token before it.
     """
     return [
         ([] if number else prompt, row)

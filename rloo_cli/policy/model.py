@@ -31,7 +31,8 @@ from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 
-# For tokens that stand for images: their probability is 0 in every dtype, and times the value too.
+# Of tokens that stand for images: their probability is 0 in every dtype, and so is probability
+# times logit, which -inf would make NaN.
 NEVER_SAMPLED_LOGIT = -1e4
 
 
@@ -327,7 +328,7 @@ class Policy:
 
     @torch.no_grad()
     def frozen_logp(self, micro_batch: MicroBatch) -> LogProbs:
-        """As `logp`, in eval mode and without gradient: for old_logp and the reference."""
+        """As `logp`, in eval mode and without gradient, as the reference needs it."""
         with in_eval_mode(self.model):
             return self.logp(micro_batch)
 
@@ -340,7 +341,8 @@ class Policy:
 
 @contextmanager
 def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in eval mode inside: no dropout, and a cache despite checkpointing."""
+    """Keep the model in eval mode inside: without dropout, and with a cache, which gradient
+    checkpointing turns off in training mode."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -23,7 +23,9 @@ def run_training_loop(run: Run) -> None:
     state = run.state
     sync_weights(run)
     while evaluate_and_checkpoint(run):
-        if run.step_progress is None:  # a resumed run may be inside a step
+        # A run that was stopped inside a step resumes with that step's batch and scores, and with
+        # the number of updates done.
+        if run.step_progress is None:
             seen = state.seen_by_rewards(run)
             run.step_progress = StepProgress(run.source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates
@@ -51,5 +53,5 @@ def begin_next_batch(run: Run, batch: Batch) -> None:
 def sync_weights(run: Run) -> None:
     """Send the policy's weights to the sampler, with the number of updates as their version."""
     with run.clock.phase("sync"):
-        run.source.pause()  # no sampling while weights are sent; updates pause it, too
+        run.source.pause()  # no sampling while weights are sent, nor while an update changes them
         run.generator.load(run.policy, run.state.updates)

@@ -1,10 +1,11 @@
 """The updates of one rollout batch: num_iterations x num_minibatches optimizer steps.
 
-The weights have not changed since sampling when the first update begins. The log-probabilities of
-its training forward are then old_logp, and no other pass is needed (`update_on_policy`). Later
-updates, and batches of several mini-batches, need old_logp of the whole batch beforehand
-(`update_with_old_logprobs`); so does an algorithm in which a group's advantages depend on other
-groups or on the value model (`run.forward_plan.separate` says why).
+old_logp is the policy's at the first update of a batch. The log-probabilities of that update's
+training forward are old_logp, and no other pass is needed (`update_on_policy`); later iterations
+reuse them. A pass without gradient over the whole batch (`compute_old_logprobs`) comes first where
+one training forward cannot give them (`is_single_pass`): with several mini-batches, in an algorithm
+whose advantages depend on other groups or on the value model (`run.forward_plan.separate`), and
+where a group is cut and its advantages depend on the KL.
 
 A `Batch` is a step's groups of K completions. An update takes some of its groups (`UpdatePlan`) in
 `MicroBatch`es, each as large as the memory allows. The loss of a micro-batch is divided by a count
@@ -43,7 +44,7 @@ def update_policy(run: Run, step_progress: StepProgress) -> None:
     """Take all optimizer steps of one batch; a resumed run continues in the middle of them."""
     if is_single_pass(run, step_progress):
         update_on_policy(run, step_progress)
-    update_with_old_logprobs(run, step_progress)  # the remaining updates, if any
+    update_with_old_logprobs(run, step_progress)  # all other updates
 
 
 def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
@@ -59,8 +60,9 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
     """Take the batch's first update; the training forward's log-probabilities are old_logp.
 
     A KL in the rewards is known only after that forward, so advantages are computed for each
-    micro-batch, which has whole groups. If they are normalized over the step, the gradient is
-    multiplied at the end: leave-one-out advantages have mean 0, so only their deviation is new.
+    micro-batch, which has whole groups. Normalizing them over the step subtracts their mean, which
+    is 0 for leave-one-out advantages, and divides by their deviation, which is one factor: it
+    multiplies the whole gradient at the end.
     """
     batch, updates = step_progress.batch, step_progress.updates
     advantages.prepare_advantages(run, batch, updates)
@@ -212,13 +214,16 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalizing multiplies the advantages.
     """
-    # The weights change here: sampling during the update ends, and is checked against them before.
+    # The weights change below: a sampler that works during the update stops first, and what it
+    # sampled is compared with the weights that it had.
     run.source.pause(run.policy)
     entropy = step_progress.updates.take_entropy()
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
         return
-    if results is None or not results.are_sound:  # sound: the passes were compared already
+    # A sampler that did not get the last weights has log-probabilities other than old_logp. The
+    # passes of an on-policy update were compared already (`are_sound`).
+    if results is None or not results.are_sound:
         guards.check_sampler_logprobs(run, batch, plan.groups)
     with run.clock.phase("optimizer"):
         trigger_fault("step")
@@ -253,11 +258,11 @@ def control_entropy(run: Run, share: Tensor | None) -> dict[str, float]:
 def dummy_pass(
     run: Run, batch: Batch, is_last: bool | None = None, with_reference: bool = False
 ) -> None:
-    """Join the collectives with a one-token batch of zero gradient, if only other ranks have work.
+    """Join the collectives of ranks that have a micro-batch left, with one token of zero gradient.
 
     Otherwise they would wait for ever: sharded weights are gathered by all ranks together.
-    `is_last`: whether this is the update's last backward pass; None = a pass without gradient,
-    which includes the reference's.
+    `is_last`: whether this is the update's last backward pass; None = it is a pass without
+    gradient, of the policy and the reference.
     """
     if not run.engine.lockstep:
         if is_last is not None:

@@ -45,6 +45,13 @@ def single(home):
     return home.folder / "runs" / "single"
 
 
+@pytest.fixture(scope="module")
+def padded(home):
+    """One process with padded rows."""
+    assert home(*WORDS, "train.layout=padded", "name=padded") == 0, home.said()
+    return home.folder / "runs" / "padded"
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def pair(request, home):
     """Two ranks, undisturbed."""
@@ -104,12 +111,12 @@ def test_seven_ranks_which_divide_nothing_make_the_update_of_one_process(home, e
 
 @pytest.mark.slow_but("fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_a_rank_with_nothing_left_asks_policy_and_reference_as_the_others_do(home, single, engine):
+def test_a_rank_with_nothing_left_asks_policy_and_reference_as_the_others_do(home, padded, engine):
     # Padded rows part a group: the sampler's log-probabilities have a pass of their own, in which
     # one rank has a micro-batch less.
     words = [*WORDS, "train.layout=padded", f"name=padded_{engine}", *spread(engine)]
     assert home(*words, ranks=2) == 0, home.said()
-    assert update_apart(single, home.folder / "runs" / f"padded_{engine}") < 1e-4
+    assert update_apart(padded, home.folder / "runs" / f"padded_{engine}") < 1e-4
 
 
 @pytest.mark.slow_but("ddp", "fsdp2")

@@ -245,7 +245,8 @@ class Rollouts(BatchSource):
     def _finalize_batch(self, batch: Batch, num_sampled: int) -> None:
         """Combine and shape the scores over the whole step, and decide which groups are trained on.
 
-        Until here, scores normalized over the step were normalized over one round.
+        A step that samples prompts again has several rounds, and each round's scores were
+        normalized among themselves so far.
         """
         settings = self.algorithm.config
         if batch.plain is not None and batch.reward_weights is not None:

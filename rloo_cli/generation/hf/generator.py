@@ -101,9 +101,8 @@ class TransformersGenerator(GeneratorBase):
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
         `greedy` takes the most likely token, with repetition penalty and min_tokens but without
-        temperature and filters, and behaviour_logp is then of that distribution. Raises
-        GenerationError when a prompt leaves no room for its completion, NumbersError when logits
-        are not finite.
+        temperature and filters; behaviour_logp is also taken without them. Raises GenerationError
+        when a prompt leaves no room for its completion, NumbersError when logits are not finite.
         """
         assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
