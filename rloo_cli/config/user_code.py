@@ -116,7 +116,7 @@ def user_code_notes(config: RunConfig) -> list[str]:
         codes["eval.judge.reward"] = judge.reward.path
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
     notes = [
-        f"{key} runs {code} (sha256 {registry.code_fingerprint(code)})"
+        f"{key}: code from {code.removesuffix(':Config')}, sha256 {registry.code_fingerprint(code)}"
         for key, code in codes.items()
         if ":" in code
     ]

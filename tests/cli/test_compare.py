@@ -119,6 +119,14 @@ def test_runs_are_found_by_folder_name_pattern_and_in_folders(tmp_path):
     assert run_folders.find_compared_runs([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
 
 
+def test_a_sweep_is_its_trials_which_lie_beside_it():
+    trials = [{"name": name} for name in ("rloo-2", "grpo-1", "not-begun")]
+    (swept := two() / "swept").mkdir()
+    (swept / "sweep.json").write_text(json.dumps({"members": trials}))
+    found = [p.name for p in run_folders.find_compared_runs(["swept", "runs/swept"])]
+    assert found == ["grpo-1", "rloo-2"]
+
+
 def test_a_word_that_names_no_run_is_refused_with_a_near_one():
     two()
     assert_refused(refused("rloo-1", "grpo-11"), key="'grpo-11'", fix="rloo compare grpo-1")
