@@ -69,17 +69,6 @@ GROUPS_WITH_PLUS = ("recipe", "debug")  # groups chosen with a +
 WORD_CHOICES = {  # a word of a usage -> its choices
     "SHELL": SHELLS,
     "KIND": ("train", "train_and_serve", "sweep", "eval"),
-    "TRACKER": (
-        "tensorboard",
-        "wandb",
-        "trackio",
-        "mlflow",
-        "swanlab",
-        "comet_ml",
-        "aim",
-        "clearml",
-        "dvclive",
-    ),
 }
 
 
@@ -151,6 +140,8 @@ def _word_candidates(
         candidates += paths.doc_pages()
     elif name == "KEY":
         return [*cached_key_values()]
+    elif name == "TRACKER":
+        candidates += cached_key_values().get("logging.trackers", ())
     candidates += WORD_CHOICES.get(name, ())
     if "=" in form:
         candidates += _override_candidates(prefix, paths.group_choices(config_dirs))

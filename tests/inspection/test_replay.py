@@ -146,6 +146,7 @@ def test_other_tokens_and_other_data_are_refused_before_a_model_loads(
 ) -> None:
     record = read_rollout_record(copy, 1)
     kept = {name: record.head[name] for name in HEAD_FACTS}
+    assert "entropy_control" not in kept["state"]  # older records have it, as {}
     write_rollout_record(copy, record.batch, kept | {fact: "1234abcd"})
     error, code, where = HEADS[fact]
     with (

@@ -203,23 +203,21 @@ class _EpisodeStep:
 
     def _open_prompt(self, episode: Episode, opening: Content) -> None:
         """Add what `reset` returned to the episode's prompt."""
-        renderer, output = self.rules.renderer, Observation()
+        renderer, seen = self.rules.renderer, Observation()
         limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
-        prompt = add_opening(episode.group.prompt, limit.shown(opening, output))
+        prompt = add_opening(episode.group.prompt, limit.shown(opening, seen))
         kwargs = renderer.template_kwargs | {"tools": episode.environment.schemas}
         media = episode.group.media
-        if media is None and not output.files:
+        if media is None and not seen.files:
             episode.base_ids = render_prompt(prompt, renderer.tokenizer, kwargs)
             return
         assert renderer.vision is not None
         text = render_text(prompt, renderer.tokenizer, kwargs)
         shown = [] if media is None else [image.size for image in media.images]
-        episode.base_ids = renderer.expanded(text, [*shown, *output.sizes])
+        episode.base_ids = renderer.expanded(text, [*shown, *seen.sizes])
         plain = renderer.expanded(text, ())
-        episode.media = extended_media(
-            media, output.files, episode.base_ids, plain, renderer.vision
-        )
-        episode.new_images = output.files
+        episode.media = extended_media(media, seen.files, episode.base_ids, plain, renderer.vision)
+        episode.new_images = seen.files
 
     def _has_no_room(self, episode: Episode) -> bool:
         """Whether a limit leaves no room for another turn; if so, it ends the episode."""
@@ -282,21 +280,21 @@ class _EpisodeStep:
     def _tell(self, episode: Episode, answers: Answers) -> None:
         """Put the tools' answers before the next turn, or end the episode."""
         if episode.failed is None and not answers.done:
-            renderer, output = self.rules.renderer, Observation()
+            renderer, seen = self.rules.renderer, Observation()
             limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
             for i, (call, said) in enumerate(zip(answers.calls, answers.contents, strict=True)):
-                output.messages.append(tool_message(i, call, limit.shown(said, output)))
+                seen.messages.append(tool_message(i, call, limit.shown(said, seen)))
             for text in answers.unreadable:
-                output.messages.append({"role": "user", "content": limit.shown(text, output)})
+                seen.messages.append({"role": "user", "content": limit.shown(text, seen)})
             last = episode.turns[-1].sampled_ids[-1]
-            given = answers.calls, output.messages, episode.environment.schemas, last
-            if output.files:
+            given = answers.calls, seen.messages, episode.environment.schemas, last
+            if seen.files:
                 assert renderer.vision is not None
-                episode.new_ids, plain = renderer.new_ids_with_images(*given, output.sizes)
-                episode.show_images(output.files, plain, renderer.vision)
+                episode.new_ids, plain = renderer.new_ids_with_images(*given, seen.sizes)
+                episode.show_images(seen.files, plain, renderer.vision)
             else:
                 episode.new_ids = renderer.new_ids(*given)
-            episode.new_messages = output.text_messages
+            episode.new_messages = seen.text_messages
         elif episode.failed is None:
             episode.ended_by = "done"
         if episode.ended_by is not None or self._has_no_room(episode):
