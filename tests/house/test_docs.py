@@ -77,7 +77,7 @@ def shown_files(folder: Path, *pages: Path) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the reader's own, and no network."""
     shown_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def with_python() -> list[str]:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", with_python())
-def test_the_python_of_a_page_runs(name: str, place: Path) -> None:
+def test_the_python_of_a_page_runs(name: str, root: Path) -> None:
     namespace: dict[str, object] = {"__name__": "page"}
     for language, text, line in blocks(PAGES[name]):
         if language == "python":
@@ -144,7 +144,7 @@ def of_rloo(name: str) -> list[Command]:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in PAGES if of_rloo(name)])
-def test_the_commands_of_a_page_compose_and_pass_the_check(name: str, place: Path) -> None:
+def test_the_commands_of_a_page_compose_and_pass_the_check(name: str, root: Path) -> None:
     for command in of_rloo(name):
         verb, *words = command.words[1:]
         assert verb in main.VERBS, f"{name}:{command.line}: {command.text}"

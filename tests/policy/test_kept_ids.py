@@ -36,10 +36,10 @@ def by_rows(model, groups, temperature):
             ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
             logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
             start = 0
-            for place, token in enumerate(rollout.completion_ids):
-                end = start + rollout.sampling_mask.counts[place]
+            for at, token in enumerate(rollout.completion_ids):
+                end = start + rollout.sampling_mask.counts[at]
                 kept = rollout.sampling_mask.ids[start:end].tolist()
-                logp = (logits[place, kept] / temperature).log_softmax(-1)
+                logp = (logits[at, kept] / temperature).log_softmax(-1)
                 logps.append(logp[kept.index(token)])
                 entropies.append(-(logp.exp() * logp).sum())
                 start = end
