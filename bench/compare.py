@@ -230,10 +230,10 @@ def one_peak(words: Sequence[str], folder: Path) -> results.Row:
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise SystemExit(f"exit {child.returncode}\n{said.read_text()[-3000:]}")
-    told = json.loads((folder / "run.json").read_text()).get("memory", {})
+    got = json.loads((folder / "run.json").read_text()).get("memory", {})
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     step_s = [row["step_time"] for row in steps if "step_time" in row][-1]  # the first one warms up
-    return {"process_bytes": usage.ru_maxrss * 1024, "above_bytes": told.get("measured_bytes"),
+    return {"process_bytes": usage.ru_maxrss * 1024, "above_bytes": got.get("measured_bytes"),
             "step_s": step_s}  # fmt: skip
 
 
@@ -308,16 +308,16 @@ def section(name: str) -> list[str]:
         shutil.copyfile(folder / f"curves.{kind}", DOCS / f"compare_{name}.{kind}")
     lines = ["", f"## {task.title}", "", *([task.says, ""] if task.says else [])]
     lines += [f"![curves](../compare_{name}.png)", "", (folder / "table.md").read_text().rstrip()]
-    told = [share(path) for path in sorted((ROOT / name).glob("eval/sft-seed-*/*/judge.json"))]
-    if told:
-        lines += ["", f"The supervised models alone win {', '.join(told)}, by seed."]
+    got = [share(path) for path in sorted((ROOT / name).glob("eval/sft-seed-*/*/judge.json"))]
+    if got:
+        lines += ["", f"The supervised models alone win {', '.join(got)}, by seed."]
     return [*lines, "", "```", compared(name).line, "```"]
 
 
 def share(path: Path) -> str:
     """A judge's win rate."""
-    told = next(iter(json.loads(path.read_text())["sets"].values()))
-    return f"{told['rate']:.1%}"
+    got = next(iter(json.loads(path.read_text())["sets"].values()))
+    return f"{got['rate']:.1%}"
 
 
 def latest(kind: str) -> list[results.Row]:

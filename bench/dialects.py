@@ -236,14 +236,14 @@ def of_rloo(*words: str) -> Callable[[Batch], Compared]:
 
 def unpacked(name: str, folder: Path) -> Path:
     """The package of `PINNED`, unpacked in the folder; downloaded if it is not there."""
-    place = folder / name
-    if not place.exists():
+    root = folder / name
+    if not root.exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
         subprocess.run([*command, PINNED[name]], check=True)
         (wheel,) = folder.glob(f"{name}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(place)
-    return place
+            archive.extractall(root)
+    return root
 
 
 def main() -> None:

@@ -326,11 +326,11 @@ class Runner:
             self.no_time.append(row.name)
         if failed and (self.machine.rehearse or not row.refusal):
             self.bad.append(row.name)
-        told = verdict if status == "done" else status
+        got = verdict if status == "done" else status
         why = f": {result['why']}" if result.get("why") else ""
         rounds = f", {result['rounds']} rounds" if result.get("rounds", 1) > 1 else ""
         half = self.machine.rehearse and status == "done" and row.rehearsal
-        print(f"{row.name}: {told}{why} in {result['seconds']} s{rounds}"
+        print(f"{row.name}: {got}{why} in {result['seconds']} s{rounds}"
               f"{f' ({half})' if half else ''}", flush=True)  # fmt: skip
         if failed:
             print(process.tail(), flush=True)

@@ -62,9 +62,9 @@ class TrainerAndEngine:
         self.model, self.run, self.prompts = model, run, prompts
         make = build_server_generator if server else build_colocate_generator
         tokens = AutoTokenizer.from_pretrained(folder / "tokenizer")
-        self.place = folder / str(run.name)
-        self.place.mkdir(exist_ok=True)
-        self.generator: VllmGenerator = make(model, tokens, run, 4096, self.place, print)
+        self.root = folder / str(run.name)
+        self.root.mkdir(exist_ok=True)
+        self.generator: VllmGenerator = make(model, tokens, run, 4096, self.root, print)
         self.policy, self.version = Policy(model, 1.0), 0
 
     def send_weights(self) -> float:
@@ -133,7 +133,7 @@ class TrainerAndEngine:
     def close(self) -> None:
         """End the engine; its log is kept."""
         self.generator.close()
-        for log in self.place.glob("**/engine.log"):
+        for log in self.root.glob("**/engine.log"):
             keep_file(log, "engine.log")
 
 
@@ -218,15 +218,15 @@ def forced_runner(runner: str) -> Iterator[None]:
 
 
 @contextmanager
-def running_server(given: list[str], place: Path, devices: Sequence[str]) -> Iterator[None]:
+def running_server(given: list[str], root: Path, devices: Sequence[str]) -> Iterator[None]:
     """`rloo vllm-serve` of a run on these GPUs, from when it answers."""
     environment = dict(os.environ)
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     process = subprocess.Popen([sys.executable, "-m", "rloo_cli", "vllm-serve", *given],
-                               env=environment, cwd=place.parent)  # fmt: skip
+                               env=environment, cwd=root.parent)  # fmt: skip
     try:
-        while server_file.running_server(place) is None:
+        while server_file.running_server(root) is None:
             if process.poll() is not None:
                 raise RuntimeError(f"rloo vllm-serve: exit code {process.returncode}")
             time.sleep(0.2)

@@ -106,10 +106,10 @@ def machine_section(rows: Sequence[GpuRow], machine: str, results: Sequence[Resu
     for found in results:
         for name, version in found["versions"].items():
             versions.setdefault(name, set()).add(version)
-    told = ", ".join(f"{name} {' and '.join(sorted(v))}" for name, v in sorted(versions.items()))
+    got = ", ".join(f"{name} {' and '.join(sorted(v))}" for name, v in sorted(versions.items()))
     commits = ", ".join(sorted({str(found.get("commit")) for found in results}))
     dates = sorted(found["date"][:10] for found in results)
-    lines = [f"## {machine}", "", f"{told}; commit {commits}; {dates[0]} to {dates[-1]}.", "",
+    lines = [f"## {machine}", "", f"{got}; commit {commits}; {dates[0]} to {dates[-1]}.", "",
              rows_table(rows, results)]  # fmt: skip
     names = {row.name for row in rows}
     if gone := [found for found in results if found["row"] not in names]:
@@ -159,9 +159,9 @@ def runner_cell(row: GpuRow, found: Result | None) -> str:
 def outcome_cell(row: GpuRow | None, found: Result) -> str:
     """A result's verdict, facts, other sizes and notes."""
     whole = found["status"] == "done"
-    told = found.get("verdict") if whole else found["status"]
+    got = found.get("verdict") if whole else found["status"]
     if found["status"] == "part":
-        told = "cut"
+        got = "cut"
     parts = [found["why"]] if found.get("why") else []
     if not whole and found.get("facts"):
         parts.append(f"after {found.get('rounds', 1)} rounds {found.get('verdict')}")
@@ -174,7 +174,7 @@ def outcome_cell(row: GpuRow | None, found: Result) -> str:
     if found.get("beside"):
         parts.append("beside other rows, so without times")
     parts += [found["note"]] if found.get("note") else []
-    return f"**{told}**: " + table_cell("; ".join(part for part in parts if part))
+    return f"**{got}**: " + table_cell("; ".join(part for part in parts if part))
 
 
 def facts_line(facts: Result) -> str:

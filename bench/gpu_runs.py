@@ -154,10 +154,10 @@ def planned_model(setting: plan.Setting, model: Facts) -> Iterator[Path]:
 def train_here(words: list[str], folder: Path) -> tuple[Any, float]:
     """A whole run in this process. -> the run, and the bytes that were held before it"""
     settings = check.resolve_config(check.check_config(compose_config(words)))
-    place = folder / str(settings.name)
-    place.mkdir()
+    root = folder / str(settings.name)
+    root.mkdir()
     before = memory_check.reset_peak_memory()
-    run = build_run(settings, place)
+    run = build_run(settings, root)
     try:
         run_training_loop(run)
     finally:
@@ -174,18 +174,18 @@ def compare_memory(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
         words = [*plan.words(setting, folder), *sizes["words"]]
         given = [] if any("model.dtype" in w for w in words) else [f"model.dtype={dtype}"]
         run, before = train_here([*words, *given], folder)
-        told = memory_check.compare_peak_memory(run, before)
-    if not told and device == "cpu":  # a rehearsal's few bytes fit into what was given back
+        got = memory_check.compare_peak_memory(run, before)
+    if not got and device == "cpu":  # a rehearsal's few bytes fit into what was given back
         yield {"verdict": "measured", "note": "less was held at most than when it began"}
         return
-    if not told:
+    if not got:
         raise RuntimeError("the system does not tell what was held at most")
-    off, within = told["predicted_bytes"] / told["measured_bytes"] - 1, sizes["within"]
+    off, within = got["predicted_bytes"] / got["measured_bytes"] - 1, sizes["within"]
     yield {
         "verdict": "measured" if within is None else verdict_of(abs(off) <= within),
-        "measured_gb": told["measured_bytes"] / 1e9,
-        "predicted_gb": told["predicted_bytes"] / 1e9, "off": off, "allowed": within,
-        "phase": told["predicted_phase"], "level": str(run.layout_choice),
+        "measured_gb": got["measured_bytes"] / 1e9,
+        "predicted_gb": got["predicted_bytes"] / 1e9, "off": off, "allowed": within,
+        "phase": got["predicted_phase"], "level": str(run.layout_choice),
     }  # fmt: skip
 
 

@@ -120,11 +120,11 @@ class SomeSteps:
 
 def link_with_tokenizer(folder: Path) -> None:
     """Model and tokenizer in one folder, where TRL's vLLM looks for both."""
-    place = folder / "with_tokenizer"
-    place.mkdir(exist_ok=True)
+    root = folder / "with_tokenizer"
+    root.mkdir(exist_ok=True)
     for path in [*(folder / "model").iterdir(), *(folder / "tokenizer").iterdir()]:
-        if not (place / path.name).exists():
-            (place / path.name).symlink_to(path)
+        if not (root / path.name).exists():
+            (root / path.name).symlink_to(path)
 
 
 def run_trl_turn(spec: Facts, shape: Shape, folder: Path, write: Any) -> None:

@@ -141,17 +141,17 @@ def speed(modes: Sequence[str], rounds: int) -> None:
     """The stage `speed`: so many rounds more than there are."""
     begun = 1 + max((row["round"] for row in rows_of("speed")), default=-1)
     os.environ["RLOO_SERVER_TOKEN"] = "a token for the bench"
-    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
-        model = Path(place) / "model"
+    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as home:
+        model = Path(home) / "model"
         make_model(model)
         with (
-            server_on_cores(model, Path(place) / "one", {1}) as one,
-            server_on_cores(model, Path(place) / "two", {0, 1}) as two,
+            server_on_cores(model, Path(home) / "one", {1}) as one,
+            server_on_cores(model, Path(home) / "two", {0, 1}) as two,
         ):
             for number, mode in itertools.product(range(begun, begun + rounds), modes):
                 url, cores = (two, {0, 1}) if mode == "both" else (one, {0})
                 words = words_of(
-                    model, *MODES[mode], f"generation.server.base_url='{url}'", f"root={place}",
+                    model, *MODES[mode], f"generation.server.base_url='{url}'", f"root={home}",
                     f"name={mode.replace(', ', '-')}-{number}",
                     f"distributed.threads={len(cores)}",
                 )  # fmt: skip
@@ -163,14 +163,14 @@ def speed(modes: Sequence[str], rounds: int) -> None:
 
 def lengths(modes: Sequence[str]) -> None:
     """The stage `lengths`: a run of each of these modes."""
-    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as place:
-        model = Path(place) / "model"
+    with tempfile.TemporaryDirectory(prefix="rloo-overlap-") as home:
+        model = Path(home) / "model"
         make_model(model)
         stops = ",".join(map(str, range(2, VOCABULARY, 16)))  # completions of 16 tokens
         for mode in modes:
             name = mode.replace(", ", "-").replace(" ", "")
             words = words_of(
-                model, *CURVES[mode], f"root={place}", f"name={name}",
+                model, *CURVES[mode], f"root={home}", f"name={name}",
                 "generation=transformers", "train.learning_rate=0",
                 f"train.prompts_per_step={LENGTH_PROMPTS}",
                 f"generation.stop_token_ids=[{stops}]", "generation.max_completion_length=128",
@@ -280,7 +280,7 @@ def fit_sampling(
 def print_speed() -> None:
     """The table of the stage `speed`."""
     rows = rows_of("speed")
-    told = predicted(rows)
+    got = predicted(rows)
     print(
         "\n| overlap | seconds a step | against none | predicted | exposed | hidden | idle | runs |"
     )
@@ -297,7 +297,7 @@ def print_speed() -> None:
             for n in ("exposed", "hidden", "idle")
         ]
         ratio = f"{medians['none'] / seconds:.2f}x" if "none" in medians else "-"
-        guess = f"{told[mode]:.2f}" if mode in told else "-"
+        guess = f"{got[mode]:.2f}" if mode in got else "-"
         print(f"| {mode} | {seconds:.2f} | {ratio} | {guess} | {' | '.join(cells)} | {len(own)} |")
 
 

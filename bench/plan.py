@@ -231,14 +231,14 @@ def measure(name: str) -> results.Row:
             raise SystemExit(
                 f"{name}: exit {ended.returncode}\n{(ended.stdout + ended.stderr)[-3000:]}"
             )
-        told = json.loads((folder / "run" / "run.json").read_text())
+        got = json.loads((folder / "run" / "run.json").read_text())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     import torch
     import transformers
 
     return {
-        "name": name, "says": setting.says, "model": setting.model, **told["memory"],
+        "name": name, "says": setting.says, "model": setting.model, **got["memory"],
         "seconds": round(time.monotonic() - began, 1), "loadavg": os.getloadavg()[0],
         "device": "cpu", "torch": torch.__version__, "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),

@@ -74,9 +74,9 @@ def fastest_micro() -> int | None:
 def search() -> None:
     """Time of TRL's step by how many completions a forward has."""
     for micro in (64, 32, 16, 8):
-        with tempfile.TemporaryDirectory(prefix="rloo-race-") as place:
-            write_data(Path(place), 1)
-            found = side("trl_rloo", Path(place), "--seconds", "60", "--micro", str(micro))
+        with tempfile.TemporaryDirectory(prefix="rloo-race-") as root:
+            write_data(Path(root), 1)
+            found = side("trl_rloo", Path(root), "--seconds", "60", "--micro", str(micro))
         last = found["curve"][-1]
         keep({"kind": "search", "micro": micro, "s_per_step": last["seconds"] / last["steps"]})
 
@@ -85,8 +85,8 @@ def prove() -> None:
     """The relative distance of the first update's gradients. Raises SystemExit above MATCH."""
     import torch
 
-    with tempfile.TemporaryDirectory(prefix="rloo-race-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="rloo-race-") as root:
+        folder = Path(root)
         write_data(folder, 1)
         for tool in ("rloo", "trl_rloo"):
             found = side(tool, folder, "--proof", str(folder / f"{tool}.pt"))
@@ -108,12 +108,12 @@ def race(seeds: list[int], minutes: float) -> None:
         for tool in TOOLS:
             if (tool, seed, minutes) in done:
                 continue
-            with tempfile.TemporaryDirectory(prefix="rloo-race-") as place:
-                write_data(Path(place), seed)
+            with tempfile.TemporaryDirectory(prefix="rloo-race-") as root:
+                write_data(Path(root), seed)
                 words = ["--seed", str(seed), "--seconds", str(60 * minutes)]
                 micro = fastest_micro()
                 words += ["--micro", str(micro)] if micro and tool != "rloo" else []
-                found = side(tool, Path(place), *words)
+                found = side(tool, Path(root), *words)
             keep({"kind": "race", "minutes": minutes} | found)
             last = found["curve"][-1]
             print(f"{tool} seed {seed}: {last['steps']} steps, score {last['score']:.3f}")
@@ -193,12 +193,12 @@ def split_lines(rows: list[Row]) -> list[str]:
     for tool, name in TOOLS.items():
         own = [row for row in rows if row["tool"] == tool]
         phases = dict.fromkeys(p for row in own for p in row["split"])
-        told = []
+        got = []
         for phase in phases:
             each = [r["split"].get(phase, 0.0) / r["curve"][-1]["steps"] for r in own]
-            told.append(f"{phase} {statistics.median(each):.2f}")
+            got.append(f"{phase} {statistics.median(each):.2f}")
         if own:
-            lines.append(f"| {name} | {', '.join(told)} |")
+            lines.append(f"| {name} | {', '.join(got)} |")
     return lines
 
 

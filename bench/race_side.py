@@ -109,9 +109,9 @@ def rloo_run(folder: Path, seed: int) -> Any:
     """The run of the recipe on the race's prompts."""
     from rloo_cli.train.build import build_run
 
-    place = folder / "rloo"
-    place.mkdir(parents=True, exist_ok=True)
-    run = build_run(settings(folder, seed), place, {})
+    home = folder / "rloo"
+    home.mkdir(parents=True, exist_ok=True)
+    run = build_run(settings(folder, seed), home, {})
     run.log.display = None
     run.generator.load(run.policy, run.state.updates)
     return run

@@ -98,8 +98,8 @@ def compare(stage: str) -> None:
         words = ["compare", str(ROOT / stage), "--out", out]
         subprocess.run([sys.executable, "-m", "rloo_cli", *words], check=True, capture_output=True)
         text = (Path(out) / "table.md").read_text(encoding="utf-8")
-    told = text.partition("Keys that differ")[0].strip()
-    results.append([{"stage": f"{stage}-compared", "text": told}], ROWS)
+    got = text.partition("Keys that differ")[0].strip()
+    results.append([{"stage": f"{stage}-compared", "text": got}], ROWS)
 
 
 def keep_rows(stage: str) -> None:
@@ -202,10 +202,10 @@ def plan_all() -> None:
         words = ["plan", *row["words"], "--gpu", "cpu", "--json"]
         words += ["--prompt-tokens", means["prompt"], "--completion-tokens", means["completion"]]
         print(shlex.join(("rloo", *words)), flush=True)
-        told = subprocess.run(
+        got = subprocess.run(
             [sys.executable, "-m", "rloo_cli", *words], check=True, stdout=subprocess.PIPE
         )
-        plan = json.loads(told.stdout)
+        plan = json.loads(got.stdout)
         results.append([{
             "stage": "plan", "of": row["name"], "words": words, "step_s": row["step_s"],
             "planned_step_s": plan["step_seconds"], "parts": plan["step_parts_seconds"],
@@ -223,11 +223,11 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         took, planned = row["step_s"], row["planned_step_s"]
-        held, told = row["memory"]["measured_bytes"], row["memory"]["predicted_bytes"]
+        held, got = row["memory"]["measured_bytes"], row["memory"]["predicted_bytes"]
         said = row["planned_bytes"]
         cells = [row["of"], f"{took:.1f}", f"{planned:.1f}", f"{planned / took:.2f}"]
         cells += [f"{held / 2**30:.2f}", f"{said / 2**30:.2f}", f"{said / held - 1:+.0%}"]
-        cells.append(f"{told / 2**30:.2f} ({told / held - 1:+.0%})")
+        cells.append(f"{got / 2**30:.2f} ({got / held - 1:+.0%})")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -36,16 +36,16 @@ def take_picture(page: str, width: int, height: int, dark: bool, out: Path) -> N
     if chromium is None:
         sys.exit("apt-get install chromium")
     scheme = "dark" if dark else "light"
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as root:
         text = page.replace("&", "&amp;").replace("'", "&#39;")
         frame = FRAME.format(page=text, width=width, height=height, scheme=scheme)
-        (Path(place) / "page.html").write_text(frame)
-        picture = Path(place) / "picture.png"
+        (Path(root) / "page.html").write_text(frame)
+        picture = Path(root) / "picture.png"
         command = [
-            chromium, *FLAGS, f"--user-data-dir={place}/profile", f"--screenshot={picture}",
+            chromium, *FLAGS, f"--user-data-dir={root}/profile", f"--screenshot={picture}",
             f"--window-size={max(width, 500)},{height}", 
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            (Path(place) / "page.html").as_uri(),
+            (Path(root) / "page.html").as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if not picture.exists():

@@ -87,11 +87,11 @@ def several(count: int, folder: Path, args: Any) -> Iterator[list[str]]:
     started = []
     try:
         for number in range(1, count + 1):
-            place = folder / f"server-{number}"
-            place.mkdir()
+            root = folder / f"server-{number}"
+            root.mkdir()
             started.append(
                 rollout_server.start_server(
-                    place, check.dump_config(run_of("vllm_server", folder, place, args)), "bench"
+                    root, check.dump_config(run_of("vllm_server", folder, root, args)), "bench"
                 )
             )
         run = run_of("vllm_server", folder, folder / "none", args)
@@ -106,11 +106,11 @@ def several(count: int, folder: Path, args: Any) -> Iterator[list[str]]:
             rollout_server.stop_server(process)
 
 
-def run_of(backend: str, folder: Path, place: Path, args: Any, *more: str) -> Any:
+def run_of(backend: str, folder: Path, root: Path, args: Any, *more: str) -> Any:
     """The config of a run in `place`."""
     words = [
-        "+recipe=smoke", f"generation={backend}", f"model.path={folder}", f"root={place.parent}",
-        f"name={place.name}", f"generation.max_completion_length={args.length}",
+        "+recipe=smoke", f"generation={backend}", f"model.path={folder}", f"root={root.parent}",
+        f"name={root.name}", f"generation.max_completion_length={args.length}",
         "generation.ignore_eos=true", "data.max_prompt_length=256", *more,
     ]  # fmt: skip
     return check.check_config(compose_config(words))
@@ -121,13 +121,13 @@ def ours(
     backend: str, folder: Path, trained: Any, args: Any, more: Sequence[str] = ()
 ) -> Iterator[tuple[Sample, Any]]:
     """Our generator of one backend: what samples one batch, and what sends new weights."""
-    place = folder / f"run-{backend}"
-    run = run_of(backend, folder, place, args, *more)
-    place.mkdir(parents=True)
+    root = folder / f"run-{backend}"
+    run = run_of(backend, folder, root, args, *more)
+    root.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     build = registry.load_code(registry.registered_module("generation", backend).IMPLEMENTATION)
-    with rollout_server.background_server(place, run):
-        generator = build(trained, tokenizer, run, 1024, place, lambda text: None)
+    with rollout_server.background_server(root, run):
+        generator = build(trained, tokenizer, run, 1024, root, lambda text: None)
         policy, version = Policy(trained, 1.0), iter(range(10**6))
         ids = prompts(args.prompts)
 
@@ -181,8 +181,8 @@ def trl(folder: Path, trained: Any, args: Any) -> Iterator[tuple[Sample, Any]]:
 
 def measure(size: int, args: Any) -> list[dict[str, Any]]:
     """All four on one model; a row each."""
-    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place, ExitStack() as held:
-        folder = Path(place) / "model"
+    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as root, ExitStack() as held:
+        folder = Path(root) / "model"
         trained = model(size, folder)
         if args.servers:
             words = held.enter_context(several(args.servers, folder, args))

@@ -67,9 +67,9 @@ def beside(one: Reward, rows: int, every: float) -> float:
     """Seconds that a step waits once its last group is there; a group comes each `every` s."""
     made = groups(rows)
     stage = ScoringStep([one], made, PLAIN, K)
-    for place in range(len(made)):
+    for index in range(len(made)):
         time.sleep(every)
-        stage.submit_group(place)
+        stage.submit_group(index)
     begun = time.perf_counter()
     stage.wait_for_scores()
     return time.perf_counter() - begun

@@ -49,14 +49,14 @@ OURS = (
 
 def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Run:
     """The run, in `folder`/rloo. `more`: keys that come on top of all others."""
-    place = folder / "rloo"
-    place.mkdir(exist_ok=True)
+    root = folder / "rloo"
+    root.mkdir(exist_ok=True)
     words = [
         *OURS,
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'prompts.jsonl'}",
         f"root={folder}",
-        f"name={place.name}",
+        f"name={root.name}",
         f"seed={seed}",
         f"algorithm.num_generations={shape.k}",
         f"train.prompts_per_step={shape.prompts}",
@@ -65,7 +65,7 @@ def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Ru
     words = [w for w in words if not any(w.split("=")[0] == m.split("=")[0] for m in more)]
     words += more
     settings = check.resolve_config(check.check_config(compose_config(words)))
-    run = build_run(settings, place, {"digits": digits})
+    run = build_run(settings, root, {"digits": digits})
     run.log.display = None
     disturb(run.policy.model)
     run.generator.load(run.policy, run.state.updates)
@@ -80,10 +80,10 @@ class Side:
         self.watch, self.rows = Watch(), Rows(self.run.policy.model)
         self.recorded: list[list[Rollout]] = []
 
-    def batch(self, place: int) -> Batch:
-        """The batch of the prompts from `place` on, sampled and scored."""
+    def batch(self, offset: int) -> Batch:
+        """The batch of the prompts from `offset` on, sampled and scored."""
         state = self.run.state
-        return self.run.rollouts.next_batch(state.step, place, state.seen_by_rewards(self.run))
+        return self.run.rollouts.next_batch(state.step, offset, state.seen_by_rewards(self.run))
 
     def step(self) -> Answer:
         """A whole step, with its ledger, its log line and its samples on disk."""
@@ -97,9 +97,9 @@ class Side:
         run.ledger.step(cycle.batch, state.place, cycle.updates.num_updates, cycle.batch.updated)
         state.advance(cycle.batch)
         log_step(run, cycle.batch, cycle.updates)
-        told, logged = self.watch.read(), run.log.metrics_lines[-1]
+        got, logged = self.watch.read(), run.log.metrics_lines[-1]
         split = {name[5:]: s for name, s in logged.items() if name.startswith("time/")}
-        return told | {"split": split}
+        return got | {"split": split}
 
     def train(self, path: str | None) -> Answer:
         """The train phase on the recorded completions: reference, forward, backward, optimizer."""
@@ -117,9 +117,9 @@ class Side:
         run.clock.lap()
         self.watch.start()
         update_policy(run, cycle)
-        told = self.watch.read() | {"split": dict(run.clock.seconds)}
+        got = self.watch.read() | {"split": dict(run.clock.seconds)}
         run.optimizer.step = take
-        return told
+        return got
 
     def record(self) -> Answer:
         """Sample the first prompts' completions once; both tools train on them afterwards."""
@@ -138,8 +138,8 @@ class Side:
         if order["do"] == "record":
             return self.record()
         self.rows.take()
-        told = self.step() if order["do"] == "step" else self.train(order["gradient"])
-        return told | {"computed": self.rows.take(), "peak": memory("VmHWM")}
+        got = self.step() if order["do"] == "step" else self.train(order["gradient"])
+        return got | {"computed": self.rows.take(), "peak": memory("VmHWM")}
 
 
 def serve(shape: Shape, folder: Path, seed: int, orders: Orders) -> None:

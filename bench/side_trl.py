@@ -231,18 +231,18 @@ class Side(TrainerCallback):
 
     def report(self) -> Answer:
         """The answer to the order that has been obeyed."""
-        told, split = self.watch.read(), self.phases.take()
+        got, split = self.watch.read(), self.phases.take()
         if self.order["do"] == "train":
-            told = dict(self.trained)
+            got = dict(self.trained)
             # Its scoring and its bookkeeping of texts are in the way, but no part of this phase.
             # The share of the processor's time they had is not known apart: one thread, so that of
             # the wall's.
             spent = split.pop("generation", 0.0) + split.pop("reward", 0.0)
-            told["cpu"] *= 1 - spent / told["seconds"]
-            told["seconds"] -= spent
-        split["other"] = told["seconds"] - sum(split.values())
+            got["cpu"] *= 1 - spent / got["seconds"]
+            got["seconds"] -= spent
+        split["other"] = got["seconds"] - sum(split.values())
         computed = self.rows.take()
-        return {**told, "split": split, "computed": computed, "peak": memory("VmHWM")}
+        return {**got, "split": split, "computed": computed, "peak": memory("VmHWM")}
 
 
 def serve(shape: Shape, folder: Path, seed: int, orders: Orders, setting: str, micro: int) -> None:

@@ -59,9 +59,9 @@ def one(beta: float, seed: int, steps: int) -> None:
 def verdict(folder: Path, against: str) -> dict[str, Any]:
     """The judge's result against `reference` or a model."""
     for path in folder.glob("eval/*/judge.json"):
-        told = json.loads(path.read_text())
-        if told["keys"]["against"] == against:
-            return next(iter(told["sets"].values()))  # type: ignore[no-any-return]
+        got = json.loads(path.read_text())
+        if got["keys"]["against"] == against:
+            return next(iter(got["sets"].values()))  # type: ignore[no-any-return]
     raise SystemExit(f"{folder} was not judged against {against}")
 
 
@@ -80,8 +80,8 @@ def curve(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def share(told: dict[str, Any]) -> str:
-    return f"{100 * told['rate']:.1f} % ({100 * told['low']:.1f} to {100 * told['high']:.1f})"
+def share(got: dict[str, Any]) -> str:
+    return f"{100 * got['rate']:.1f} % ({100 * got['low']:.1f} to {100 * got['high']:.1f})"
 
 
 def spread(values: list[float]) -> str:

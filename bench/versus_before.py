@@ -46,18 +46,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     checkouts = {"before": args.before.resolve(), "now": HERE}
-    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place, ExitStack() as held:
+    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as root, ExitStack() as held:
         versions = {}
         for label, checkout in checkouts.items():
-            folder = Path(place, label)
+            folder = Path(root, label)
             folder.mkdir()
             toys.write(SHAPES[args.workload], folder, SEED)
             versions[label] = held.enter_context(Version(label, checkout, args.workload, folder))
         rows = versions["before"].ask("record")["rows"]
         versions["now"].ask("record")
         for label, version in versions.items():
-            version.ask("train", rows=rows, gradient=str(Path(place, f"{label}.pt")))
-        gap = apart(Path(place, "before.pt"), Path(place, "now.pt"))
+            version.ask("train", rows=rows, gradient=str(Path(root, f"{label}.pt")))
+        gap = apart(Path(root, "before.pt"), Path(root, "now.pt"))
         print(f"gradients apart: {gap:.2e}")
         seconds = measure(versions, rows, args.rounds)
     for what, each in seconds.items():
@@ -77,9 +77,9 @@ def measure(
         for label, version in versions.items():
             orders = {"step": {}, "train": {"rows": rows, "gradient": None}}
             for what, order in orders.items():
-                told = version.ask(what, **order)
+                got = version.ask(what, **order)
                 if number:
-                    seconds[what][label].append(told["cpu"])
+                    seconds[what][label].append(got["cpu"])
     return seconds
 
 

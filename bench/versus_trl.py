@@ -137,8 +137,8 @@ def measure(args: argparse.Namespace) -> Measured:
     """All tools, in turns. Ends the program where a gradient is another."""
     shape, found = SHAPES[args.workload], Measured(args.workload, SEED)
     tools = [t for t in TOOLS if t != "trl_untouched" or args.untouched]
-    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place, ExitStack() as held:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as root, ExitStack() as held:
+        folder = Path(root)
         toys.write(shape, folder, SEED)
         found.peak_gflops = peak_gflops()
         best = args.micro or shape.batch
@@ -164,8 +164,8 @@ def measure(args: argparse.Namespace) -> Measured:
             for child in found.children:
                 found.add(child.tool, "step", child.ask("step"), number)
             for child in found.children if number else ():
-                told = child.ask("train", rows=rows, gradient=None)
-                found.add(child.tool, "train", told, number)
+                got = child.ask("train", rows=rows, gradient=None)
+                found.add(child.tool, "train", got, number)
     return found
 
 
@@ -201,10 +201,10 @@ def one(args: argparse.Namespace) -> None:
 def alone(args: argparse.Namespace) -> None:
     """One tool without the others, in a fresh process: its seconds and memory, as JSON."""
     shape = SHAPES[args.workload]
-    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place:
-        toys.write(shape, Path(place), SEED)
+    with tempfile.TemporaryDirectory(prefix="rloo-bench-") as root:
+        toys.write(shape, Path(root), SEED)
         micro = args.micro or (shape.batch if args.tool == "trl_best" else 8)
-        with Child(args.tool, args.workload, Path(place), micro) as child:
+        with Child(args.tool, args.workload, Path(root), micro) as child:
             steps = [child.ask("step") for _ in range(args.rounds + 1)]
             print(json.dumps({"tool": args.tool, **child.ready, "steps": steps[1:]}))
 

@@ -132,11 +132,6 @@ def newest_checkpoint(run_path: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def read_manifest(checkpoint: Path) -> JsonObject:
-    """The content of a checkpoint's manifest; {} if it has none."""
-    return read_json(checkpoint / MANIFEST_FILE)
-
-
 def read_trainer_state(checkpoint: Path) -> JsonObject:
     """trainer/state.json: the run's position, its config, and the length of its journals."""
     return read_json(checkpoint / "trainer" / "state.json")

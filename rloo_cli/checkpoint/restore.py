@@ -206,15 +206,23 @@ def template_clock_of(resume_plan: ResumePlan) -> str:
     return str(manifest.read_trainer_state(checkpoint)["template_clock"])
 
 
-def check_same_data(resume_plan: ResumePlan, prompts: Prompts, specs: Mapping[str, str]) -> None:
+def check_same_data(
+    resume_plan: ResumePlan, prompts: Prompts, specs: Mapping[str, str], allowed: bool, writes: bool
+) -> None:
     """Raises DataError if the prompts are not those that the checkpoint was trained on.
 
-    `specs`: the user's code, key -> `file.py:name`.
+    `specs`: the user's code, key -> `file.py:name`. `allowed`: run.json records it instead.
     """
     if resume_plan.checkpoint is None:
         return
     before = manifest.read_trainer_state(resume_plan.checkpoint)["fingerprint"]
-    if before != prompts.fingerprint:
+    if before == prompts.fingerprint:
+        return
+    if allowed and writes:
+        file, change = resume_plan.folder / "run.json", [before, prompts.fingerprint]
+        entry = {"attempt": resume_plan.attempt, "data (fingerprint)": change}
+        update_json(file, changes=[*read_json(file).get("changes", []), entry])
+    elif not allowed:
         what = "the data has changed since the checkpoint: prompts would be skipped or repeated"
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
         fix = "restore the data, or resume_allow_changes=true (this is recorded)"

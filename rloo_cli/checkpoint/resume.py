@@ -218,7 +218,7 @@ def _check_model_size(checkpoint: Path, model_path: str) -> None:
 
 
 def read_run_config(folder: Path) -> JsonObject | None:
-    """The config of the run in this folder; None if there is no readable one."""
+    """The config of the run in this folder; None if it is missing or unreadable."""
     path = folder / "config.yaml"
     try:
         values = yaml.safe_load(path.read_text()) if path.is_file() else None

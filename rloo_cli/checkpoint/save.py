@@ -51,17 +51,17 @@ def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
     save leaves older checkpoints intact. It is logged as a warning and the run continues; with
     `raise_on_failure` it raises StorageError (exit 8).
     """
-    place = run.position
-    if run.saved_position is not None and place <= run.saved_position:
+    position = run.position
+    if run.saved_position is not None and position <= run.saved_position:
         return None
-    target, began = run.folder / manifest.checkpoint_name(place), time.monotonic()
+    target, began = run.folder / manifest.checkpoint_name(position), time.monotonic()
     try:
         if not run.world.run_on_rank0(
             lambda: target.exists() and manifest.checkpoint_problem(target) is None
         ):
-            _write_checkpoint(run, place, target)
+            _write_checkpoint(run, position, target)
         run.world.run_on_rank0(lambda: _publish_checkpoint(run, target))
-        run.saved_position = place
+        run.saved_position = position
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
         full = isinstance(error, OutOfMemoryError)  # then the next step would not fit either
         if is_rank_lost(error) or (full and not raise_on_failure):

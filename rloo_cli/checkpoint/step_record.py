@@ -31,7 +31,7 @@ def record_rollouts(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
 def _record_head(run: Run, updates: UpdateMetrics) -> JsonObject:
     """The record's head: its run, what rewards saw of the training, and results of the updates."""
     state = run.state.dump() | {"updates": run.state.updates - updates.num_updates}
-    state["entropy_control"] = {}  # what it was then is not known here, and nothing reads it
+    del state["entropy_control"]  # its value at the step's start is not known here
     return {
         "state": state,  # when the step began
         "num_steps": run.num_steps,

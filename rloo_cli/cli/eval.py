@@ -52,10 +52,10 @@ def _evaluate(target: EvalTarget, ranks: int) -> int:
 
     Each of several `ranks` has the whole model and its share of the prompts.
     """
-    place = target.output_dir
-    _check_output_dir(place)
+    output_dir = target.output_dir
+    _check_output_dir(output_dir)
     try:
-        with temporary_output_dir(place) as folder:
+        with temporary_output_dir(output_dir) as folder:
             settings = yaml.safe_dump(check.dump_config(target.config), sort_keys=False)
             write_text(folder / "config.yaml", settings)
             write_json(folder / "about.json", target.provenance)
@@ -69,12 +69,12 @@ def _evaluate(target: EvalTarget, ranks: int) -> int:
             ):
                 code = processes.run_processes("evaluation.worker", [str(folder)], watch, starts)
             if code == 0:
-                _replace_results(folder, place)
+                _replace_results(folder, output_dir)
     except OSError as error:
-        fix = f"free some space in {place.parent}, or make it writable; then run this again"
-        refuse(str(place), "results cannot be written", fix, str(error), error=StorageError)
+        fix = f"free some space in {output_dir.parent}, or make it writable; then run this again"
+        refuse(str(output_dir), "results cannot be written", fix, str(error), error=StorageError)
     if code == 0:
-        print(f"results        {place}")
+        print(f"results        {output_dir}")
     elif code == STOPPED:
         print("stopped: partial results are not kept")
     return code

@@ -64,10 +64,10 @@ def eval_target_of_recipe(arguments: list[str]) -> EvalTarget:
     own = [
         w for w in overrides if w.lstrip("+").partition("=")[0] not in ("recipe", "root", "name")
     ]
-    place = Path(settings.root, "eval", str(settings.name), _results_label(tail or "model", own))
+    target = Path(settings.root, "eval", str(settings.name), _results_label(tail or "model", own))
     steps = settings.num_steps() or 0
     about: PlainConfig = {"source": path, "run": None, "state": {}, "steps": steps, "prompts": 0}
-    return EvalTarget(settings, place, about)
+    return EvalTarget(settings, target, about)
 
 
 # A run and its config.
@@ -92,8 +92,8 @@ def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
     settings = check.check_config(ComposedConfig(values, sources))
     _require_held_out_set(settings.held_out, settings.data.split)
     _refuse_python_rewards(settings.rewards)
-    place = folder / "eval" / _results_label(checkpoint.name, overrides)
-    return EvalTarget(settings, place, _run_provenance(checkpoint))
+    target = folder / "eval" / _results_label(checkpoint.name, overrides)
+    return EvalTarget(settings, target, _run_provenance(checkpoint))
 
 
 def _model_section(section: PlainConfig, checkpoint: Path) -> PlainConfig:

@@ -55,14 +55,14 @@ def run(args: list[str]) -> int:
 def _fetch_everything(settings: RunConfig, lost: list[RunError]) -> Iterator[dict[str, str]]:
     """Fetch each thing, and print a line about it; add errors to `lost`."""
 
-    def shown(key: str, path: str, size: str, place: object) -> dict[str, str]:
-        print(f"{key:<22} {path:<40} {size:>9}  {place}", flush=True)
-        return {"key": key, "path": path, "size": size, "place": str(place)}
+    def shown(key: str, path: str, size: str, location: object) -> dict[str, str]:
+        print(f"{key:<22} {path:<40} {size:>9}  {location}", flush=True)
+        return {"key": key, "path": path, "size": size, "place": str(location)}
 
     for thing in required_artifacts(named_paths(settings), settings.model.trust_remote_code):
         try:
-            place, note = _fetch_artifact(thing)
-            yield shown(thing.key, thing.path, note, place)
+            location, note = _fetch_artifact(thing)
+            yield shown(thing.key, thing.path, note, location)
         except RunError as error:
             lost.append(error)
     for key, rows in _load_splits(settings.data, settings.held_out, lost):
@@ -167,8 +167,8 @@ def _load_splits(
             gone |= {of.path} if isinstance(error, MachineError) else set()
             continue
         files = [Path(f["filename"]) for f in rows.cache_files]
-        place = str(files[0].parent) if files else "generated on reading"
-        yield key, LoadedSplit(f"{of.path} [{split}]", f"{len(rows)} rows", place)
+        location = str(files[0].parent) if files else "generated on reading"
+        yield key, LoadedSplit(f"{of.path} [{split}]", f"{len(rows)} rows", location)
 
 
 def _format_size(count: float) -> str:

@@ -64,8 +64,8 @@ def dry_run_text(run: RunConfig) -> str:
     shown = {k: v for k, v in check.dump_config(run).items() if k not in SECTIONS_NOT_READ}
     k, p = run.algorithm.num_generations, run.train.prompts_per_step
     rows = run.episodes_per_step
-    size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
-    forward = f"{places} rows" if places else "as many as fit in memory"
+    size, max_rows = run.train.micro_batch_size, run.train.micro_batch_tokens
+    forward = f"{max_rows} rows" if max_rows else "as many as fit in memory"
     if size is not None:
         forward = f"{size // k} groups = {size} completions"
     updates = run.updates_per_step

@@ -88,7 +88,7 @@ def _show_step(folder: Path, step: int, tolerance: float | None, as_json: bool) 
     if first is None:
         console.print(f"no difference, {exact}", markup=False)
         return code
-    console.print(f"first difference: {first.what} ({first.place})", markup=False)
+    console.print(f"first difference: {first.what} ({first.location})", markup=False)
     console.print(f"  recorded  {first.recorded!r}\n  computed  {first.computed!r}", markup=False)
     return code
 

@@ -59,11 +59,17 @@ def run(args: list[str]) -> int:
 
 
 def _process_count_note(job: SlurmJob) -> str:
-    """What a node is asked for where only the node could tell the number of processes, or ""."""
-    spread, asked = job.config.distributed, job.config.slurm
-    known = spread.num_processes is not None or asked.gpus_per_node is not None
-    if job.kind == "eval" or spread.engine == "single" or known:
+    """A note if a node's processes and its GPUs may not be what was meant, else ""."""
+    spread, asked = job.config.distributed, job.config.slurm.gpus_per_node
+    fixed = spread.engine == "single" or spread.num_processes is not None
+    if job.kind == "eval" or (asked is None) == fixed:
         return ""
+    if asked is not None:
+        used = job.used_gpus
+        unused = (
+            f"slurm.gpus_per_node={asked} reserves {asked} GPUs per node, and the run uses {used}"
+        )
+        return unused if asked > used else ""
     return (
         f"distributed={spread.engine} trains on one GPU per node here;"
         " distributed.num_processes=8 requests eight"

@@ -50,9 +50,13 @@ class SlurmJob:
     @property
     def gpus(self) -> int | None:
         """GPUs to request per node; None = none."""
-        spread, asked = self.config.distributed, self.config.slurm
-        if asked.gpus_per_node is not None:
-            return asked.gpus_per_node or None
+        asked = self.config.slurm.gpus_per_node
+        return self.used_gpus if asked is None else asked or None
+
+    @property
+    def used_gpus(self) -> int:
+        """GPUs of a node that the run's processes and its server use."""
+        spread = self.config.distributed
         ours = 1 if spread.engine == "single" else spread.num_processes or 1
         if self.serving_nodes:  # all nodes request the same number
             ours = max(ours, device_count.gpus_per_server(self.config.generation))

@@ -37,7 +37,7 @@ def run(section: str, args: list[str]) -> int:
     settings = check.check_config(composed, needs_reward=False)
     training = supervised.supervised_training(settings, section)
     _refuse(supervised.training_problems(training), composed.sources)
-    place, values = training.folder, check.dump_config(settings)
+    folder, values = training.folder, check.dump_config(settings)
     with answers.json_answer(options.json) as answer:
         with hf_cache.recorded_command(composed.user_overrides):
             local_ranks.check_not_a_rank(verb)
@@ -47,18 +47,18 @@ def run(section: str, args: list[str]) -> int:
                 composed.sources,
             )
             preflight.check_supervised_machine(settings, section, ranks)
-            is_there = _is_trained(place, values, section)
+            is_there = _is_trained(folder, values, section)
             code = (
                 0
                 if is_there
                 else _train_in_subprocess(training, values, settings.distributed, ranks)
             )
         if is_there:
-            print(f"{place} already exists: nothing to do (name=... for another)")
+            print(f"{folder} already exists: nothing to do (name=... for another)")
         elif code == 0:
             _print_results(training, settings.rewards, composed.user_overrides)
-        summary = read_json(place / "training" / "summary.json") if code == 0 else {}
-        answer |= {"model": str(place), "code": code, "summary": summary}
+        summary = read_json(folder / "training" / "summary.json") if code == 0 else {}
+        answer |= {"model": str(folder), "code": code, "summary": summary}
     return code
 
 

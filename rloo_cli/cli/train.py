@@ -6,7 +6,7 @@ from rloo_cli.cli.plan import dry_run, dry_run_values
 from rloo_cli.cli.verb_parser import parse_verb
 from rloo_cli.config import check, compose, hf_cache
 from rloo_cli.launch import launcher
-from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
+from rloo_cli.utils.errors import ConfigError, Problem, RunError, distinct_problems, print_error
 from rloo_cli.utils.files import JsonObject
 
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to stop
@@ -48,6 +48,7 @@ class JobResults:
         self.dry, self.as_json = dry, as_json
         self.codes: list[int] = []
         self.values: list[JsonObject] = []
+        self.shown: set[str] = set()  # what was wrong with earlier jobs
 
     def run(self, job: Job) -> float | None:
         """Run one job. -> the value for an optimizing sweeper"""
@@ -69,7 +70,9 @@ class JobResults:
                     objective = settings.logging.objective
                     value = multirun.objective_value(settings.folder, settings.held_out, objective)
         except RunError as error:  # not raised: a failed job does not stop a sweep
-            job.code = print_error(error)
+            what = {p.what for p in error.problems}
+            job.code = error.code if self.dry and what <= self.shown else print_error(error)
+            self.shown |= what
         self.codes.append(job.code)
         return value
 
@@ -83,7 +86,7 @@ def _check_jobs(jobs: list[Job]) -> None:
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:
-        raise ConfigError(*dict.fromkeys(problems))
+        raise ConfigError(*distinct_problems(problems))
 
 
 def _run_plugin_sweep(overrides: list[str], jobs: JobResults) -> str:

@@ -78,13 +78,13 @@ class VerbParser(argparse.ArgumentParser):
             return options
         flags_alone = VerbParser(self.verb, self.action, with_words=False)
         options, words = flags_alone.parse_known_args(args)
-        places = [at for at, word in enumerate(words) if word[:1] == "-" and " " not in word]
-        if places:
+        starts = [at for at, word in enumerate(words) if word[:1] == "-" and " " not in word]
+        if starts:
             from rloo_cli.config.mistakes import unknown_flag_problem  # lazy: only for an error
 
             known = (self.prog, self.flags, "overrides" in self.words, self.forms[0])
             others = {f: f"rloo {verb}" for verb in VERBS for f in VerbParser(verb).flags}
-            raise ConfigError(*[unknown_flag_problem(words[at:], others, *known) for at in places])
+            raise ConfigError(*[unknown_flag_problem(words[at:], others, *known) for at in starts])
         options, more = self.parse_known_args(words, options)
         if more:
             self.error(f"{more[0]!r} is an extra word")

@@ -146,9 +146,9 @@ def _is_healthy(url: str) -> bool:
 
 def _server_values(server: server_file.ServerRecord, folder: Path) -> JsonObject:
     """The server's data for programs; its token stays in the file."""
-    place = server_file.server_file_path(folder)
+    server_path = server_file.server_file_path(folder)
     return {"url": server.url, "model": server.model, "dtype": server.dtype, "vllm": server.vllm,
-            "pid": server.pid, "run": str(folder), "server_file": str(place)}  # fmt: skip
+            "pid": server.pid, "run": str(folder), "server_file": str(server_path)}  # fmt: skip
 
 
 def _server_text(

@@ -116,11 +116,11 @@ class RLOOTrainer:
         if resume_from_checkpoint:
             newest = resume_from_checkpoint is True
             overrides.append(f"resume={'auto' if newest else resume_from_checkpoint}")
-        told = CallbackEvents(self.callbacks, self.args, self.state)
-        events = [*self.listeners, *([told] if self.callbacks else [])]
+        callback_events = CallbackEvents(self.callbacks, self.args, self.state)
+        events = [*self.listeners, *([callback_events] if self.callbacks else [])]
         summary = train(self.recipe, self.rewards, overrides, replace_rewards=False, events=events)
-        if told.error is not None:
-            raise told.error
+        if callback_events.error is not None:
+            raise callback_events.error
         self.trained = True
         trl_results.fill_trainer_state(self.state, self.folder, summary)
         loss = self.state.log_history[-1]["train_loss"]
@@ -222,13 +222,13 @@ class RLOOTrainer:
         words += [] if getattr(self.args, "hub_private_repo", None) else ["--public"]
         token = token or getattr(self.args, "hub_token", None)
         env = os.environ | ({"HF_TOKEN": token} if token else {})
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "rloo_cli", *words], env=env, stdout=subprocess.PIPE, text=True
         )
-        if told.returncode:
+        if done.returncode:
             what = f"{repo} was not pushed: correct what rloo push says above"
             raise ConfigError(f"{what}, then call push_to_hub() again")
-        return told.stdout.strip()
+        return done.stdout.strip()
 
     def end(self) -> None:
         """Nothing: trackers end with the run, and ranks with their process."""
@@ -270,10 +270,10 @@ class RLOOTrainer:
 
     def _tell(self, hook: str) -> None:
         """Notify callbacks; an error of theirs is raised."""
-        told = CallbackEvents(self.callbacks, self.args, self.state)
-        told.tell(hook)
-        if told.error is not None:
-            raise told.error
+        callback_events = CallbackEvents(self.callbacks, self.args, self.state)
+        callback_events.tell(hook)
+        if callback_events.error is not None:
+            raise callback_events.error
 
     def _final(self) -> Path:
         final = self.folder / "final"

@@ -206,7 +206,8 @@ def _rewrite_choice(
         refuse(where, f"{group}={value} is not a choice", fix, why)
     if group == "recipe":
         return 0, f"+recipe={','.join(_recipe_choice(v, groups, where) for v in value.split(','))}"
-    value = "[]" if value in ("", "null") else value
+    if value == "" or (value == "null" and group not in ("algorithm", "generation")):
+        value = "[]"
     for choice in [] if "$" in value else re.split(r"[,\[\]\s]+", value):
         if choice and choice not in groups[group]:
             raise ConfigError(unknown_choice_problem(group, choice, groups[group], where, value))

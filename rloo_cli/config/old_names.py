@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
-MIN_LAST_PART_LIKENESS = 0.75  # minimal similarity of the last parts of two keys for a guess
+MIN_LAST_PART_LIKENESS = 0.75  # minimal similarity of the last parts of two keys for a guess,
+OTHER_SECTION_LIKENESS = 0.8  # and of keys in two sections
 MIN_KEY_LIKENESS = 0.9  # higher: a long common section name makes two keys similar
 
 
@@ -43,7 +44,9 @@ def nearest_names(key: str, candidates: Iterable[str]) -> list[str]:
     for index, candidate in enumerate(candidates):
         whole = _alike(key, candidate)
         last = _alike(key.rpartition(".")[2], candidate.rpartition(".")[2])
-        if last >= MIN_LAST_PART_LIKENESS or whole >= MIN_KEY_LIKENESS:
+        same = key.rpartition(".")[0] == candidate.rpartition(".")[0]
+        least = MIN_LAST_PART_LIKENESS if same else OTHER_SECTION_LIKENESS
+        if last >= least or whole >= MIN_KEY_LIKENESS:
             mirror = candidate.startswith("eval.")  # its keys have the names of training keys
             scored.append((-last, -whole if "." in key else mirror, index, candidate))
     return [candidate for *_, candidate in sorted(scored)[:3]]

@@ -1,6 +1,5 @@
 """Loads the user's code, and finds its location and its frames in a traceback."""
 
-import difflib
 import functools
 import inspect
 import os
@@ -47,8 +46,7 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
         with guard_import(seconds):
             code = registry.load_code(spec)
     except ConfigError as error:
-        problem = error.problems[0]
-        raise ConfigError(replace(problem, where=where, fix=_nearest(spec, problem.why))) from None
+        raise ConfigError(replace(error.problems[0], where=where)) from None
     except BaseException as error:  # a sys.exit() at import must not end the run silently
         file = spec.rpartition(":")[0]
         what, fix = f"{file} could not be imported", f"correct {file}"
@@ -59,12 +57,6 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
         fix = f"name a function: {where}={spec.rpartition(':')[0]}:NAME"
         refuse(where, f"{spec} is not callable", fix, why)
     return code  # type: ignore[no-any-return]
-
-
-def _nearest(spec: str, why: str) -> str:
-    wanted = spec.rpartition(":")[2]
-    near = difflib.get_close_matches(wanted, why.removeprefix("it has: ").split(", "), n=3)
-    return f"did you mean {', '.join(near)}?" if near else "expected path/to/file.py:name"
 
 
 def code_location(code: Callable[..., object]) -> str:
@@ -116,7 +108,7 @@ def user_code_notes(config: RunConfig) -> list[str]:
         codes["eval.judge.reward"] = judge.reward.path
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
     notes = [
-        f"{key} runs {code} (sha256 {registry.code_fingerprint(code)})"
+        f"{key}: code from {code.removesuffix(':Config')}, sha256 {registry.code_fingerprint(code)}"
         for key, code in codes.items()
         if ":" in code
     ]

@@ -107,11 +107,11 @@ class Rollout:
         An episode has several rows if its agent truncated its history, or ran a second agent.
         They share its score and its advantage.
         """
-        starts, place = [], 0
+        starts, offset = [], 0
         for turn in self.turns or []:
-            if turn.begins_row and place:
-                starts.append(place)
-            place += len(turn.prompt_ids) + len(turn.sampled_ids)
+            if turn.begins_row and offset:
+                starts.append(offset)
+            offset += len(turn.prompt_ids) + len(turn.sampled_ids)
         return starts
 
     @property

@@ -133,9 +133,9 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
 
     def make() -> Path | None:
         try:
-            place = paths.cache_folder()
-            place.mkdir(parents=True, exist_ok=True)
-            made.append(ScratchFolder("shared-", str(place)))
+            folder = paths.cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            made.append(ScratchFolder("shared-", str(folder)))
         except OSError:
             return None
         return made[0].path

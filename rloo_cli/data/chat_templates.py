@@ -1,7 +1,7 @@
 """Renders conversations by a tokenizer's chat template, with one clock for the whole run.
 
-Templates may write the date (`strftime_now`). A run keeps the clock of its start: otherwise its
-prompts would change the next day, and it could not resume. This file imports no torch.
+A template may write the date (`strftime_now`). It gets the date of the run's start: otherwise the
+prompts would change overnight, and the run could not resume. This file imports no torch.
 """
 
 import importlib
@@ -17,18 +17,18 @@ _clock: datetime | None = None  # of the run in this process; None: the machine'
 
 
 def local_time(seconds: float | None = None) -> str:
-    """A time in local time without a zone. `seconds`: since 1970; None: now."""
+    """A local time in ISO format, without a zone. `seconds`: since 1970; None: now."""
     moment = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
     return moment.isoformat()
 
 
 def template_clock() -> str | None:
-    """The time that templates see, as `local_time` writes it. None: the machine's."""
+    """The time that templates get, in `local_time`'s format. None: the machine's."""
     return None if _clock is None else _clock.isoformat()
 
 
 def set_template_clock(time: str | None) -> None:
-    """Set the time that templates see, as `local_time` writes it. None: the machine's."""
+    """Set the time that templates get, in `local_time`'s format. None: the machine's."""
     global _clock
     _clock = datetime.fromisoformat(time) if time else None
 
@@ -39,11 +39,11 @@ def has_clock(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 class RunClock(datetime):
-    """What transformers takes the time from while it renders a template."""
+    """Replaces `datetime` in transformers' module that renders templates."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-        """The run's clock, or the machine's where there is no run."""
+        """The run's clock, or the machine's outside of a run."""
         return datetime.now(tz) if _clock is None else _clock
 
 
@@ -52,7 +52,7 @@ def apply_chat_template(
 ) -> str:
     """The text of a conversation. Raises what its template raises."""
     if _clock is not None and has_clock(tokenizer):
-        # Not as an option: transformers 5.22 and later make every function among them a text.
+        # Not as an option: transformers 5.22 and later turn a function there into text.
         module = importlib.import_module("transformers.utils.chat_template_utils")
         vars(module)["datetime"] = RunClock
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)

@@ -135,13 +135,13 @@ class PromptImages:
         return [(width, height) for width, height in sizes]
 
     def _bad_problem(self, bad: list[tuple[int, BadImage]], count: int) -> Problem:
-        place = f"column {self.column!r}" if self.column else f"column {self.config.prompts_in!r}"
+        where = f"column {self.column!r}" if self.column else f"column {self.config.prompts_in!r}"
         fix = "data.on_bad_image=filter leaves such rows out, and counts them"
         if len(bad) == count:
-            fix = f"put readable images into {place}"
+            fix = f"put readable images into {where}"
         what = f"{len(bad)} of {count} prompts have an invalid image"
         return Problem(
-            what, f"data.path={self.config.path}, row {bad[0][0]}, {place}", str(bad[0][1]), fix
+            what, f"data.path={self.config.path}, row {bad[0][0]}, {where}", str(bad[0][1]), fix
         )
 
 

@@ -4,6 +4,7 @@ Arrow and pandas, which `datasets` uses, read the text "2024-01-15" as a date an
 number 1 beside 2.5 as 1.0, and crash on a row that is `null`.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -101,7 +102,8 @@ def _parse_json(path: Path, number: int, data: bytes) -> object:
         shown = repr(data[start:].partition(b"\n")[0][:80])
         byte = f"byte {error.start - start + 1} of line {line} is 0x{data[error.start]:02x}"
         why = f"it is not UTF-8: {byte}, in {shown}"
-        fix = f"if it is latin-1, convert it: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
+        name = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin1"
+        fix = f"if it is {name}, convert it: iconv -f {name} -t utf-8 {path} > utf8{path.suffix}"
         where = f"data.path, {path}:{line}"
         refuse(where, f"{what}: it is not UTF-8", fix, why, error=DataError)
     except json.JSONDecodeError as error:

@@ -96,18 +96,18 @@ class Media:
         if self.vision.family.axes == 1:
             return torch.arange(length)[None]
         merge, columns = self.vision.merge_size, []
-        place, at = 0, 0  # the next position, and the next id
+        position, at = 0, 0  # the next position, and the next id
         of_image = self.is_image_token.tolist()
         for time, height, width in self.tensors["image_grid_thw"].tolist():
             start = of_image.index(True, at)
-            columns.append(place + torch.arange(start - at).expand(3, -1))
-            place += start - at
+            columns.append(position + torch.arange(start - at).expand(3, -1))
+            position += start - at
             grid = (torch.arange(n) for n in (time, height // merge, width // merge))
             axes = torch.stack(torch.meshgrid(*grid, indexing="ij")).flatten(1)
-            columns.append(place + axes)
-            place += max(height, width) // merge
+            columns.append(position + axes)
+            position += max(height, width) // merge
             at = start + axes.shape[1]
-        columns.append(place + torch.arange(length - at).expand(3, -1))
+        columns.append(position + torch.arange(length - at).expand(3, -1))
         return torch.cat(columns, dim=1)
 
     @property

@@ -53,8 +53,8 @@ def prompt_index_at(
     if mixture:
         return int(mixture_permutation(seed, epoch, fingerprint, mixture, shuffle)[within])
     if shuffle:
-        block, place = divmod(within, ORDER_BLOCK)
-        return int(permutation_block(seed, epoch, fingerprint, num_prompts, block)[place])
+        block, offset = divmod(within, ORDER_BLOCK)
+        return int(permutation_block(seed, epoch, fingerprint, num_prompts, block)[offset])
     return within
 
 

@@ -304,11 +304,11 @@ def _shared_layout(
     prompts = [groups[i].prompt_ids for i, _ in group_slices]
     owner = [n for n, (_, ks) in enumerate(group_slices) for _ in ks]
     completions = [_episode_rows(r)[0] for _, r in pairs]
-    places = [[s] for s in range(len(pairs))]  # the rows of each pair among the completions
+    pair_rows = [[s] for s in range(len(pairs))]  # the rows of each pair among the completions
     for s, (_, rollout) in enumerate(pairs):
         for prompt, predicted in _further_rows(rollout):
             owner.append(len(prompts))
-            places[s].append(len(completions))
+            pair_rows[s].append(len(completions))
             prompts.append(prompt)
             completions.append(predicted)
     p, c = [len(ids) for ids in prompts], [len(ids) - 1 for ids in completions]
@@ -323,11 +323,11 @@ def _shared_layout(
         for s, n in enumerate(c)
     ]
     source = []
-    for own, *further in places:
+    for own, *further in pair_rows:
         source.append(predictors[own])
-        for place in further:  # zeros for the prompt of a further row: its mask leaves them out
-            unpredicted = torch.zeros(p[owner[place]], dtype=torch.long)
-            source += [unpredicted, predictors[place]]
+        for row in further:  # zeros for the prompt of a further row: its mask leaves them out
+            unpredicted = torch.zeros(p[owner[row]], dtype=torch.long)
+            source += [unpredicted, predictors[row]]
     group_lengths = [0] * len(prompts)
     for s, n in enumerate(c):
         group_lengths[owner[s]] += n
@@ -354,11 +354,11 @@ def _sequences(pairs: Sequences) -> list[tuple[list[int], list[int]]]:
 def sampled_positions(prompt_ids: list[int], rollout: Rollout) -> list[tuple[list[int], list[int]]]:
     """A completion's rows, each as (ids with its prompt, indices of the sampled ones)."""
     mask = rollout.mask or [1] * len(rollout.completion_ids)
-    rows, place = [], 0
+    rows, offset = [], 0
     for read, row in _sequences([(prompt_ids, rollout)]):
-        told = mask[place : place + len(row)]
-        rows.append(([*read, *row], [len(read) + n for n, own in enumerate(told) if own]))
-        place += len(row)
+        own_mask = mask[offset : offset + len(row)]
+        rows.append(([*read, *row], [len(read) + n for n, own in enumerate(own_mask) if own]))
+        offset += len(row)
     return rows
 
 

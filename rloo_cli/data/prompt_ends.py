@@ -88,10 +88,10 @@ def _beginning_warnings(
     ]
     if not rows:
         return []
-    places = [i for i, token in enumerate(ids[rows[0]]) if token == bos]
+    indices = [i for i, token in enumerate(ids[rows[0]]) if token == bos]
     fix = "model.chat_template=FILE.jinja" if conversational else "data.map=file.py:name"
     text = f"{len(rows)} of {len(ids)} prompts have {bos} {tokenizer.bos_token!r} more than once"
-    return [f"{text}: row {rows[0]} at tokens {places[:SHOWN_IDS]}; {fix} removes the second"]
+    return [f"{text}: row {rows[0]} at tokens {indices[:SHOWN_IDS]}; {fix} removes the second"]
 
 
 def _answered_warnings(prompts: Sequence[Prompt]) -> list[str]:

@@ -1,7 +1,7 @@
 """Writes and reads the whole batch of a step: all inputs and results of its training.
 
 One file per step (`rollout_files`): tensors in safetensors, and everything else as one
-JSON text among them. There is no pickle. A file is written completely or not at all, and carries a
+JSON text among them; nothing is pickled. A file is written completely or not at all, and carries a
 digest of its content. Numbers are kept bit for bit: a column is stored in 32 bits only if all
 its values survive that. Of episodes it keeps every turn, the mask of the policy's own tokens, the
 environment's messages and rewards, and why a row has failed.
@@ -219,8 +219,8 @@ def _rebuild_batch(tensors: dict[str, Tensor], texts: JsonObject) -> Batch:
     for name in TOKEN_COLUMNS:
         if f"column/{name}" not in tensors:
             continue
-        having = [g for g, told in zip(groups, texts["groups"], strict=True)
-                  if name in told["columns"]]  # fmt: skip
+        having = [g for g, entry in zip(groups, texts["groups"], strict=True)
+                  if name in entry["columns"]]  # fmt: skip
         sizes = torch.tensor([r.length for g in having for r in g.rollouts])
         parts = iter(cut(f"column/{name}", sizes))
         for group in having:

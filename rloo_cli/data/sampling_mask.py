@@ -70,20 +70,20 @@ class SamplingMask:
             what = f"{len(sampled_ids)} tokens came with sampling masks of {len(self)}"
             raise GenerationError(f"{what}; {key}=false trains without masks")
         end = 0
-        for place, (token, count) in enumerate(zip(sampled_ids, self.counts, strict=True)):
+        for index, (token, count) in enumerate(zip(sampled_ids, self.counts, strict=True)):
             begin, end = end, end + count
             if count > max_ids:
-                raise too_many_ids(place, count, max_ids)
+                raise too_many_ids(index, count, max_ids)
             if token not in self.ids[begin:end]:
-                what = f"token {place} of a completion, id {token}, is not in its own sampling mask"
+                what = f"token {index} of a completion, id {token}, is not in its own sampling mask"
                 raise GenerationError(f"{what} of {count} ids; {key}=false trains without masks")
 
 
-def too_many_ids(place: int, count: int, max_ids: int) -> GenerationError:
+def too_many_ids(index: int, count: int, max_ids: int) -> GenerationError:
     """The error of a token whose mask has more ids than the run allows."""
     key = "generation.max_sampling_mask_ids"
     more = f"{count} or more" if count == max_ids + 1 else str(count)
-    what = f"token {place} of a completion was chosen from {more} ids"
+    what = f"token {index} of a completion was chosen from {more} ids"
     why = f"{key} is {max_ids}, and a mask takes {ID_BYTES} bytes an id, in memory and in records"
     fix = f"a lower generation.top_p, generation.top_k={max_ids}, or {key}={2 * max_ids}"
     return GenerationError(Problem(what, key, why, fix))

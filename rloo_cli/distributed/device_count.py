@@ -94,7 +94,7 @@ def _listed_gpus() -> tuple[str, ...]:
 def numbered_gpu_environment(gpus: Sequence[str]) -> dict[str, str]:
     """The variables that show a process these GPUs by number, for a program without UUID support.
 
-    nvidia-smi numbers GPUs by PCI bus order, CUDA only if told to. A name
+    nvidia-smi numbers GPUs by PCI bus order, CUDA only on request. A name
     that nvidia-smi does not list is unchanged.
     """
     listed = _listed_gpus()

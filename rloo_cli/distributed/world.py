@@ -1,7 +1,7 @@
-"""The collectives of ranks: a few calls, each with a deadline, made by all ranks in one order.
+"""The collectives of ranks: a few calls with deadlines, which all ranks make in the same order.
 
-A rank's error is raised on all ranks at their next collective, the first failing rank's if there
-are several. Plain objects are sent pickled, only between processes of one run.
+If ranks fail, all ranks raise the first failing rank's error at their next collective. Plain
+objects are sent pickled, only between processes of one run.
 
 accelerate's PartialState decides who a rank is and which GPU is its own; it takes over the process
 group created here, because a store that it creates listens on every interface (state.py:237).
@@ -60,12 +60,12 @@ MAX_POLLS_SKIPPED = 32
 
 
 class StopPoll:
-    """Decides how often ranks ask each other whether one of them was asked to stop.
+    """Decides how often ranks ask each other whether one of them received a stop signal.
 
-    A micro-batch may take milliseconds, and each poll makes all ranks wait for the slowest. Ranks
-    have to skip the same polls without communicating: they count pieces of work, and at each
-    poll, about once a second, all learn how long the slowest rank's slowest piece took, from which
-    all compute how many pieces come before the next poll. `clock`: in seconds, each rank's own.
+    A poll makes all ranks wait for the slowest, and a micro-batch may take only milliseconds. So
+    ranks poll about once a second, and must agree without communication on the micro-batches
+    between two polls: each poll gives all ranks the longest micro-batch of any rank, from which
+    they compute how many come before the next poll. `clock`: in seconds, each rank's own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -86,7 +86,7 @@ class StopPoll:
     def record_poll(self, slowest_s: float, frequent: bool) -> None:
         """Record a poll. `slowest_s`: the largest of all ranks.
 
-        `frequent`: small pieces of work follow. If not, the next poll is not skipped, since the
+        `frequent`: small pieces of work follow. Else the next poll is not skipped, because the
         duration of the next piece of work is unknown.
         """
         fits = int(STOP_POLL_INTERVAL_S / slowest_s) if slowest_s > 0 else 1
@@ -129,7 +129,7 @@ class World:
         return [pickle.loads(data) for data in self._all_gather_bytes(pickle.dumps(value))]
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does `work`. -> every rank's result; raises the first failing rank's error"""
+        """Run `work` on every rank. -> all results; raises the first failing rank's error"""
         if self.size == 1:
             return [work()]
         error: BaseException | None = None
@@ -143,7 +143,7 @@ class World:
         return [pickle.loads(value) for value, _ in messages]
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Rank 0 does `work`. -> its result on all ranks; raises its error on all ranks"""
+        """Run `work` on rank 0. -> its result on all ranks; raises its error on all ranks"""
         if self.size == 1:
             return work()
         message: tuple[T | None, JsonObject | None] | None = None
@@ -158,7 +158,7 @@ class World:
         return value
 
     def rank0_first(self, work: Callable[[], T]) -> T:
-        """Rank 0 does `work`, then the others do, and find its results in the cache.
+        """Run `work` on rank 0, then on the others, which find its results in the cache.
 
         Raises rank 0's error on all ranks.
         """
@@ -167,7 +167,7 @@ class World:
         return found[0] if found else work()
 
     def broadcast_from_rank0(self, value: object) -> Any:
-        """Rank 0's value, on all ranks; they wait for it as long as a generation may take."""
+        """Rank 0's value on all ranks. They wait for it as long as a generation may take."""
         if self.size == 1:
             return value
         box = [value]
@@ -177,11 +177,11 @@ class World:
         return box[0]
 
     def check_stop(self, frequent: bool = False, end_asked: bool = False) -> bool:
-        """Raise Stopped on every rank if a signal has asked any of them to stop.
+        """Raise Stopped on every rank if any of them received a stop signal.
 
-        `frequent`: this is called before each of many small pieces of work, equally often on all
-        ranks. They poll each other at the first, and then about once a second. -> whether any rank
-        has called this with `end_asked`: the training is to end as if this were its last step.
+        `frequent`: all ranks call this before each of many small pieces of work. They poll each
+        other at the first one, and then about once a second. -> whether any rank passed
+        `end_asked`: the training then ends as if this were its last step.
         """
         if self.size == 1:
             signals.raise_if_stopped()
@@ -189,11 +189,11 @@ class World:
         if frequent and not self.stop_poll.is_due():
             return False
         asked = float(signals.stop_requested_at() is not None)
-        told = torch.tensor([asked, self.stop_poll.slowest_s, float(end_asked)]).double()
+        flags = torch.tensor([asked, self.stop_poll.slowest_s, float(end_asked)]).double()
         _run_collective(
-            "a signal", lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+            "a signal", lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         )
-        asked, slowest, ends = told.tolist()
+        asked, slowest, ends = flags.tolist()
         self.stop_poll.record_poll(slowest, frequent)
         if asked:
             stopped = Stopped(f"stopped, because another rank got a signal: {signals.STOPPED_FIX}")
@@ -262,7 +262,7 @@ def join_world(run: RunConfig) -> World:
 def join_process_group(timeout_s: float) -> PartialState:
     """Join the process group of RANK and WORLD_SIZE, unless this process is in one already.
 
-    -> accelerate's state of it. The number of CPU threads is unchanged. Raises MachineError
+    -> accelerate's state. The number of CPU threads is unchanged. Raises MachineError
     if torch does not see the GPUs, GenerationError if some ranks do not join within `timeout_s`.
     """
     check_devices()
@@ -283,7 +283,7 @@ def join_process_group(timeout_s: float) -> PartialState:
 
 
 def join_ranks(run: RunConfig) -> World:
-    """This process alone, or its rank among those that one of rloo's verbs has started.
+    """This process alone, or as a rank that one of rloo's verbs has started.
 
     For a single process `distributed.engine` is ignored.
     """
@@ -311,7 +311,7 @@ def check_devices() -> None:
 
 
 def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) -> None:
-    """Create the process group, over a store that listens only where the launcher set it."""
+    """Create the process group, with the store that the launcher set up."""
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -330,7 +330,7 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) 
 
 
 def _generation_timeout_s(generation: GenerationConfig, teacher: TeacherConfig | None) -> float:
-    """Seconds that servers used only by rank 0 may take, by their own deadlines."""
+    """Seconds that rank 0 may wait for its servers, by their own deadlines."""
     names = ("ready_timeout_s", "sync_timeout_s", "request_timeout_s", "reconnect_timeout_s")
     asked = (generation.own_keys, teacher)
     return sum(float(getattr(keys, name, 0.0)) for keys in asked for name in names)
@@ -354,7 +354,7 @@ def rank_lost_error(where: str, why: str) -> GenerationError:
 
 @contextlib.contextmanager
 def explain_lost_ranks(where: str) -> Iterator[None]:
-    """Turn torch's error of a collective inside into one that says that another rank is gone.
+    """Turn torch's error of a collective into one that says that another rank is gone.
 
     `where`: what this rank was doing. Raises GenerationError.
     """
@@ -388,7 +388,7 @@ def _error_to_dict(error: BaseException) -> JsonObject:
 def _raise_first_error(
     errors_by_rank: list[JsonObject | None], rank: int, local_error: BaseException | None
 ) -> None:
-    """Raise the error of the first rank that has one; a stop only if there is no error."""
+    """Raise the first failing rank's error; Stopped only if no rank has another error."""
     wrong = [(r, e) for r, e in enumerate(errors_by_rank) if e is not None]
     if not wrong:
         return

@@ -5,7 +5,7 @@ ones.
 
 A completion without a score (every reward returned None, or failed under on_error=none) is left
 out: it lowers its prompt's n, and does not count as a failure. A prompt with n < k is left out of
-pass@k; then `pass@k/prompts` counts the others. If nothing has a score, there is no metric.
+pass@k; then `pass@k/prompts` counts the others. Without any score, the metrics are omitted.
 
 Every mean of scores has a standard error (`.../se`) and a 95 % interval (`.../low`, `.../high`),
 clustered by prompt: equal rows of the data are one cluster (`reporting.statistics`).

@@ -167,14 +167,14 @@ class _StepWalk:
         for name, called in SAMPLE_FIELDS.items():
             for draw, k in common:
                 one, other = (found[draw, k] for found in keyed)
-                place = f"draw {draw}, completion {k}"
-                yield from self._field_differences(step, place, name, called, one, other)
+                label = f"draw {draw}, completion {k}"
+                yield from self._field_differences(step, label, name, called, one, other)
         if keyed[0].keys() != keyed[1].keys():
             one_count, other_count = (str(len(found)) for found in keyed)
             yield RunDifference("completions", one_count, other_count, step, "samples")
 
     def _field_differences(
-        self, step: int, place: str, name: str, called: str, one: SampleRecord, other: SampleRecord
+        self, step: int, label: str, name: str, called: str, one: SampleRecord, other: SampleRecord
     ) -> Iterator[RunDifference]:
         values = one.get(name), other.get(name)
         if name == "rewards" and all(isinstance(value, dict) for value in values):
@@ -183,21 +183,21 @@ class _StepWalk:
                 pair = rewards[0].get(reward), rewards[1].get(reward)
                 if not self._is_equal(*pair):
                     what = f"reward {reward}"
-                    yield RunDifference(what, str(pair[0]), str(pair[1]), step, place)
+                    yield RunDifference(what, str(pair[0]), str(pair[1]), step, label)
         elif name == "completion" and isinstance(values[0], str) and isinstance(values[1], str):
             if values[0] != values[1]:
                 at, shown = _parting_texts(values[0], values[1])
-                where = f"{place}, character {at}"
+                where = f"{label}, character {at}"
                 yield RunDifference(called, *shown, step=step, where=where)
         elif not self._is_equal(*values):
-            yield RunDifference(called, str(values[0]), str(values[1]), step, place)
+            yield RunDifference(called, str(values[0]), str(values[1]), step, label)
 
     def _metric_differences(
         self, step: int, lines: Sequence[dict[int, MetricsMapping]], where: str
     ) -> Iterator[RunDifference]:
         one, other = (found[step] for found in lines)
         names = [n for n in {**one, **other} if not MACHINE_METRICS.fullmatch(n)]
-        known = {name: place for place, name in enumerate(METRIC_ORDER)}
+        known = {name: index for index, name in enumerate(METRIC_ORDER)}
         for name in sorted(names, key=lambda n: (known.get(n, len(known)), n)):
             if name in one and name in other and not self._is_equal(one[name], other[name]):
                 yield RunDifference(name, repr(one[name]), repr(other[name]), step, where)

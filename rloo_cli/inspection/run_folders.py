@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import refuse
+from rloo_cli.utils.files import read_json
 
 RUNS_ROOT = Path("runs")  # default root of runs
 RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml")  # any of them marks a run's folder
@@ -43,8 +44,8 @@ def find_run_folder(name_or_path: str | None, verb: str) -> Path:
 def find_compared_runs(patterns: Sequence[str]) -> list[Path]:
     """The folders of the runs that the arguments name, each once, in this order.
 
-    An argument is a run's folder, its name under runs/, a folder with runs in it (one or two
-    below), or a pattern (`runs/compare-*`). Raises ConfigError for an argument without a run.
+    An argument is a run's folder or name under runs/, a sweep's, a folder with runs in it (one or
+    two below), or a pattern (`runs/compare-*`). Raises ConfigError for an argument without a run.
     """
     folders: dict[Path, Path] = {}
     for pattern in patterns:
@@ -71,11 +72,13 @@ def _matching_paths(root: Path, pattern: str) -> list[Path]:
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
-    """The folder itself if it is a run, else the training runs in it."""
+    """The folder itself if it is a run, else the training runs in it; a sweep's lie beside it."""
     if _is_run(path):
         yield path
     elif path.is_dir():
-        folders = [p.parent for deep in ("*", "*/*") for p in path.glob(f"{deep}/run.json")]
+        names = [trial["name"] for trial in read_json(path / "sweep.json").get("members", [])]
+        found = [p.parent for deep in ("*", "*/*") for p in path.glob(f"{deep}/run.json")]
+        folders = [path.parent / name for name in names] or found
         yield from sorted(folder for folder in folders if _is_run(folder))
 
 

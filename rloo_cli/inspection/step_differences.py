@@ -50,7 +50,7 @@ class StepDifference:
     update: int | None = None  # of the step's optimizer updates, from 1
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Human-readable location."""
         parts = []
         if self.update is not None:
@@ -76,7 +76,7 @@ class StepComparison:
     updates: dict[str, list[list[float]]] = field(default_factory=dict)  # [recorded, computed]
 
 
-Place = Callable[[int], StepDifference]  # a flat index -> where that is
+Locate = Callable[[int], StepDifference]  # a flat index -> where that is
 
 
 def compare_steps(
@@ -84,8 +84,8 @@ def compare_steps(
 ) -> StepComparison:
     """Compare a step's batch and updates with its record. `tolerance`: relative and absolute."""
     result = StepComparison()
-    for what, recorded, computed, place in _pairs(record, batch, updates, run):
-        _compare(result, what, recorded, computed, place, tolerance)
+    for what, recorded, computed, locate in _pairs(record, batch, updates, run):
+        _compare(result, what, recorded, computed, locate, tolerance)
     for name, called in UPDATE_NUMBERS.items():
         pair = record.head["updates"].get(name, []), updates.scalars.get(name, [])
         result.updates[called] = [list(values) for values in zip(*pair, strict=False)]
@@ -94,7 +94,7 @@ def compare_steps(
 
 def _pairs(
     record: RecordedStep, batch: Batch, updates: UpdateMetrics, run: Run
-) -> Iterator[tuple[str, Tensor | None, Tensor | None, Place]]:
+) -> Iterator[tuple[str, Tensor | None, Tensor | None, Locate]]:
     """(what, recorded, computed, where) in the order of the causes; flat tensors."""
     before, k = record.batch, record.batch.score.shape[1]
 
@@ -110,8 +110,8 @@ def _pairs(
         computed = batch.raw[batch.names.index(name)] if name in batch.names else None
         yield f"reward {name}", before.raw[f], computed, at
     for name, called in SCORE_TABLES.items():
-        place = at_group if name == "greedy" else at
-        yield called, getattr(before, name), getattr(batch, name), place
+        locate = at_group if name == "greedy" else at
+        yield called, getattr(before, name), getattr(batch, name), locate
     yield "groups that are trained on", _active(before), _active(batch), at_group
     for name, called in TOKEN_LOGPS.items():
         yield _token_pair(name, called, record, batch, run, at)
@@ -130,8 +130,8 @@ def _active(batch: Batch) -> Tensor:
 
 
 def _token_pair(
-    name: str, called: str, record: RecordedStep, batch: Batch, run: Run, at: Place
-) -> tuple[str, Tensor | None, Tensor | None, Place]:
+    name: str, called: str, record: RecordedStep, batch: Batch, run: Run, at: Locate
+) -> tuple[str, Tensor | None, Tensor | None, Locate]:
     """A column of all groups' tokens; NaN for groups that lack it."""
     lengths = [r.length for g in record.batch.groups for r in g.rollouts]
     ends = torch.tensor(lengths).cumsum(0)
@@ -147,7 +147,7 @@ def _token_pair(
             or [torch.full((r.length,), math.nan) for r in group.rollouts]
         ])  # fmt: skip
 
-    def place(index: int) -> StepDifference:
+    def locate(index: int) -> StepDifference:
         row = int(torch.searchsorted(ends, index, right=True))
         token, found = index - int(ends[row]) + lengths[row], at(row)
         k = len(record.batch.groups[0].rollouts)
@@ -155,7 +155,7 @@ def _token_pair(
         text = str(run.tokenizer.decode([ids[token]]))
         return StepDifference("", None, None, found.draw, found.row, found.completion, token, text)
 
-    return called, flat(record.batch), flat(batch), place
+    return called, flat(record.batch), flat(batch), locate
 
 
 def _compare(
@@ -163,7 +163,7 @@ def _compare(
     what: str,
     recorded: Tensor | None,
     computed: Tensor | None,
-    place: Place,
+    locate: Locate,
     tolerance: float,
 ) -> None:
     """Compare two flat tensors of the same numbers; NaN is equal to NaN."""
@@ -189,7 +189,7 @@ def _compare(
     result.differing[what] = int((~equal).sum())
     if result.first is None:
         numbers = [None if math.isnan(float(t[index])) else float(t[index]) for t in (one, other)]
-        found = place(index)
+        found = locate(index)
         result.first = StepDifference(
             what, numbers[0], numbers[1], found.draw, found.row, found.completion, found.token,
             found.text, found.update,

@@ -166,9 +166,9 @@ def replay_step(
     if callables:
         names = ", ".join(callables)
         notes.append(f"{names}: a Python callable, now gone; the recorded scores are used")
-    with tempfile.TemporaryDirectory(prefix="rloo-replay-") as place:
+    with tempfile.TemporaryDirectory(prefix="rloo-replay-") as root:
         on_progress(f"building the run at {base.name}")
-        run = _build_at(Path(place), check.dump_config(settings), record, base, stand_ins)
+        run = _build_at(Path(root), check.dump_config(settings), record, base, stand_ins)
         for other in earlier:
             on_progress(f"repeating the updates of step {other}")
             _train_recorded_step(run, read_rollout_record(folder, other))
@@ -263,18 +263,18 @@ class RecordedScores:
 
 
 def _build_at(
-    place: Path,
+    root: Path,
     values: JsonObject,
     record: RecordedStep,
     base: ReplayBase,
     stand_ins: Mapping[str, RecordedScores],
 ) -> Run:
-    """The run as of the save of `base`, built in `place`, without a sampler.
+    """The run as of the save of `base`, built in `root`, without a sampler.
 
     `values`: of the step's config.
     """
-    config = check.resolve_config(_replay_config(place, values, record, stand_ins))
-    target = place / str(config.name)
+    config = check.resolve_config(_replay_config(root, values, record, stand_ins))
+    target = root / str(config.name)
     target.mkdir()
     process_exit.silence_libraries()
     rng.seed_generators(config.seed)  # as a worker does, so that new heads are equal
@@ -288,14 +288,14 @@ def _build_at(
 
 
 def _replay_config(
-    place: Path,
+    root: Path,
     values: JsonObject,
     record: RecordedStep,
     stand_ins: Mapping[str, RecordedScores],
 ) -> RunConfig:
     """The run's config for one process, without sampling, evaluation, saving and trackers."""
     values, computed_on = copy.deepcopy(values), record.head["computed_on"]
-    values |= {"root": str(place), "resume": "never", "max_steps": record.head["num_steps"]}
+    values |= {"root": str(root), "resume": "never", "max_steps": record.head["num_steps"]}
     values |= {"total_episodes": None}
     values["train"] |= {"epochs": None}
     values["data"] |= {"eval_split": None}

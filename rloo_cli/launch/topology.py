@@ -59,10 +59,10 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
     nodes = environment_number("SLURM_STEP_NUM_NODES", 1, env)
     tasks = environment_number("SLURM_STEP_NUM_TASKS", 1, env)
     if LAUNCHER_VARIABLE not in env and env.get("RANK") and env.get("WORLD_SIZE"):
-        place = _torchrun_topology(env)
+        processes = _torchrun_topology(env)
     elif step in NOT_A_STEP or (tasks == nodes == 1):
         count = device_count.local_process_count(run.distributed, run.generation)
-        place = ProcessTopology(num_started=count, world_size=count, local_world_size=count)
+        processes = ProcessTopology(num_started=count, world_size=count, local_world_size=count)
         if given.num_nodes > 1:
             how = "in a one-node step" if step else "without srun or torchrun"
             _refuse_lone_launcher(given, how)
@@ -70,20 +70,20 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
         _refuse_other_step(given, nodes)
     elif tasks == nodes:
         count = device_count.local_process_count(run.distributed, run.generation)
-        place = _slurm_node_topology(env, count, nodes)
+        processes = _slurm_node_topology(env, count, nodes)
     else:
-        place = _slurm_task_topology(env, nodes, tasks)
-    distributed, notes = _with_accelerate_engine(env, given, place)
+        processes = _slurm_task_topology(env, nodes, tasks)
+    distributed, notes = _with_accelerate_engine(env, given, processes)
     if distributed != given:
         run = run.model_copy(update={"distributed": distributed})
         if problems := [*rules.run_problems(run)]:
             raise ConfigError(*problems)
-    if distributed.engine == "single" and place.world_size > 1:
-        _refuse_many_processes(place)
-    distributed, more = _with_numbers(distributed, place)
+    if distributed.engine == "single" and processes.world_size > 1:
+        _refuse_many_processes(processes)
+    distributed, more = _with_numbers(distributed, processes)
     if env.get("RANK") and not env.get("WORLD_SIZE"):
         more.append(f"RANK={env['RANK']} is ignored because WORLD_SIZE is not set; unset RANK")
-    return place, run.model_copy(update={"distributed": distributed}), [*notes, *more]
+    return processes, run.model_copy(update={"distributed": distributed}), [*notes, *more]
 
 
 def accelerate_engine(env: Environment) -> tuple[str, str]:

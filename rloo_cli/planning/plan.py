@@ -1,7 +1,7 @@
 """A run's plan: whether it fits, on how few GPUs, time, disk space, and what to change."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rloo_cli.config.schema import Frozen, LoggingConfig, RunConfig
@@ -252,8 +252,3 @@ def with_key(section: SectionT, key: str, value: object) -> SectionT:
     name, _, inside = key.partition(".")
     new = with_key(getattr(section, name), inside, value) if inside else value
     return section.model_copy(update={name: new})
-
-
-def plan_on_gpus(plan: RunPlan, gpus: int) -> RunPlan:
-    """The same run on another number of GPUs."""
-    return make_run_plan(plan.inputs.run, plan.inputs.device, replace(plan.options, gpus=gpus))

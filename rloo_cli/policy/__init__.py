@@ -4,11 +4,11 @@ classifier_forward  score by a sequence classifier's own forward
 divergence          a student's distance from a teacher, over the whole vocabulary
 flash_kernels       torch's flash kernels over segments
 fused_head          log-probabilities without whole logits
-kept_head           log-probabilities over the ids that a sampler kept
 layout_support      requirements of a layout on a model's code
 layouts             choose padded, packed or shared by trying each
 load                load models and tokenizers
 lora                LoRA adapters
+masked_head         log-probabilities over the ids that a sampler kept
 memory              how many tokens fit a forward pass
 model               the policy: log-probabilities of micro-batches
 offload             move models and optimizer off the device and back

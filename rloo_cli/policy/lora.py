@@ -410,11 +410,6 @@ def _merged_layer(layer: Any) -> nn.Module:
     return alone
 
 
-def save_merged_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write the merged model as `from_pretrained` and vLLM load it."""
-    merged_model(model).save_pretrained(folder)
-
-
 def read_adapter_config(folder: Path) -> JsonObject:
     """Read the config of an adapter's folder; {} if there is none. Raises ValueError."""
     path = folder / PEFT_CONFIG_FILE

@@ -2,7 +2,7 @@
 
 The head runs only on the positions that predict a completion token. The fused head
 never computes their whole logits (`fused_head`); for tokens sampled from a part of the
-vocabulary it computes only that part's logits (`kept_head`). With the model's own head, a
+vocabulary it computes only that part's logits (`masked_head`). With the model's own head, a
 hook picks these positions out of the hidden states as they enter the output embedding, so
 later changes to the logits (soft-capping) still happen. `layouts` decides which head and
 which layout.
@@ -25,7 +25,7 @@ from rloo_cli.data.vision_processor import VisionProcessor
 from rloo_cli.policy import vision
 from rloo_cli.policy.divergence import blockwise_jsd
 from rloo_cli.policy.fused_head import token_logp
-from rloo_cli.policy.kept_head import KeptLogits, kept_logprobs
+from rloo_cli.policy.masked_head import KeptLogits, kept_logprobs
 from rloo_cli.policy.row_selection import select_rows
 from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT
 from rloo_cli.utils.fault_injection import poison_tensor

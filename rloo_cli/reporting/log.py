@@ -240,9 +240,9 @@ def sample_record(group: Group, k: int) -> JsonObject:
         "weight_version": rollout.weight_version,
     }
     shown = [] if group.media is None else group.media.thumbnails
-    told = [text for turn in rollout.turns or [] for text in turn.images]
-    if shown or told:
-        record["images"] = [*shown, *(encode_thumbnail(decode_png(text)) for text in told)]
+    turn_images = [text for turn in rollout.turns or [] for text in turn.images]
+    if shown or turn_images:
+        record["images"] = [*shown, *(encode_thumbnail(decode_png(text)) for text in turn_images)]
     if rollout.version_spans is not None:
         record["version_spans"] = [list(span) for span in rollout.version_spans]
     if rollout.turns is not None:

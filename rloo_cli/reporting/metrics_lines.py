@@ -37,8 +37,8 @@ class PackedLine(Mapping[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a name; `default` if missing."""
-        place = self._layout.get(name)
-        return default if place is None else place[0](self._numbers, place[1])[0]
+        entry = self._layout.get(name)
+        return default if entry is None else entry[0](self._numbers, entry[1])[0]
 
     def __contains__(self, name: object) -> bool:
         return name in self._layout

@@ -253,8 +253,8 @@ class RunBuilder:
         self.judge = judging.build_judge(
             self.config.eval, self.config.seed, held_out, self.tokenizer, training=True
         )
-        if not self.config.resume_allow_changes:
-            check_same_data(self.resume_plan, self.prompts, code_files(self.config))
+        specs, allowed = code_files(self.config), self.config.resume_allow_changes
+        check_same_data(self.resume_plan, self.prompts, specs, allowed, self.world.is_main)
         self.log.phase("loading the rewards")
         judge_reward = None if self.judge is None else self.judge.reward
         run_ready_hooks(

@@ -39,6 +39,14 @@ class Problem:
         return show_control_characters("\n".join(lines))
 
 
+def distinct_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems of several jobs, each once, with the place where the first job has it."""
+    first: dict[tuple[str, ...], Problem] = {}
+    for problem in problems:
+        first.setdefault((problem.what, problem.why, problem.fix), problem)
+    return [*first.values()]
+
+
 class RunError(Exception):
     """A refusal with an exit code (docs/reference.md). `code` is the process's exit status."""
 

@@ -115,12 +115,6 @@ def is_folder_gone(folder: Path) -> bool:
         return False
 
 
-def unused_path(path: Path) -> Path:
-    """`path`, or the first of `path`-2, `path`-3, ... that is not taken."""
-    names = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
-    return next(p for p in names if not p.exists())
-
-
 def wait_until_readable(end: int | HasFileno, seconds: float) -> bool:
     """Whether a pipe or socket can be read, or has ended, within this many seconds.
 

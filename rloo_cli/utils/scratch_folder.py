@@ -15,14 +15,14 @@ LOCKED = b"locked\n"  # content of the file after its owner got the lock
 
 
 class ScratchFolder:
-    """A new folder below `place`, readable by its owner alone; its name begins with `prefix`.
+    """A new folder below `parent`, readable by its owner alone; its name begins with `prefix`.
 
     It is locked as long as this object exists. Raises OSError if it cannot be created.
     """
 
-    def __init__(self, prefix: str, place: str):
-        remove_abandoned_folders(prefix, place)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # with mode 0700
+    def __init__(self, prefix: str, parent: str):
+        remove_abandoned_folders(prefix, parent)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # with mode 0700
         self._lock = (self.path / LOCK_FILE).open("wb")  # no child inherits it
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.write(LOCKED)
@@ -34,10 +34,10 @@ class ScratchFolder:
         self._lock.close()
 
 
-def remove_abandoned_folders(prefix: str, place: str) -> None:
+def remove_abandoned_folders(prefix: str, parent: str) -> None:
     """Remove folders of this kind whose owner has ended. Another user's folders cannot be opened; a
     folder without LOCKED is new and about to be locked."""
-    for path in Path(place).glob(f"{prefix}*/{LOCK_FILE}"):
+    for path in Path(parent).glob(f"{prefix}*/{LOCK_FILE}"):
         with suppress(OSError), path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock.read() == LOCKED:

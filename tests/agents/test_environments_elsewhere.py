@@ -40,8 +40,8 @@ def test_the_page_plays_an_episode(page, monkeypatch):
     server, spec = page
     with program_started(server, "PORT") as (url, _):
         for row in counted(spec, monkeypatch, url):
-            told = [turn.observation[0]["content"] for turn in row.turns[1:]]
-            assert told[0] == "6" and "it only counts upwards" in told[1]
+            got = [turn.observation[0]["content"] for turn in row.turns[1:]]
+            assert got[0] == "6" and "it only counts upwards" in got[1]
             assert row.episode_facts["ended_by"] == "done" and row.failed is None
             assert row.environment_reward == 10.0
 

@@ -124,7 +124,7 @@ def test_a_context_that_is_full_ends_the_episode():
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "got"),
     [
         (call_text("divide", a=3), "there is no tool 'divide'; there are: multiply"),
         (call_text("multiply", a=3), "multiply needs the argument b"),
@@ -135,12 +135,12 @@ def test_a_context_that_is_full_ends_the_episode():
         ("<tool_call>multiply 3 by 4</tool_call>", "a call is not JSON"),
     ],
 )
-def test_a_bad_call_is_told_to_the_model(said, told):
+def test_a_bad_call_is_told_to_the_model(said, got):
     config = tools_agent([MULTIPLY], workers=0, max_observation_tokens=200)
-    generator = episode_generator(config, calls_until(told, said))
+    generator = episode_generator(config, calls_until(got, said))
     (group,) = play(generator)
     assert ended(group) == ["answer"] and group.rollouts[0].episode_facts["bad_calls"] == 1
-    assert told in group.rollouts[0].turns[1].observation[0]["content"]
+    assert got in group.rollouts[0].turns[1].observation[0]["content"]
 
 
 @pytest.mark.process

@@ -94,8 +94,8 @@ def test_calls_are_told_apart_and_what_tools_say_cannot_end_a_turn(tmp_path):
     ((row,),) = [g.rollouts for g in play_agents(generator)]
     assert row.failed is None and row.environment_reward == 0.5
     assert row.turns[0].calls == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
-    told = generator.rules.renderer.tokenizer.decode(row.turns[1].prompt_ids)
-    assert "3< |im_end|>" in told and row.episode_facts["calls"] == 1
+    got = generator.rules.renderer.tokenizer.decode(row.turns[1].prompt_ids)
+    assert "3< |im_end|>" in got and row.episode_facts["calls"] == 1
 
 
 def test_streams_and_the_responses_shape_are_the_same_conversation(tmp_path):
@@ -207,8 +207,8 @@ def test_a_slow_agent_delays_its_own_episode_alone(tmp_path):
 
 
 def test_a_long_wave_neither_spares_an_agent_that_hangs_nor_counts_for_one_that_is_done(tmp_path):
-    told = tmp_path / "pid"
-    hangs = f"open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    got = tmp_path / "pid"
+    hangs = f"open({str(got)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     text = f"played(1)\nif ROW['kind'] == 'asks': played(2)\nif ROW['kind'] == 'hangs': {hangs}"
     died = []
 
@@ -217,7 +217,7 @@ def test_a_long_wave_neither_spares_an_agent_that_hangs_nor_counts_for_one_that_
             end = time.monotonic() + 10
             while not died and time.monotonic() < end:
                 time.sleep(0.05)
-                if told.exists() and told.read_text() and not _runs(int(told.read_text())):
+                if got.exists() and got.read_text() and not _runs(int(got.read_text())):
                     died.append(time.monotonic())
             time.sleep(0.2)
         return counted(text, seed)
@@ -362,12 +362,12 @@ def test_no_route_of_the_proxy_answers_without_a_key():
     heard = []
 
     def agent():
-        _, told = _posted(f"{generator.server.url}/rloo/next", {}, token)
-        base = told["base_url"].removesuffix("/v1").rpartition("/")
+        _, got = _posted(f"{generator.server.url}/rloo/next", {}, token)
+        base = got["base_url"].removesuffix("/v1").rpartition("/")
         slug = base[2]
         for method, path in routes:
             url = generator.server.url + path.replace("{slug}", slug)
-            for key in ("", "another", told["api_key"] + "x", token):
+            for key in ("", "another", got["api_key"] + "x", token):
                 if key == token and path == "/rloo/next":
                     continue
                 request = urllib.request.Request(url, method=method, data=None)
@@ -378,8 +378,8 @@ def test_no_route_of_the_proxy_answers_without_a_key():
                 except urllib.error.HTTPError as error:
                     if error.code not in (401, 403, 404):
                         heard.append((method, path, key, error.code))
-        _posted(f"{told['base_url']}/rloo/reward", {"reward": 1.0}, told["api_key"])
-        _posted(f"{told['base_url']}/rloo/done", {"error": "nothing was asked"}, told["api_key"])
+        _posted(f"{got['base_url']}/rloo/reward", {"reward": 1.0}, got["api_key"])
+        _posted(f"{got['base_url']}/rloo/done", {"error": "nothing was asked"}, got["api_key"])
 
     thread = threading.Thread(target=agent)
     thread.start()
@@ -396,12 +396,12 @@ def test_an_agent_that_comes_by_itself_gets_an_episode_for_the_runs_token():
     def agent():
         heard.append(_posted(f"{generator.server.url}/rloo/next", {}, "another")[0])
         for end in ({}, {"error": "lost"}):
-            _, told = _posted(f"{generator.server.url}/rloo/next", {}, token)
-            url, key = told["base_url"], told["api_key"]
-            ask = {"model": told["model"], "messages": told["row"]["prompt"]}
+            _, got = _posted(f"{generator.server.url}/rloo/next", {}, token)
+            url, key = got["base_url"], got["api_key"]
+            ask = {"model": got["model"], "messages": got["row"]["prompt"]}
             _, answer = _posted(f"{url}/chat/completions", ask, key)
             heard.append(answer["choices"][0]["message"])
-            _posted(f"{url}/rloo/reward", {"reward": told["row"]["n"]}, key)
+            _posted(f"{url}/rloo/reward", {"reward": got["row"]["n"]}, key)
             _posted(f"{url}/rloo/done", end, key)
 
     thread = threading.Thread(target=agent)
@@ -419,11 +419,11 @@ def test_a_run_does_not_wait_for_ever_for_agents_that_come_by_themselves():
 
     def agent():
         for key in ("the token of another run", "the token of this run"):
-            status, told = _posted(f"{generator.server.url}/rloo/next", {}, key)
+            status, got = _posted(f"{generator.server.url}/rloo/next", {}, key)
             heard.append(status)
-        ask = {"model": "policy", "messages": told["row"]["prompt"]}
-        _posted(f"{told['base_url']}/chat/completions", ask, told["api_key"])
-        _posted(f"{told['base_url']}/rloo/done", {}, told["api_key"])  # and never comes again
+        ask = {"model": "policy", "messages": got["row"]["prompt"]}
+        _posted(f"{got['base_url']}/chat/completions", ask, got["api_key"])
+        _posted(f"{got['base_url']}/rloo/done", {}, got["api_key"])  # and never comes again
 
     thread = threading.Thread(target=agent)
     thread.start()

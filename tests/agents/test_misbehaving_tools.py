@@ -51,19 +51,19 @@ def function(tmp_path, body):
 
 def once(text, seed):
     """A call, and after whatever it was told an answer."""
-    told = text.count("<tool_response>") > 0
-    return "the end" if told else call_text("tool", items=[1, 2])
+    got = text.count("<tool_response>") > 0
+    return "the end" if got else call_text("tool", items=[1, 2])
 
 
 @pytest.mark.slow_but("raises", "hangs_in_c", "returns_odd_text", "kills_what_forked_it")
 @pytest.mark.parametrize("name", TOLD)
 def test_a_tool_that_misbehaves_is_an_answer_and_the_run_goes_on(tmp_path, name):
-    body, told = TOLD[name]
-    limits = AGENT | ({"max_tool_s": 1.0} if "no answer" in told else {})
+    body, got = TOLD[name]
+    limits = AGENT | ({"max_tool_s": 1.0} if "no answer" in got else {})
     generator = episode_generator(tools_agent([function(tmp_path, body)], **limits), once)
     groups = play(generator, {}, {"prompt": "again"})
     for (row,) in (group.rollouts for group in groups):
-        assert told in row.turns[1].observation[0]["content"]
+        assert got in row.turns[1].observation[0]["content"]
         assert row.failed is None and row.episode_facts["ended_by"] == "answer"
         assert row.turns[0].calls == [{"name": "tool", "arguments": {"items": [1, 2]}}]
 
@@ -146,19 +146,19 @@ def test_an_environment_that_dies_leaves_its_row_out_and_its_siblings_alone(
 
 
 def test_kill_9_of_an_environment_in_mid_episode_leaves_its_row_out_alone(tmp_path):
-    told = tmp_path / "pid"
+    got = tmp_path / "pid"
     body = f"""if self.bad:
-            open({str(told)!r} + ".new", "w").write(str(os.getpid()))
-            os.rename({str(told)!r} + ".new", {str(told)!r})
+            open({str(got)!r} + ".new", "w").write(str(os.getpid()))
+            os.rename({str(got)!r} + ".new", {str(got)!r})
             time.sleep(60)"""
     text = HEAD + CLASS.replace("RESET", "self.bad = row.get('bad')").replace("TOOL", body)
     path = write_file(tmp_path, text.replace("REWARD", "pass"))
 
     def kill_when_told() -> None:
         limit = time.monotonic() + 30
-        while not told.exists() and time.monotonic() < limit:
+        while not got.exists() and time.monotonic() < limit:
             time.sleep(0.01)
-        os.kill(int(Path(told).read_text()), 9)
+        os.kill(int(Path(got).read_text()), 9)
 
     killer = threading.Thread(target=kill_when_told)
     killer.start()

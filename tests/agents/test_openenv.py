@@ -46,7 +46,7 @@ def played(*said, k=1, pause_s=0.0, workers=0):
     return group
 
 
-def told(row):
+def seen(row):
     return [turn.observation[0]["content"] for turn in row.turns[1:]]
 
 
@@ -55,7 +55,7 @@ def check_contract(folder, monkeypatch, workers):
     monkeypatch.chdir(folder)
     for row in played("hello", "", "hi", k=2, workers=workers).rollouts:
         assert row.failed is None and row.episode_facts["ended_by"] == "answer"
-        first, empty, last = told(row)
+        first, empty, last = seen(row)
         assert first == "hello" and last == "hi" and "no echo" in empty
         assert row.environment == {"steps": 2, "done": False}
         assert row.environment_reward == pytest.approx(0.7)

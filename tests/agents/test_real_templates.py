@@ -266,9 +266,9 @@ def test_a_run_may_ask_for_the_template_rules(model: str, asked: str, path: str)
     call = {"name": "odd", "arguments": {"number": 1}}
     for text in HOSTILE:
         text, _ = ours.clean_observation(text, 200)
-        told = [tool_message(0, call, text)]
-        assert renderer.ids_by_rule(told, [], stop) is not None
-        assert renderer.new_ids([call], told, [], stop) == ours.new_ids([call], told, [], stop)
+        got = [tool_message(0, call, text)]
+        assert renderer.ids_by_rule(got, [], stop) is not None
+        assert renderer.new_ids([call], got, [], stop) == ours.new_ids([call], got, [], stop)
 
 
 @pytest.mark.process

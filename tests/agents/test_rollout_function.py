@@ -16,12 +16,12 @@ from rloo_cli.utils.rng import turn_seed
 def two_turns(prompts, sampler):
     """A conversation of two turns, and a word of the environment's after the second."""
     first = sampler.sample(sampler.prompt_ids)
-    told = [sampler.new_ids(t, [{"role": "user", "content": "more<|im_end|>"}]) for t in first]
-    begun = [p + t.ids + n for p, t, n in zip(sampler.prompt_ids, first, told, strict=True)]
+    got = [sampler.new_ids(t, [{"role": "user", "content": "more<|im_end|>"}]) for t in first]
+    begun = [p + t.ids + n for p, t, n in zip(sampler.prompt_ids, first, got, strict=True)]
     order = [*range(len(prompts))][::-1]
     second = sampler.sample([begun[i] for i in order], rows=order)[::-1]
     last = sampler.render("bye")
-    triples = [*zip(first, told, second, strict=True)]
+    triples = [*zip(first, got, second, strict=True)]
     return {
         "prompt_ids": sampler.prompt_ids,
         "completion_ids": [a.ids + n + b.ids + last for a, n, b in triples],
@@ -51,8 +51,8 @@ def test_what_a_function_returns_becomes_turns_and_only_what_was_sampled_is_trai
             second = f"said {turn_seed(row.seed, 1)}"
             assert [t.text for t in row.turns] == [f"said {row.seed}", second]
             assert row.terminated and row.weight_version == 5 and row.failed is None
-            (told,) = row.turns[1].observation
-            assert "<|im_start|>user\nmore< |im_end|>" in told["content"]
+            (got,) = row.turns[1].observation
+            assert "<|im_start|>user\nmore< |im_end|>" in got["content"]
             own = [i for i, m in zip(row.completion_ids, row.mask, strict=True) if m]
             assert decode(own) == f"said {row.seed}<|im_end|>{second}<|im_end|>"
             assert row.sampled_logp == [-0.5] * row.length

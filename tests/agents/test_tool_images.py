@@ -129,8 +129,8 @@ def test_a_tools_image_stands_where_the_tool_put_it(
     new = vision.num_tokens((20, 24))
     assert image_count(vision, second.prompt_ids) == new > 0
     assert second.observation[0]["content"] == "left [image] right"
-    told = vision.tokenizer.decode(second.prompt_ids)
-    assert told.index("left ") < told.index("<|image_pad|>") < told.index(" right")
+    got = vision.tokenizer.decode(second.prompt_ids)
+    assert got.index("left ") < got.index("<|image_pad|>") < got.index(" right")
     media = asked[1].media
     assert media is not None and len(media.images) == len(shown) + 1
     # The engine is sent one placeholder for each image, and expands them to the same ids.

@@ -118,13 +118,13 @@ def saying(*turns):
     """A model that says these one after the other: the next is found by what it was told."""
 
     def script(text: str, seed: int) -> str:
-        done = [i for i, (told, _) in enumerate(turns) if told in text]
+        done = [i for i, (got, _) in enumerate(turns) if got in text]
         return turns[done[-1]][1]
 
     return script
 
 
-def told(rollout):
+def seen(rollout):
     return [m["content"] for turn in rollout.turns for m in turn.observation]
 
 
@@ -135,7 +135,7 @@ def test_a_counter_has_its_state_at_the_end_for_a_reward_function(tmp_path):
     generator = episode_generator(class_agent({"counter": f"{path}:CounterEnv"}), script)
     (group,) = play(generator, k=2)
     for rollout in group.rollouts:
-        assert told(rollout) == ["2", "5"] and rollout.environment == {"count": 5}
+        assert seen(rollout) == ["2", "5"] and rollout.environment == {"count": 5}
         assert rollout.environment_reward is None and rollout.failed is None
 
 
@@ -154,7 +154,7 @@ def test_a_calculator_opens_with_its_row_and_scores_itself(tmp_path):
     assert schema["function"]["parameters"]["required"] == ["operator", "operands"]
     (group,) = play(generator, {"start": 4})
     (rollout,) = group.rollouts
-    assert told(rollout) == [
+    assert seen(rollout) == [
         "{'memory': 7.5}", '{"error": "ValueError: Unknown operator /"}', "{'memory': 15}",
     ]  # fmt: skip
     assert rollout.environment_reward == 1.5 and rollout.episode_facts["errors"] == 1
@@ -169,7 +169,7 @@ def test_a_game_that_is_over_says_so_by_an_exception(tmp_path):
     generator = episode_generator(class_agent({"guess": f"{path}:GuessEnv"}), script)
     (group,) = play(generator, {"secret": 12})
     (rollout,) = group.rollouts
-    assert told(rollout)[:2] == ["Too low.", "Right!"] and "Game over." in told(rollout)[2]
+    assert seen(rollout)[:2] == ["Too low.", "Right!"] and "Game over." in seen(rollout)[2]
     assert rollout.environment["reward"] == 1.0 and rollout.episode_facts["ended_by"] == "answer"
 
 
@@ -211,7 +211,7 @@ class Opens:
     assert "<|im_start|>user\nYour task 1<|im_end|>" in decode(groups[0].prompt_ids)
     assert first.environment["row"] == ["n"] and third.environment["row"] == ["n", "prompt"]
     assert "user\ngoYour task 3<|im_end|>" in decode(groups[2].prompt_ids)
-    assert told(first) == ["a door"] and first.failed is None
+    assert seen(first) == ["a door"] and first.failed is None
     assert "image" in image.failed and "only text" in image.failed
 
 
@@ -221,5 +221,5 @@ def test_the_example_of_a_tool_multiplies(tmp_path, workers):
     script = saying(("", call_text("multiply", a=6, b=7)), ("42\n</tool", "42"))
     generator = episode_generator(tools_agent([f"{path}:multiply"], workers=workers), script)
     (group,) = play(generator, k=2)
-    assert [told(r) for r in group.rollouts] == [["42"], ["42"]]
+    assert [seen(r) for r in group.rollouts] == [["42"], ["42"]]
     assert [r.text for r in group.rollouts] == ["42", "42"]

@@ -68,7 +68,7 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
 
 
 @pytest.mark.parametrize(
-    ("keys", "where", "told"),
+    ("keys", "where", "got"),
     [
         (LOSS, "kl_estimator", "expected gradient is zero"),
         (
@@ -97,11 +97,11 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
     ],
 )
 def test_a_conflict_is_named_with_its_arithmetic(
-    keys: dict[str, Any], where: str, told: str
+    keys: dict[str, Any], where: str, got: str
 ) -> None:
     (problem,) = found(**keys)
     assert problem.where == f"algorithm.{where}"
-    assert told in problem.why
+    assert got in problem.why
     assert problem.fix
 
 
@@ -238,7 +238,7 @@ def test_overlong_penalty_that_starts_before_the_first_token_is_a_conflict() -> 
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "got"),
     [
         ({"kl_estimator": "k2"}, "kl_estimator=k2 in the reward"),
         ({"kl_estimator": "k3"}, "kl_estimator=k3 in the reward"),
@@ -253,8 +253,8 @@ def test_overlong_penalty_that_starts_before_the_first_token_is_a_conflict() -> 
         *((f, "logp then differs") for f in FILTERS),
     ],
 )
-def test_what_is_seldom_meant_is_warned_of(keys: dict[str, Any], told: str) -> None:
-    assert told in warned(**keys)
+def test_what_is_seldom_meant_is_warned_of(keys: dict[str, Any], got: str) -> None:
+    assert got in warned(**keys)
 
 
 @pytest.mark.parametrize(

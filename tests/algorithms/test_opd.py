@@ -277,8 +277,8 @@ def test_where_a_teacher_is_served_is_no_part_of_the_experiment_and_its_model_is
 
 
 def test_explain_tells_which_keys_of_a_teachers_server_act() -> None:
-    told = explain_key("algorithm.teacher.base_url", SERVED)
-    assert f'value    "{URL}"' in told and "from     command line" in told and "idle" not in told
+    got = explain_key("algorithm.teacher.base_url", SERVED)
+    assert f'value    "{URL}"' in got and "from     command line" in got and "idle" not in got
     assert "no effect" in explain_key("algorithm.teacher.retries", TAUGHT)
     assert "no effect" not in explain_key("algorithm.teacher.retries", SERVED)
     only = "no effect: only with algorithm.teacher.base_url=null"

@@ -84,16 +84,16 @@ def fitted(new: Tensor, old: Tensor, returns: Tensor, **keys: Any) -> ValueLoss:
 def test_the_value_loss_is_that_of_the_vector_and_is_weighed_by_vf_coef() -> None:
     returns = ppo.token_table(VECTOR, config(beta=0.05)).returns
     assert returns is not None
-    told = fitted(column([[0.6, 0.9, 0.1]]), VALUES, returns)
-    assert float(told.value) == pytest.approx(0.216168, abs=1e-6)
-    assert told.clipped.tolist() == [False, True, False]
-    assert float(told.total) == pytest.approx(0.1 * 0.216168, abs=1e-7)
+    got = fitted(column([[0.6, 0.9, 0.1]]), VALUES, returns)
+    assert float(got.value) == pytest.approx(0.216168, abs=1e-6)
+    assert got.clipped.tolist() == [False, True, False]
+    assert float(got.total) == pytest.approx(0.1 * 0.216168, abs=1e-7)
 
 
 def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient() -> None:
     new = column([[0.9, 0.33, 0.0]]).requires_grad_()
-    told = fitted(new, column([[0.5, 0.5, 0.5]]), column([[1.0, 0.0, 1.0]]), vf_coef=1.0)
-    told.total.backward()
+    got = fitted(new, column([[0.5, 0.5, 0.5]]), column([[1.0, 0.0, 1.0]]), vf_coef=1.0)
+    got.total.backward()
     assert new.grad is not None
     # 0.9: past 0.7, towards 1: none. 0.33: inside, as 0.3 is the edge. 0.0: away from 1: its own,
     # (V - R) / 3. At the edge itself torch 2.15 has another gradient of clamp than those before.
@@ -105,11 +105,11 @@ def test_tokens_without_a_return_and_masked_ones_have_no_value_loss_and_no_gradi
     m = micro([5], torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]))
     m.value = column([[0.5, 0.2, 0.1, 0.0, 0.0]])
     m.returns = column([[0.976037, 0.964250, 1.015, 3.0, float("nan")]])
-    told = ppo.value_loss(new, m, config(), 3.0)
-    assert float(told.value) == pytest.approx(0.216168, abs=1e-6)
-    told.total.backward()
+    got = ppo.value_loss(new, m, config(), 3.0)
+    assert float(got.value) == pytest.approx(0.216168, abs=1e-6)
+    got.total.backward()
     assert new.grad is not None and new.grad[3:].tolist() == [0.0, 0.0]
-    assert told.counted.tolist() == [True, True, True, False, False]
+    assert got.counted.tolist() == [True, True, True, False, False]
 
 
 # Plain loops over rows and tokens.
@@ -216,11 +216,11 @@ def plain_ppo(
     for r in rows:
         e.append((-settings.beta * (old[r] - ref[r])).double().tolist())
         e[-1][-1] += float(batch.shaped[r])
-    told = by_hand(e, [was[r].double().tolist() for r in rows], settings.gamma, settings.lam)
-    a = column(told)
-    returns = {r: torch.tensor(x) + was[r] for r, x in zip(rows, told, strict=True)}
+    got = by_hand(e, [was[r].double().tolist() for r in rows], settings.gamma, settings.lam)
+    a = column(got)
+    returns = {r: torch.tensor(x) + was[r] for r, x in zip(rows, got, strict=True)}
     white = (a - a.mean()) / (a.var() + 1e-8).sqrt()
-    parts = dict(zip(rows, white.float().split([len(x) for x in told]), strict=True))
+    parts = dict(zip(rows, white.float().split([len(x) for x in got]), strict=True))
     for _ in range(passes):
         total = torch.zeros(())
         for r in rows:
@@ -307,8 +307,8 @@ def test_a_row_that_has_no_score_is_nothing_for_the_value_model_to_learn(tmp_pat
         assert not batch.scorable[1, 0] and batch.scorable.sum() == 3
         row = updated(run, batch).to_metrics()
         found.append((values_flat(run) - before, row["loss/value_avg"]))
-    (one, told), (other, again) = found
-    assert apart(other, one) < 1e-4 and again == pytest.approx(told, rel=1e-5)
+    (one, got), (other, again) = found
+    assert apart(other, one) < 1e-4 and again == pytest.approx(got, rel=1e-5)
 
 
 def test_the_value_model_learns_what_returns_are_like(tmp_path: Path) -> None:
@@ -320,9 +320,9 @@ def test_the_value_model_learns_what_returns_are_like(tmp_path: Path) -> None:
              "algorithm.epsilon_value=1.0", "generation.max_completion_length=3"]  # fmt: skip
     run = make(tmp_path, *words, rewards={"question": question})
     rows = [step(run)[1] for _ in range(6)]
-    told = [row["value/explained_variance"] for row in rows]
-    assert abs(told[0]) < 1e-6  # a head of zeros explains nothing
-    assert told[-1] > 0.8 and rows[-1]["loss/value_avg"] < rows[0]["loss/value_avg"] / 4
+    got = [row["value/explained_variance"] for row in rows]
+    assert abs(got[0]) < 1e-6  # a head of zeros explains nothing
+    assert got[-1] > 0.8 and rows[-1]["loss/value_avg"] < rows[0]["loss/value_avg"] / 4
 
 
 # The value model.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rloo_cli.data.packing import KeptIds
 from rloo_cli.generation.hf import sampling
-from rloo_cli.policy.kept_head import kept_logprobs
+from rloo_cli.policy.masked_head import kept_logprobs
 
 WORDS, TEMPERATURE, BETA = 4, 0.8, 0.3
 FILTERS = {

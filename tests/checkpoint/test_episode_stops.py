@@ -43,7 +43,7 @@ def test_a_changed_tool_file_is_named_and_refused_on_resume(forked: Forked) -> N
     assert forked(*asked, faults="step@3=term") == 75, forked.said()
     said, run = forked.said(), forked.folder / "runs" / "smoke"
     (digest,) = json.loads((run / "run.json").read_text())["code_files"].values()
-    assert f"world.py:World (sha256 {digest})" in said
+    assert f"world.py:World, sha256 {digest}" in said
     path = forked.folder / "world.py"
     path.write_text(path.read_text() + "# other\n")
     assert forked(*asked, "resume=auto") == 2

@@ -242,8 +242,10 @@ def test_data_that_grew_is_refused_and_the_run_is_left_as_it_was(
     assert_refused(ended, 4, key="the data has changed")
     sentence(ended)
     assert state(run) == before
-    data.write_text("\n".join(rows))
-    assert forked(*words, "resume=auto") == 0, forked.said()
+    assert forked(*words, "resume=auto", "resume_allow_changes=true") == 0, forked.said()
+    (change,) = read_json(run / "run.json")["changes"]
+    old, new = change["data (fingerprint)"]
+    assert change["attempt"] == 2 and old != new
 
 
 def test_the_optimizer_of_another_model_is_refused(copy: Path, forked: Forked) -> None:

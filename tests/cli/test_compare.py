@@ -27,7 +27,7 @@ def in_a_folder(request, tmp_path, monkeypatch):
     """Without pictures, which take a second, but where a test says `pictures`."""
     monkeypatch.chdir(tmp_path)
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(charts, "draw_comparison", lambda told, out, title: out)
+        monkeypatch.setattr(charts, "draw_comparison", lambda got, out, title: out)
 
 
 @pytest.fixture
@@ -78,32 +78,32 @@ def test_students_quantile_is_that_of_the_tables(freedom, t):
 
 
 def test_the_interval_of_three_known_numbers():
-    told = statistics.mean_with_interval([1.0, 2.0, 3.0])
-    assert (told.mean, told.n) == (2.0, 3)
-    assert told.half_width == pytest.approx(4.302653 / math.sqrt(3))
-    assert told.text() == "2.000 ± 2.484"
+    got = statistics.mean_with_interval([1.0, 2.0, 3.0])
+    assert (got.mean, got.n) == (2.0, 3)
+    assert got.half_width == pytest.approx(4.302653 / math.sqrt(3))
+    assert got.text() == "2.000 ± 2.484"
 
 
 def test_one_seed_has_no_interval_and_none_has_no_mean():
-    told = statistics.mean_with_interval([1.5])
-    assert told.half_width is None and told.low == told.high == 1.5 and told.text() == "1.500"
+    got = statistics.mean_with_interval([1.5])
+    assert got.half_width is None and got.low == got.high == 1.5 and got.text() == "1.500"
     assert statistics.mean_with_interval([]) is None
 
 
 def test_a_difference_is_taken_seed_by_seed_over_those_that_both_have():
     ours, theirs = {1: 1.0, 2: 5.0, 3: 9.0, 4: 99.0}, {1: 0.9, 2: 4.8, 3: 8.7, 5: -99.0}
-    told = statistics.paired_difference(ours, theirs)
-    assert told.n == 3 and told.mean == pytest.approx(0.2)
-    assert told.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
-    assert statistics.describe_difference(told) == "not told apart"
+    got = statistics.paired_difference(ours, theirs)
+    assert got.n == 3 and got.mean == pytest.approx(0.2)
+    assert got.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
+    assert statistics.describe_difference(got) == "not told apart"
     assert statistics.paired_difference({1: 1.0}, {2: 1.0}) is None
 
 
 def test_the_words_for_a_difference(sentence):
     ours = ([1.0, 1.01, 0.99], [-1.0, -1.01, -0.99], [1.0, -1.0, 0.5], [0.0] * 3, [3.0])
-    told = [statistics.paired_difference(dict(enumerate(o)), dict.fromkeys(range(9), 0.0))
+    got = [statistics.paired_difference(dict(enumerate(o)), dict.fromkeys(range(9), 0.0))
             for o in ours]  # fmt: skip
-    sentence("\n".join(map(statistics.describe_difference, [*told, None])))
+    sentence("\n".join(map(statistics.describe_difference, [*got, None])))
 
 
 # Finding and grouping.
@@ -117,6 +117,14 @@ def test_runs_are_found_by_folder_name_pattern_and_in_folders(tmp_path):
     ]
     assert names == ["rloo-1", "rloo-2", "grpo-1", "grpo-2", "grpo-3", "rloo-3"]
     assert run_folders.find_compared_runs([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
+
+
+def test_a_sweep_is_its_trials_which_lie_beside_it():
+    trials = [{"name": name} for name in ("rloo-2", "grpo-1", "not-begun")]
+    (swept := two() / "swept").mkdir()
+    (swept / "sweep.json").write_text(json.dumps({"members": trials}))
+    found = [p.name for p in run_folders.find_compared_runs(["swept", "runs/swept"])]
+    assert found == ["grpo-1", "rloo-2"]
 
 
 def test_a_word_that_names_no_run_is_refused_with_a_near_one():
@@ -214,9 +222,9 @@ def test_another_budget_machine_or_missing_seed_is_said(capsys, sentence):
 def test_a_run_that_is_not_finished_is_named_and_does_not_count(capsys, sentence):
     root = two()
     write(root, "grpo-4", 4, (0.0,), "failed", 1, algorithm__name="grpo")
-    told = said(capsys, "runs")
+    got = said(capsys, "runs")
     why = "grpo, seed 4 (runs/grpo-4): failed (exit 7) at step 1 of 4"
-    assert f"excluded: {why}" in told
+    assert f"excluded: {why}" in got
     grpo = written()["configurations"][1]
     assert grpo["seeds"] == [1, 2, 3] and grpo["left_out"][0]["run"] == "runs/grpo-4"
     sentence("\n".join(written()["notes"]))
@@ -230,8 +238,8 @@ def test_runs_that_are_not_finished_count_where_it_is_asked(capsys, sentence):
     error = refused("rloo", "grpo")
     assert_refused(error, key="runs/grpo", fix="--unfinished")
     sentence(error)
-    told = said(capsys, "rloo", "grpo", "--unfinished")
-    assert "0.500" in told
+    got = said(capsys, "rloo", "grpo", "--unfinished")
+    assert "0.500" in got
     assert any(note.startswith("grpo, seed 1 ") for note in written()["notes"])
 
 
@@ -260,8 +268,8 @@ def figures(**keys) -> results.Comparison:
 
 
 def test_the_figures_of_a_configuration():
-    told = figures(second=3.0)
-    rloo, grpo = told.results
+    got = figures(second=3.0)
+    rloo, grpo = got.results
     assert (
         rloo.mean_over_seeds("final").mean == pytest.approx(0.92)
         and grpo.mean_over_seeds("final").mean == 0.8
@@ -273,14 +281,14 @@ def test_the_figures_of_a_configuration():
         rloo.mean_over_seeds("peak_gib").mean == 1.0 and rloo.mean_over_seeds("updates").mean == 4
     )
     assert [x for x, _ in rloo.curves["held_out"]] == [0.0, 16.0, 32.0]
-    assert told.differences["grpo"].mean == pytest.approx(-0.12)
-    assert len(results.conclusion_lines(told)) == 1
+    assert got.differences["grpo"].mean == pytest.approx(-0.12)
+    assert len(results.conclusion_lines(got)) == 1
 
 
 def test_the_threshold_lies_between_the_start_and_the_best_end():
-    told = figures()
-    assert told.threshold == pytest.approx(0.9 * 0.92)
-    rloo, grpo = told.results
+    got = figures()
+    assert got.threshold == pytest.approx(0.9 * 0.92)
+    rloo, grpo = got.results
     assert rloo.figures["reached"] == {1: 32.0, 2: 32.0, 3: 32.0} and not grpo.figures["reached"]
 
 
@@ -288,19 +296,19 @@ def test_a_threshold_below_zero_is_still_reached_from_below():
     root = Path("runs")
     for name, last in (("rloo", -1.0), ("grpo", -2.0)):
         write(root, name, scores=(-6.0, -3.0, last), algorithm__name=name)
-    told = results.compare_configurations(
+    got = results.compare_configurations(
         groups(*run_folders.find_compared_runs(["runs"])), "eval_reward", 0, []
     )
-    assert told.threshold == pytest.approx(-1.5)
-    assert [o.figures["reached"] for o in told.results] == [{1: 32.0}, {}]
+    assert got.threshold == pytest.approx(-1.5)
+    assert [o.figures["reached"] for o in got.results] == [{1: 32.0}, {}]
 
 
 def test_without_evaluations_the_training_reward_is_compared_and_called_so(capsys):
     for name in ("rloo", "grpo"):
         write(Path("runs"), name, scores=(), algorithm__name=name)
-    told = said(capsys, "rloo", "grpo")
+    got = said(capsys, "rloo", "grpo")
     assert (written()["held_out"], written()["score"]) == (False, "reward")
-    assert "held-out" not in told
+    assert "held-out" not in got
 
 
 def test_a_judges_win_rate_is_a_mean_over_seeds_or_has_the_judges_own_interval(capsys, pictures):
@@ -309,8 +317,8 @@ def test_a_judges_win_rate_is_a_mean_over_seeds_or_has_the_judges_own_interval(c
         judged(root / f"rloo-{seed}", rate)
     judged(root / "grpo-1", 0.4)
     table, head = root / "comparison" / "table.md", "| win rate against reference |"
-    told = said(capsys, "runs")
-    assert "reference: -0.100: one seed" in told
+    got = said(capsys, "runs")
+    assert "reference: -0.100: one seed" in got
     assert "| 60.0% ± 24.8 |" in table.read_text() and head in table.read_text()
     said(capsys, "rloo-1", "grpo-1")
     assert "| 50.0% (40.0% to 60.0% over pairs) |" in table.read_text()
@@ -325,8 +333,8 @@ def test_seeds_that_differ_by_the_same_are_no_verdict(capsys):
     for seed in (1, 2):
         write(root, f"rloo-{seed}", seed, (0.0, 0.5))
         write(root, f"grpo-{seed}", seed, (0.0, 0.5625), algorithm__name="grpo")
-    told = said(capsys, "runs")
-    assert f"+0.062, 2 seeds: {statistics.NO_SPREAD}" in told
+    got = said(capsys, "runs")
+    assert f"+0.062, 2 seeds: {statistics.NO_SPREAD}" in got
     table = written()
     assert "low" not in table["differences"]["grpo"]
     assert "low" not in table["configurations"][0]["figures"]["final"]
@@ -335,8 +343,8 @@ def test_seeds_that_differ_by_the_same_are_no_verdict(capsys):
 def test_a_spread_below_the_scores_own_error_is_not_believed(capsys):
     for name, scores in (("rloo", (0.5, 0.5)), ("grpo", (0.5625, 0.578125))):
         for seed, last in enumerate(scores, 1):
-            place = f"{name}-{seed}"
-            write(Path("runs"), place, seed, (0.0, last), algorithm__name=name, samples=64)
+            at = f"{name}-{seed}"
+            write(Path("runs"), at, seed, (0.0, last), algorithm__name=name, samples=64)
     said(capsys, "runs")
     table = written()
     assert table["differences"]["grpo"]["verdict"] == "not told apart"
@@ -377,8 +385,8 @@ def test_win_rates_count_for_the_warning_about_many_comparisons(capsys):
 # Judges.
 
 
-def verdicts_of_judges(told: str) -> int:
-    return told.count("against reference: ")
+def verdicts_of_judges(got: str) -> int:
+    return got.count("against reference: ")
 
 
 def test_a_checkpoints_judge_is_not_the_runs_even_if_it_is_newer(capsys):
@@ -420,8 +428,8 @@ def test_other_pairs_are_no_verdict(capsys):
         judged(root / name, 0.5)
         pair = {"set": None, "row": 0, "prompt": prompt, "theirs": "c"}
         (root / name / "eval" / "final" / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
-    told = said(capsys, "runs")
-    assert not verdicts_of_judges(told) and "pairs 100 pairs " in told
+    got = said(capsys, "runs")
+    assert not verdicts_of_judges(got) and "pairs 100 pairs " in got
 
 
 def test_of_several_judges_the_one_that_both_sides_have_is_compared(capsys):
@@ -439,7 +447,7 @@ def test_how_a_judge_is_reached_and_the_runs_own_seed_make_no_other_judge(capsys
         keys = {"base_url": f"http://node{seed}/v1", "model": f"judge-seed-{seed}"}
         judged(root / f"rloo-{seed}", 0.5 + seed / 100, concurrency=seed, **keys)
         judged(root / f"grpo-{seed}", 0.6 + seed / 100, **keys)
-    assert verdicts_of_judges(told := said(capsys, "runs")) == 1 and "2 seeds" in told
+    assert verdicts_of_judges(got := said(capsys, "runs")) == 1 and "2 seeds" in got
 
 
 # What is written.
@@ -459,9 +467,9 @@ def test_charts_and_tables_are_written_and_hold_the_labels(capsys, pictures, sen
     rows = [*csv.DictReader(io.StringIO((out / "table.csv").read_text()))]
     final = next(r for r in rows if r["configuration"] == "rloo" and r["figure"] == "final")
     assert float(final["mean"]) == pytest.approx(0.92) and final["n"] == "3"
-    told = json.loads((out / "table.json").read_text())
-    assert told["configurations"][0]["figures"]["final"]["by_seed"]["3"] == pytest.approx(0.93)
-    assert told["differences"]["grpo"]["verdict"] == "lower" and root.is_dir()
+    got = json.loads((out / "table.json").read_text())
+    assert got["configurations"][0]["figures"]["final"]["by_seed"]["3"] == pytest.approx(0.93)
+    assert got["differences"]["grpo"]["verdict"] == "lower" and root.is_dir()
 
 
 def test_the_same_runs_make_the_same_files(capsys, pictures):
@@ -476,8 +484,8 @@ def test_the_same_runs_make_the_same_files(capsys, pictures):
 def test_two_runs_also_say_what_differs_in_their_configs(capsys):
     write(Path("runs"), "a", 1)
     write(Path("runs"), "b", 2, algorithm__beta=0.1)
-    told = said(capsys, "a", "b")
-    assert "a -> b seed: 1 -> 2 algorithm.beta: 0.05 -> 0.1" in told
+    got = said(capsys, "a", "b")
+    assert "a -> b seed: 1 -> 2 algorithm.beta: 0.05 -> 0.1" in got
     assert written()["differences"]["rloo beta=0.1"]["n"] == 0
 
 
@@ -488,8 +496,8 @@ def test_keys_that_differ_are_shown_side_by_side(capsys):
 
 def test_all_figures_can_be_had_as_json(capsys):
     two()
-    told = json.loads(said(capsys, "runs", "--json"))
-    assert told["against"] == "rloo" and told["score"] == "eval_reward"
+    got = json.loads(said(capsys, "runs", "--json"))
+    assert got["against"] == "rloo" and got["score"] == "eval_reward"
     assert said(capsys, "runs", "--against", "grpo").count("rloo minus grpo") == 1
 
 

@@ -146,8 +146,8 @@ def test_a_sweep_of_two_short_runs_is_trained_and_compared(rloo: Rloo):
     assert ended.code == 0, ended.said
     again = rloo("train", *words, *small)
     assert again.out.count("nothing to do") == 2
-    told = rloo("compare", "compare-*")
-    assert told.code == 0, told.said
+    got = rloo("compare", "compare-*")
+    assert got.code == 0, got.said
     table = (rloo.folder / "runs" / "comparison" / "table.md").read_text()
     assert table.splitlines()[2].startswith("| rloo | 2 | ")
     assert (rloo.folder / "runs" / "comparison" / "curves.png").stat().st_size > 10_000

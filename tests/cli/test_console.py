@@ -139,8 +139,8 @@ def test_a_rank_that_another_program_left_in_the_environment_makes_nobody_one_of
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    place = topology.find_topology(os.environ, checked((), ()))[0]
-    assert topology.rank_process_specs(place, "", 0, None)[0].rank == 0
+    ranks = topology.find_topology(os.environ, checked((), ()))[0]
+    assert topology.rank_process_specs(ranks, "", 0, None)[0].rank == 0
 
 
 def test_a_run_goes_on_when_its_console_is_full(forked: Forked) -> None:

@@ -73,22 +73,22 @@ def test_the_final_model_gives_the_last_evaluation_of_its_run_again(
     before = own_files(run)
     ended = trained("eval", "runs/smoke")
     assert ended.code == 0 and ended.err == "", ended.said
-    place = run / "eval" / "final"
-    assert {p.name for p in place.iterdir()} == {
+    root = run / "eval" / "final"
+    assert {p.name for p in root.iterdir()} == {
         "config.yaml",
         "about.json",
         "metrics.json",
         "samples_hard.jsonl",
         "samples_sums.jsonl",
     }
-    assert read_json(place / "metrics.json") == logged(run, 3)
+    assert read_json(root / "metrics.json") == logged(run, 3)
     for name in ("hard", "sums"):
         theirs = (run / "samples" / f"eval_{name}_000003.jsonl").read_text()
-        assert (place / f"samples_{name}.jsonl").read_text() == theirs
+        assert (root / f"samples_{name}.jsonl").read_text() == theirs
     assert own_files(run) == before
     for part in ("held out", "hard", "sums", "avg@2", "pass@2", "results        runs/smoke/eval"):
         assert part in ended.out
-    settings = yaml.safe_load((place / "config.yaml").read_text())
+    settings = yaml.safe_load((root / "config.yaml").read_text())
     assert settings["model"]["path"] == "runs/smoke/final"
 
 
@@ -96,10 +96,10 @@ def test_the_final_model_gives_the_last_evaluation_of_its_run_again(
 def test_a_checkpoint_gives_the_evaluation_of_its_step_again(trained: Rloo, run: Path) -> None:
     ended = trained("eval", "runs/smoke/checkpoint-1")
     assert ended.code == 0, ended.said
-    place = run / "eval" / "checkpoint-1"
-    assert read_json(place / "metrics.json") == logged(run, 1)
+    root = run / "eval" / "checkpoint-1"
+    assert read_json(root / "metrics.json") == logged(run, 1)
     theirs = (run / "samples" / "eval_hard_000001.jsonl").read_text()
-    assert (place / "samples_hard.jsonl").read_text() == theirs
+    assert (root / "samples_hard.jsonl").read_text() == theirs
     assert logged(run, 1) != logged(run, 3) | {"step": 1}
 
 
@@ -111,27 +111,27 @@ def test_other_words_have_results_of_their_own_and_replace_only_those(
     words += ["~eval.sets.sums", "reward.state.weight=0.0"]
     ended = trained(*words)
     assert ended.code == 0, ended.said
-    (place,) = run.glob("eval/final-*")
-    row = read_json(place / "metrics.json")
+    (root,) = run.glob("eval/final-*")
+    row = read_json(root / "metrics.json")
     assert row["eval_hard_samples"] == 3 and not [k for k in row if "sums" in k or "@" in k]
-    assert len(strict(place / "samples_hard.jsonl")) == 3
-    (place / "metrics.json").write_text("old")
-    (place / "stale").write_text("")
+    assert len(strict(root / "samples_hard.jsonl")) == 3
+    (root / "metrics.json").write_text("old")
+    (root / "stale").write_text("")
     assert trained(*words).code == 0
-    assert read_json(place / "metrics.json") == row and not (place / "stale").exists()
+    assert read_json(root / "metrics.json") == row and not (root / "stale").exists()
     assert [p.name for p in (run / "eval").iterdir() if p.name.startswith(".")] == []
 
 
 @pytest.mark.process
 def test_results_that_do_not_come_to_their_end_leave_the_old_ones(trained: Rloo, run: Path) -> None:
-    place = run / "eval" / "checkpoint-2"
-    place.mkdir(parents=True)
-    (place / "about.json").write_text("{}")
+    root = run / "eval" / "checkpoint-2"
+    root.mkdir(parents=True)
+    (root / "about.json").write_text("{}")
     faults = {"RLOO_ALLOW_FAULTS": "1"}
     for action, code in (("kill9", 6), ("term", 75), ("raise", 1)):
         ended = trained("eval", "runs/smoke/checkpoint-2", RLOO_FAULTS=f"eval@2={action}", **faults)
         assert ended.code == code, ended.said
-        assert [p.name for p in place.iterdir()] == ["about.json"]
+        assert [p.name for p in root.iterdir()] == ["about.json"]
         assert [p.name for p in (run / "eval").iterdir() if p.name.startswith(".")] == []
     wrong = trained("eval", "runs/smoke/checkpoint-2", "eval.sets.hard.split=nothing")
     assert wrong.code == 4 and "eval.sets.hard.split" in wrong.err, wrong.said
@@ -153,22 +153,22 @@ def test_a_recipes_model_is_scored_as_its_run_would_score_it_at_the_start(rloo: 
     words = ["+recipe=smoke", "logging.samples=0", "max_steps=1"]
     ended = rloo("eval", *words)
     assert ended.code == 0, ended.said
-    (place,) = (rloo.folder / "runs" / "eval" / "smoke").iterdir()
-    assert place.name.startswith("tiny-") and (place / "samples.jsonl").is_file()
+    (root,) = (rloo.folder / "runs" / "eval" / "smoke").iterdir()
+    assert root.name.startswith("tiny-") and (root / "samples.jsonl").is_file()
     ended = rloo("train", *words)  # the folder of the run is still free
     assert ended.code == 0, ended.said
     run = rloo.folder / "runs" / "smoke"
     first = strict(run / "metrics.jsonl")[0]
-    assert read_json(place / "metrics.json") == first
+    assert read_json(root / "metrics.json") == first
     theirs = (run / "samples" / "eval_000000.jsonl").read_text()
-    assert (place / "samples.jsonl").read_text() == theirs
+    assert (root / "samples.jsonl").read_text() == theirs
     # Another recipe, with the trained model.
     final = ["model.path=runs/smoke/final", "eval.max_samples=2", "data.eval_split=train"]
     ended = rloo("eval", "+recipe=tldr_1b", "+debug=cpu", *final, "eval.num_generations=2")
     assert ended.code == 0, ended.said
-    (place,) = (rloo.folder / "runs" / "debug" / "eval" / "tldr_1b").iterdir()
-    assert place.name.startswith("final-")
-    row = read_json(place / "metrics.json")
+    (root,) = (rloo.folder / "runs" / "debug" / "eval" / "tldr_1b").iterdir()
+    assert root.name.startswith("final-")
+    row = read_json(root / "metrics.json")
     assert row["eval_samples"] == 2 and "eval_reward/tldr_rm/mean" in row and "eval_avg@2" in row
 
 

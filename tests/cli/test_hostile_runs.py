@@ -82,9 +82,9 @@ def test_no_text_of_a_run_commands_the_terminal(
     words = [str(hostile) if word == "RUN" else word for word in VERBS[verb]]
     with main._errors_to_exit_code() as status:
         status.code = main.find_verb(words)()
-    told = capsys.readouterr()
-    assert status.code == CODES.get(verb, 0) and "Traceback" not in told.err, told.err
-    shown = told.out + told.err
+    got = capsys.readouterr()
+    assert status.code == CODES.get(verb, 0) and "Traceback" not in got.err, got.err
+    shown = got.out + got.err
     assert shown.strip() and not {c for c in shown if not c.isprintable()} - {"\n", "\xa0"}, shown
 
 

@@ -23,17 +23,17 @@ def answer(ended: Ended, code: int = 0) -> Any:
 
 def test_train_and_eval_and_sft_say_what_came_of_it(rloo: Rloo) -> None:
     ended = rloo("train", *SHORT, "--json")
-    told = answer(ended)
-    assert told["code"] == 0 and "finished" not in ended.out.splitlines()[0]
-    (run,) = told["runs"]
+    got = answer(ended)
+    assert got["code"] == 0 and "finished" not in ended.out.splitlines()[0]
+    (run,) = got["runs"]
     assert (run["run"], run["state"], run["step"]) == ("runs/smoke", "finished", 2)
     assert run["summary"]["updates"] == 2 and "step 1" in ended.err
-    told = answer(rloo("eval", "smoke", "eval.max_samples=2", "--json"))
-    assert "eval_reward" in json.dumps(told["metrics"]) and Path(told["results"]).name
+    got = answer(rloo("eval", "smoke", "eval.max_samples=2", "--json"))
+    assert "eval_reward" in json.dumps(got["metrics"]) and Path(got["results"]).name
     again = answer(rloo("train", *SHORT, "--json", "resume=auto"))
     assert again["runs"][0]["state"] == "finished"
-    told = answer(rloo("sft", "+recipe=tldr_mini", "+debug=cpu", "--json"))
-    assert Path(rloo.folder, told["model"], "config.json").is_file() and "after" in told["summary"]
+    got = answer(rloo("sft", "+recipe=tldr_mini", "+debug=cpu", "--json"))
+    assert Path(rloo.folder, got["model"], "config.json").is_file() and "after" in got["summary"]
 
 
 def test_a_dry_run_says_its_plan_and_config(rloo: Rloo) -> None:
@@ -73,8 +73,8 @@ def test_a_verb_answers_in_json(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main.find_verb([*words])() == 0
-    told = json.loads(capfd.readouterr().out)
-    assert part in json.dumps(told)
+    got = json.loads(capfd.readouterr().out)
+    assert part in json.dumps(got)
 
 
 def test_what_is_printed_before_an_answer_is_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +84,9 @@ def test_what_is_printed_before_an_answer_is_on_stderr(capfd: pytest.CaptureFixt
         print("for people")
         subprocess.run(["echo", "of a process"], check=True)
         values["x"] = 1
-    told = capfd.readouterr()
-    assert json.loads(told.out) == {"x": 1}
-    assert "for people" in told.err and "of a process" in told.err
+    got = capfd.readouterr()
+    assert json.loads(got.out) == {"x": 1}
+    assert "for people" in got.err and "of a process" in got.err
     with json_answer(False) as values:
         print("plain")
     assert capfd.readouterr().out == "plain\n"

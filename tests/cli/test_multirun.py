@@ -85,6 +85,12 @@ def test_every_job_is_checked_before_the_first_one_runs(jobs, tmp_path: Path, ca
     assert [p.what.partition(" is")[0] for p in refused.value.problems] == [
         "algorithm.beta = -1", "algorithm.beta = -2"
     ]  # fmt: skip
+    for verb in ("train", "sweep"):  # a key that no job knows is said once
+        with pytest.raises(ConfigError) as refused:
+            main.find_verb([verb, *["-m"][: verb == "train"], "+recipe=smoke", "train.foo=1,2"])()
+        assert [p.where for p in refused.value.problems] == ["command line: train.foo=1"]
+    assert jobs("-m", "+recipe=smoke", "train.foo=1,2", "--dry-run")[0] == 2
+    assert capsys.readouterr().err.count("train.foo is not a key") == 1
     assert not (tmp_path / "runs").exists()
 
 

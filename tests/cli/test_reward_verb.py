@@ -67,7 +67,7 @@ ON_ROWS = ("+recipe=smoke", "data=default", "data.path=rows.jsonl", "--rows", "3
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with rewards and three rows of data."""
     (tmp_path / "mine.py").write_text(CODE)
     rows = [{"prompt": f"What is {a} + 9?", "answer": str(a + 9)} for a in (31, 48, 70)]
@@ -93,7 +93,7 @@ def kinds(found: dict[str, Any]) -> set[str]:
     return {exploit["kind"] for exploit in found["exploits"]}
 
 
-def test_a_reward_without_a_hole_ends_with_0(place, capsys):
+def test_a_reward_without_a_hole_ends_with_0(root, capsys):
     for function in ("exact", "asynchronous"):
         code, found = tried(capsys, f"mine.py:{function}", *ON_ROWS)
         assert code == 0 and not found["exploits"] and not found["errors"]
@@ -115,7 +115,7 @@ def test_a_reward_without_a_hole_ends_with_0(place, capsys):
     ],
 )  # fmt: skip
 def test_what_a_policy_could_exploit_is_named_with_text_and_score(
-    place, capsys, function, holes, whole
+    root, capsys, function, holes, whole
 ):
     code, found = tried(capsys, f"mine.py:{function}", *ON_ROWS)
     assert code == 20 and holes <= kinds(found) and not whole & kinds(found)
@@ -126,13 +126,13 @@ def test_what_a_policy_could_exploit_is_named_with_text_and_score(
     assert all(f"{kind}: " in said for kind in holes)
 
 
-def test_padding_that_changes_nothing_is_no_exploit_and_padding_that_pays_is(place, capsys):
+def test_padding_that_changes_nothing_is_no_exploit_and_padding_that_pays_is(root, capsys):
     padded = "the right answer after much filler"
     assert padded not in kinds(tried(capsys, "mine.py:contained", *ON_ROWS)[1])
     assert padded in kinds(tried(capsys, "mine.py:longer", *ON_ROWS)[1])
 
 
-def test_a_reward_that_tells_nothing_apart_is_said_to_be_unsure(place, capsys):
+def test_a_reward_that_tells_nothing_apart_is_said_to_be_unsure(root, capsys):
     code, found = tried(capsys, "mine.py:constant", *ON_ROWS)
     assert code == 20 and found["undecided_rows"] == [0, 1, 2] and not found["exploits"]
     assert found["std_within_rows"] == 0 and found["distinct_scores"] == 1
@@ -140,7 +140,7 @@ def test_a_reward_that_tells_nothing_apart_is_said_to_be_unsure(place, capsys):
     assert "no form of" in capsys.readouterr().out
 
 
-def test_a_reward_that_hangs_is_given_up_after_two_calls(place, capsys):
+def test_a_reward_that_hangs_is_given_up_after_two_calls(root, capsys):
     words = ("mine.py:hangs", *ON_ROWS, "reward.function.timeout_s=1.0")
     code, found = tried(capsys, *words)
     assert code == 20 and found["gave_up"] and found["rows"] == 2
@@ -149,7 +149,7 @@ def test_a_reward_that_hangs_is_given_up_after_two_calls(place, capsys):
 
 
 def test_a_reward_that_raises_is_called_again_for_each_text_and_the_one_at_fault_is_named(
-    place, capsys
+    root, capsys
 ):
     code, found = tried(capsys, "mine.py:breaks_when_empty", *ON_ROWS)
     (error,) = found["errors"]
@@ -161,7 +161,7 @@ def test_a_reward_that_raises_is_called_again_for_each_text_and_the_one_at_fault
     assert "exception 6 completions: IndexError" in capsys.readouterr().out
 
 
-def test_a_wrong_number_of_values_and_numbers_that_are_none_are_errors(place, capsys):
+def test_a_wrong_number_of_values_and_numbers_that_are_none_are_errors(root, capsys):
     code, found = tried(capsys, "mine.py:too_few", *ON_ROWS)
     assert code == 20 and found["errors"][0]["kind"] == "invalid"
     assert "1 values" in found["errors"][0]["message"]
@@ -170,12 +170,12 @@ def test_a_wrong_number_of_values_and_numbers_that_are_none_are_errors(place, ca
     assert code == 20 and error["message"] == "gave nan" and "an empty box" in error["completions"]
 
 
-def test_no_score_is_counted_apart_from_a_failure(place, capsys):
+def test_no_score_is_counted_apart_from_a_failure(root, capsys):
     code, found = tried(capsys, "mine.py:some", *ON_ROWS)
     assert code == 0 and found["none"] > 0 and not found["errors"]
 
 
-def test_a_reward_that_reads_tokens_gets_those_of_the_model(place, capsys):
+def test_a_reward_that_reads_tokens_gets_those_of_the_model(root, capsys):
     code, found = tried(capsys, "mine.py:counts_tokens", *ON_ROWS)
     assert code == 20  # the tiny model has a token per byte, and EOS
     exploit = next(e for e in found["exploits"] if e["kind"] == "one word 200 times")
@@ -185,7 +185,7 @@ def test_a_reward_that_reads_tokens_gets_those_of_the_model(place, capsys):
 # Rewards of the package.
 
 
-def test_a_recipes_own_rewards_are_tried_and_their_weighted_sum(place, capsys):
+def test_a_recipes_own_rewards_are_tried_and_their_weighted_sum(root, capsys):
     assert ended("test", "+recipe=smoke", "--rows", "2", "--json") == 20
     probes = json.loads(capsys.readouterr().out)["rewards"]
     names = [one["reward"] for one in probes]
@@ -196,44 +196,44 @@ def test_a_recipes_own_rewards_are_tried_and_their_weighted_sum(place, capsys):
         assert sums[kind] == pytest.approx(parts[0][kind] + 0.01 * parts[1][kind])
 
 
-def test_the_exact_match_of_the_quickstart_has_no_hole(place, capsys):
+def test_the_exact_match_of_the_quickstart_has_no_hole(root, capsys):
     code, found = tried(capsys, "+recipe=quickstart", "--rows", "4")
     assert code == 0 and found["reward"] == "exact_match" and not found["exploits"]
 
 
-def test_contains_takes_all_candidates_at_once_and_a_denial(place, capsys):
+def test_contains_takes_all_candidates_at_once_and_a_denial(root, capsys):
     words = ("contains", *ON_ROWS, "reward.contains.column=answer")
     code, found = tried(capsys, *words)
     assert code == 20
     assert {"all candidates, the right one first", "the answer, denied"} <= kinds(found)
 
 
-def test_a_pattern_that_the_prompt_itself_satisfies_is_found(place, capsys):
+def test_a_pattern_that_the_prompt_itself_satisfies_is_found(root, capsys):
     code, found = tried(capsys, "regex", *ON_ROWS, r"reward.regex.pattern='\d+'")
     assert code == 20 and "the prompt repeated" in kinds(found)
     assert "empty" not in kinds(found)
 
 
-def test_a_last_number_is_taken_after_a_denial(place, capsys):
+def test_a_last_number_is_taken_after_a_denial(root, capsys):
     words = ["reward.exact_match.column=answer", "reward.exact_match.extract=last_number"]
     code, found = tried(capsys, "exact_match", *ON_ROWS, *words)
     assert code == 20 and "the answer, denied" in kinds(found)
     assert "a second thought" not in kinds(found)  # the last number is the wrong one
 
 
-def test_a_reward_of_the_recipe_is_tried_by_its_name_alone(place, capsys):
+def test_a_reward_of_the_recipe_is_tried_by_its_name_alone(root, capsys):
     assert ended("test", "length_tokens", "+recipe=smoke", "--rows", "1", "--json") == 20
     (found,) = json.loads(capsys.readouterr().out)["rewards"]
     assert found["reward"] == "length_tokens"
 
 
-def test_a_reward_model_is_loaded_and_tried(place, capsys):
+def test_a_reward_model_is_loaded_and_tried(root, capsys):
     words = ("model", "+recipe=smoke", "reward.model.path=make:tiny_reward", "--rows", "1")
     code, found = tried(capsys, *words)
     assert code in (0, 20) and not found["errors"] and found["distinct_scores"] > 5
 
 
-def test_two_rewards_that_order_alike_are_said_to_agree(place, capsys):
+def test_two_rewards_that_order_alike_are_said_to_agree(root, capsys):
     words = ("mine.py:longer", *ON_ROWS, "--against", "length_chars")
     assert ended("test", *words, "--json") == 20
     found = json.loads(capsys.readouterr().out)["against"]["agreement"]["function"]
@@ -254,16 +254,16 @@ def test_orders_are_compared_within_rows_and_ties_share_a_rank():
 # Where it gets its rows and its words.
 
 
-def test_conversations_and_rows_without_an_answer_are_tried_too(place, capsys):
+def test_conversations_and_rows_without_an_answer_are_tried_too(root, capsys):
     lines = [{"prompt": [{"role": "user", "content": f"Say {n}"}]} for n in range(3)]
-    (place / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ("length_chars", "+recipe=smoke", "data=default", "data.path=chat.jsonl")
     assert ended("test", *words) == 20
     said = capsys.readouterr().out
     assert "3 rows of chat.jsonl" in said and "very long: 3 of 3 rows" in said
 
 
-def test_rows_of_a_mixture_come_from_all_its_sources(place):
+def test_rows_of_a_mixture_come_from_all_its_sources(root):
     mixture = "data.mixture={a: {path: rows.jsonl, weight: 1}, b: {path: 'make:tiny', weight: 1}}"
     words = ["+recipe=smoke", "data=default", mixture, "reward=length_chars"]
     _, config, names = subject.compose_subject(None, words)
@@ -298,7 +298,7 @@ def test_no_trick_is_a_right_answer_and_no_text_stands_twice():
     assert len({*right, *tricks}) == len(right) + len(tricks)
 
 
-def test_a_reward_that_is_not_there_is_answered_with_the_nearest(place, sentence):
+def test_a_reward_that_is_not_there_is_answered_with_the_nearest(root, sentence):
     for words, key, fix in (
         (("test", "length_char", *ON_ROWS), "'length_char'", "length_chars"),
         ((), "rloo reward", ""),
@@ -317,13 +317,13 @@ def test_a_reward_that_is_not_there_is_answered_with_the_nearest(place, sentence
             sentence(caught)
 
 
-def test_a_column_that_is_not_there_is_named_as_a_run_names_it(place):
+def test_a_column_that_is_not_there_is_named_as_a_run_names_it(root):
     with pytest.raises(DataError, match="'keywords'"):
         ended("test", "contains", *ON_ROWS)
 
 
 @pytest.mark.process
-def test_no_torch_is_imported_for_a_function_on_made_data(place):
+def test_no_torch_is_imported_for_a_function_on_made_data(root):
     words = ["reward", "test", "mine.py:exact", "+recipe=quickstart", "--rows", "2"]
     program = (
         "import sys\nfrom rloo_cli.cli.main import find_verb\n"

@@ -123,6 +123,9 @@ def test_a_run_of_several_processes_says_that_one_gpu_is_requested(
     for number in ("distributed.num_processes=2", "slurm.gpus_per_node=1"):
         assert verb.run([*spread, number]) == 0
         assert capsys.readouterr().err == ""
+    for number, note in (("8", "reserves 8 GPUs per node, and the run uses 1"), ("1", "")):
+        assert verb.run(["render", "+recipe=smoke", f"slurm.gpus_per_node={number}", limit]) == 0
+        assert (note in (said := capsys.readouterr().err)) and bool(said) == bool(note)
 
 
 @pytest.mark.parametrize("limit", ["00:05:00", "4:59", "0-00:05"])

@@ -43,7 +43,7 @@ KEPT_ENDINGS = {".json", ".jsonl", ".yaml", ".safetensors", ".jinja"}
 
 
 @pytest.fixture(autouse=True)
-def place(
+def root(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """An empty folder to work in, and the session's cache."""
@@ -64,8 +64,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised.processes, "run_processes", run)
 
 
-def left(place: Path) -> list[str]:
-    return sorted(str(p.relative_to(place)) for p in place.rglob("*"))
+def left(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*"))
 
 
 def settings(*words: str) -> Any:
@@ -107,7 +107,7 @@ def training_of(
 # What the verbs leave.
 
 
-def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Path) -> None:
+def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, root: Path) -> None:
     ended = rloo("sft", *SFT)
     assert ended.code == 0 and ended.err == "", ended.said
     folder = rloo.folder / "runs" / "sft" / "smoke"
@@ -125,9 +125,9 @@ def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Pa
     assert {p.name for p in (rloo.folder / "runs").iterdir()} == {"sft"}
 
 
-def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, place: Path) -> None:
+def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, root: Path) -> None:
     assert main.find_verb(["reward-model", *PAIRS])() == 0
-    folder = place / "runs" / "reward_model" / "smoke"
+    folder = root / "runs" / "reward_model" / "smoke"
     summary = read_json(folder / "training" / "summary.json")
     assert summary["after"]["eval_accuracy"] > 0.9 > summary["before"]["eval_accuracy"]
     model = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -150,23 +150,23 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
 
 
 def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
-    here: None, place: Path, capsys: pytest.CaptureFixture[str]
+    here: None, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.find_verb(["sft", *SFT, "sft.data.max_samples=16"])() == 0
-    before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
+    before = {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()}
     assert main.find_verb(["sft", *SFT, "sft.data.max_samples=16", "max_steps=9"])() == 0
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="another sft"):
         main.find_verb(["sft", *SFT, "sft.data.max_samples=8"])()
-    assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
+    assert {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()} == before
 
 
 @pytest.mark.parametrize("word", ["lora=default", "lora=dora"])
 def test_an_adapter_is_merged_into_the_model_that_sft_leaves(
-    here: None, place: Path, word: str
+    here: None, root: Path, word: str
 ) -> None:
     assert main.find_verb(["sft", *SFT, word])() == 0
-    folder = place / "runs" / "sft" / "smoke"
+    folder = root / "runs" / "sft" / "smoke"
     first, model = a_model(), AutoModelForCausalLM.from_pretrained(folder)
     assert first.state_dict().keys() == model.state_dict().keys()
     assert torch.equal(model.model.embed_tokens.weight, first.model.embed_tokens.weight)
@@ -178,9 +178,9 @@ def test_an_adapter_is_merged_into_the_model_that_sft_leaves(
     assert measured[1] < measured[0]
 
 
-def test_an_adapter_of_a_reward_model_is_trained_with_its_head(here: None, place: Path) -> None:
+def test_an_adapter_of_a_reward_model_is_trained_with_its_head(here: None, root: Path) -> None:
     assert main.find_verb(["reward-model", *PAIRS, "lora=default"])() == 0
-    folder = place / "runs" / "reward_model" / "smoke"
+    folder = root / "runs" / "reward_model" / "smoke"
     summary = read_json(folder / "training" / "summary.json")
     assert summary["after"]["eval_accuracy"] > 0.9
     entry = settings("reward=model", f"reward.model.path={folder}").rewards["model"]
@@ -199,7 +199,7 @@ def test_an_adapter_of_a_reward_model_is_trained_with_its_head(here: None, place
     assert better > worse
 
 
-def test_an_adapter_of_the_output_embedding_is_refused(here: None, place: Path) -> None:
+def test_an_adapter_of_the_output_embedding_is_refused(here: None, root: Path) -> None:
     words = ("lora=default", "model.lora.target_modules=[lm_head,q_proj]")
     with pytest.raises(ConfigError) as refused:
         main.find_verb(["sft", *SFT, *words])()
@@ -207,13 +207,13 @@ def test_an_adapter_of_the_output_embedding_is_refused(here: None, place: Path) 
 
 
 @pytest.mark.parametrize("words", [SFT, PAIRS], ids=["sft", "reward_model"])
-def test_what_is_left_holds_no_pickle(here: None, place: Path, words: list[str]) -> None:
+def test_what_is_left_holds_no_pickle(here: None, root: Path, words: list[str]) -> None:
     verb = "sft" if words is SFT else "reward-model"
     assert main.find_verb([verb, *words, "model.dtype=bfloat16"])() == 0
-    files = [path for path in place.rglob("*") if path.is_file()]
+    files = [path for path in root.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= KEPT_ENDINGS and len(files) > 6
     kind = AutoModelForCausalLM if words is SFT else AutoModelForSequenceClassification
-    model = kind.from_pretrained(next(place.rglob("model.safetensors")).parent)
+    model = kind.from_pretrained(next(root.rglob("model.safetensors")).parent)
     assert model.dtype is torch.bfloat16
 
 
@@ -251,7 +251,7 @@ def test_a_training_that_is_stopped_leaves_nothing(rloo: Rloo) -> None:
 
 
 def test_a_training_that_fails_leaves_nothing(
-    here: None, place: Path, monkeypatch: pytest.MonkeyPatch
+    here: None, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -260,7 +260,7 @@ def test_a_training_that_fails_leaves_nothing(
     with pytest.raises(RunError, match="cannot be written"):
         main.find_verb(["sft", *SFT, "sft.data.max_samples=8", "sft.data.eval_split=null",
                         "sft.eval_rows=2"])()  # fmt: skip
-    assert left(place) == []
+    assert left(root) == []
 
 
 # What they refuse.
@@ -319,7 +319,7 @@ DATA = {
 
 @pytest.mark.parametrize("words", DATA)
 def test_data_that_does_not_fit_is_refused_before_weights_load(
-    words: str, here: None, place: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, here: None, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verb, *rest = words.split()
     columns, where, what = DATA[words]
@@ -328,14 +328,14 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
             r | {n: v[i] for n, v in columns.items()}
             for i, r in enumerate(tiny.tiny_examples("train"))
         ]
-        (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (root / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         rest += ["data.path=mine.jsonl"]
     monkeypatch.setattr(worker.load, "load_causal_lm", None)
     monkeypatch.setattr(worker.load, "load_sequence_classifier", None)
     with pytest.raises(DataError) as refused:
         main.find_verb([verb, "+recipe=smoke", *rest])()
     assert what in str(refused.value) and where in str(refused.value)
-    assert left(place) == (["mine.jsonl"] if columns else [])
+    assert left(root) == (["mine.jsonl"] if columns else [])
 
 
 def test_a_small_data_set_is_trained_on_and_a_tenth_of_it_is_held_out() -> None:
@@ -357,11 +357,11 @@ def test_a_small_data_set_is_trained_on_and_a_tenth_of_it_is_held_out() -> None:
     assert counts("sft", 300, "data.eval_split=test") == [300, 200]
 
 
-def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path, sentence) -> None:
+def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(root: Path, sentence) -> None:
     texts = ["fine"] * 6 + ["", "x" * 90, "y" * 60]
     rows = [{"prompt": "ab", "completion": text} for text in texts]
     rows.append({"prompt": "p" * 64, "completion": "ok"})
-    (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = settings("data.path=mine.jsonl")
     data = worker.dataset.load_split(supervised_training(run, "sft").data, "train")
     kept = read("sft", run, data, tiny.tiny_tokenizer(), 63)
@@ -374,7 +374,7 @@ def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path, s
     sentence(kept.describe(63))
 
 
-def test_a_loss_that_is_no_number_ends_the_training(place: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_training(root: Path) -> None:
     model = a_model()
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
@@ -406,7 +406,7 @@ ID_PAIRS = [
 ]
 
 
-def test_the_loss_of_sft_is_transformers_with_the_prompt_masked(place: Path) -> None:
+def test_the_loss_of_sft_is_transformers_with_the_prompt_masked(root: Path) -> None:
     model, total, count = a_model(), 0.0, 0
     for row in ROWS:
         ids, labels = (torch.tensor([row[n]]) for n in ("input_ids", "labels"))
@@ -419,7 +419,7 @@ def test_the_loss_of_sft_is_transformers_with_the_prompt_masked(place: Path) -> 
 
 @pytest.mark.parametrize("padding", ["<pad>", "<eos>"])
 def test_a_reward_model_reads_the_last_token_whatever_the_padding_is(
-    place: Path, padding: str
+    root: Path, padding: str
 ) -> None:
     model = a_model(AutoModelForSequenceClassification, "make:tiny_reward")
     tokens = tiny.tiny_tokenizer()
@@ -438,7 +438,7 @@ def test_a_reward_model_reads_the_last_token_whatever_the_padding_is(
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-def test_parts_of_a_batch_make_the_same_step(place: Path, micro: int) -> None:
+def test_parts_of_a_batch_make_the_same_step(root: Path, micro: int) -> None:
     words = ("batch_size=4", "learning_rate=1e-2")
     parts, whole = a_model(), a_model()
     training_of("sft", parts, ROWS, *words, f"micro_batch_size={micro}")
@@ -475,7 +475,7 @@ def test_every_pass_has_every_row_once_in_a_seeded_order() -> None:
     assert len(order) == 70
 
 
-def test_the_rate_warms_up_and_falls_to_nothing(place: Path) -> None:
+def test_the_rate_warms_up_and_falls_to_nothing(root: Path) -> None:
     words = ("batch_size=1", "warmup_steps=2", "learning_rate=1e-3", "epochs=1.5")
     found = training_of("sft", a_model(), ROWS, *words)
     rates = [line["learning_rate"] for line in found]
@@ -496,11 +496,11 @@ def test_every_completion_has_one_end() -> None:
         rows.tokenize_with_eos("ab", tokens, False)
 
 
-def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
+def test_conversations_are_read_through_the_chat_template(root: Path) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     said = [{"role": "assistant", "content": "Yes"}]
     row = {"prompt": asked, "completion": said, "chosen": "Yes", "rejected": said}
-    (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    (root / "mine.jsonl").write_text(json.dumps(row) + "\n")
     run, tokens = settings("data.path=mine.jsonl"), tiny.tiny_tokenizer()
     data = worker.dataset.load_split(supervised_training(run, "sft").data, "train")
     (row,) = read("sft", run, data, tokens).dataset
@@ -527,9 +527,9 @@ HI, YES = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Y
     ],
 )
 def test_texts_and_conversations_without_a_prompt_are_trained_on_whole(
-    place: Path, row: dict[str, object], words: tuple[str, ...], decoded: str
+    root: Path, row: dict[str, object], words: tuple[str, ...], decoded: str
 ) -> None:
-    (place / "mine.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    (root / "mine.jsonl").write_text((json.dumps(row) + "\n") * 3)
     run, tokens = (
         settings("data.path=mine.jsonl", "data.eval_split=null", *words),
         tiny.tiny_tokenizer(),
@@ -541,9 +541,9 @@ def test_texts_and_conversations_without_a_prompt_are_trained_on_whole(
     assert first["labels"] == first["input_ids"]
 
 
-def test_pairs_of_whole_conversations_need_no_prompt(place: Path) -> None:
+def test_pairs_of_whole_conversations_need_no_prompt(root: Path) -> None:
     no = {"role": "assistant", "content": "No"}
-    (place / "mine.jsonl").write_text(json.dumps({"chosen": [HI, YES], "rejected": [HI, no]}))
+    (root / "mine.jsonl").write_text(json.dumps({"chosen": [HI, YES], "rejected": [HI, no]}))
     run, tokens = settings("data.path=mine.jsonl", "data.eval_split=null"), tiny.tiny_tokenizer()
     source = supervised_training(run, "reward_model").data
     (data,) = worker._load_examples(source, run.reward_model, "reward_model")
@@ -553,8 +553,8 @@ def test_pairs_of_whole_conversations_need_no_prompt(place: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["data.template='Q {prompt}'", "data.chat=true", "data.system=x"])
-def test_keys_for_prompts_are_refused_where_texts_have_none(place: Path, words: str) -> None:
-    (place / "mine.jsonl").write_text(json.dumps({"text": "Hi there."}) + "\n")
+def test_keys_for_prompts_are_refused_where_texts_have_none(root: Path, words: str) -> None:
+    (root / "mine.jsonl").write_text(json.dumps({"text": "Hi there."}) + "\n")
     run = settings("data.path=mine.jsonl", "data.eval_split=null", words)
     source = supervised_training(run, "sft").data
     (data,) = worker._load_examples(source, run.sft, "sft")
@@ -563,8 +563,8 @@ def test_keys_for_prompts_are_refused_where_texts_have_none(place: Path, words: 
     assert refused.value.problems[0].where == words.partition("=")[0]
 
 
-def test_data_of_no_known_format_is_refused_with_its_columns(place: Path) -> None:
-    (place / "mine.jsonl").write_text(json.dumps({"question": "Hi there."}) + "\n")
+def test_data_of_no_known_format_is_refused_with_its_columns(root: Path) -> None:
+    (root / "mine.jsonl").write_text(json.dumps({"question": "Hi there."}) + "\n")
     run = settings("data.path=mine.jsonl", "data.eval_split=null")
     source = supervised_training(run, "sft").data
     (data,) = worker._load_examples(source, run.sft, "sft")
@@ -573,9 +573,9 @@ def test_data_of_no_known_format_is_refused_with_its_columns(place: Path) -> Non
     assert refused.value.problems[0].where.startswith("data.prompt_column")
 
 
-def test_a_template_that_rewrites_the_past_is_refused(place: Path, sentence) -> None:
+def test_a_template_that_rewrites_the_past_is_refused(root: Path, sentence) -> None:
     row = {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Yes"}
-    (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    (root / "mine.jsonl").write_text(json.dumps(row) + "\n")
     run, tokens = settings("data.path=mine.jsonl"), tiny.tiny_tokenizer()
     tokens.chat_template = "{{ messages|length }}" + tiny.TEMPLATE
     source = supervised_training(run, "sft").data
@@ -616,8 +616,8 @@ def test_what_is_null_is_as_in_model_and_data() -> None:
     assert supervised_training(other, "reward_model").data.path == "make:tiny"
 
 
-def test_a_model_of_another_kind_becomes_no_reward_model(here: None, place: Path) -> None:
-    shutil.copytree(synthetic.resolve_model_path("make:tiny"), place / "odd")
-    (place / "odd" / "model.safetensors").unlink()
+def test_a_model_of_another_kind_becomes_no_reward_model(here: None, root: Path) -> None:
+    shutil.copytree(synthetic.resolve_model_path("make:tiny"), root / "odd")
+    (root / "odd" / "model.safetensors").unlink()
     with pytest.raises(RunError, match="odd"):
         main.find_verb(["reward-model", *PAIRS, "model.path=./odd"])()

@@ -81,9 +81,9 @@ def say(
         capsys.readouterr()
         with main._errors_to_exit_code() as status:
             status.code = main.find_verb([*words, *more])()
-        told = capsys.readouterr()
+        got = capsys.readouterr()
         shutil.rmtree(run / "out", ignore_errors=True)
-        return status.code, told.out, told.err
+        return status.code, got.out, got.err
 
     yield call
 
@@ -133,7 +133,7 @@ def test_an_empty_folder_is_not_a_run(verb: str, runs: Path, say: Say) -> None:
 
 
 def test_damage_is_named_where_it_is(runs: Path, say: Say) -> None:
-    place = {damage: runs / f"damaged-{number}" for number, damage in enumerate(DAMAGES)}
+    folders = {damage: runs / f"damaged-{number}" for number, damage in enumerate(DAMAGES)}
     for damage, verb, part in (
         ("junk among the metrics", "doctor", "metrics.jsonl:"),
         ("broken run.json", "doctor", "run.json"),
@@ -146,7 +146,7 @@ def test_damage_is_named_where_it_is(runs: Path, say: Say) -> None:
         ("broken run.json", "compare", "run.json"),
         ("metrics cut in a line", "report", "page.html"),
     ):
-        _, out, err = say(place[damage], verb)
+        _, out, err = say(folders[damage], verb)
         assert part in out + err, (damage, verb, out + err)
 
 
@@ -155,8 +155,8 @@ def test_three_attempts_are_one_run(runs: Path, say: Say) -> None:
     figures = json.loads(out)
     assert code == 0 and figures["facts"]["attempts"] == "3"
     assert "6 of 6 steps" in figures["verdict"]
-    told = json.loads(say(runs / "thrice", "ledger", "--json")[1])
-    assert told["steps"] == [1, 6]
+    got = json.loads(say(runs / "thrice", "ledger", "--json")[1])
+    assert got["steps"] == [1, 6]
     audit_ledger(runs / "thrice")
     interrupted = json.loads(say(runs / "interrupted", "top", "--json")[1])
     assert (interrupted["state"], interrupted["step"], interrupted["of_steps"]) == ("failed", 2, 4)
@@ -192,8 +192,8 @@ def test_two_runs_of_one_config_end_with_what_made_them_part(runs: Path, say: Sa
     assert "in 4 steps" in out.partition("first difference")[2]
     _, out, _ = say(runs / "thrice", "compare", "--anyway")
     assert "max_steps" in out.partition("first difference")[2]
-    told = json.loads(say(runs / "finished", "compare", "--json")[1])
-    assert told["first_difference"]["found"] is False
+    got = json.loads(say(runs / "finished", "compare", "--json")[1])
+    assert got["first_difference"]["found"] is False
 
 
 def test_every_verb_takes_json() -> None:

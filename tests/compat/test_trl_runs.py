@@ -185,12 +185,12 @@ def test_what_a_callback_asks_for_beside_the_end_is_said(capsys):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = True
 
-    told = CallbackEvents([Saves()], RLOOConfig("out"), transformers.TrainerState())
-    told.on_step(1, {"updates": 1})
-    told.on_step(2, {"updates": 2})
-    assert capsys.readouterr().out.count("control.should_save") == 1 and not told.wants_end()
-    assert isinstance(told, Events)
-    assert sort_callbacks([EarlyStoppingCallback(2), told])[0] == [told]
+    got = CallbackEvents([Saves()], RLOOConfig("out"), transformers.TrainerState())
+    got.on_step(1, {"updates": 1})
+    got.on_step(2, {"updates": 2})
+    assert capsys.readouterr().out.count("control.should_save") == 1 and not got.wants_end()
+    assert isinstance(got, Events)
+    assert sort_callbacks([EarlyStoppingCallback(2), got])[0] == [got]
 
 
 @pytest.mark.parametrize(

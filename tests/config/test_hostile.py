@@ -54,23 +54,23 @@ def nested(key: str, target: str) -> str:
 
 
 CASES: dict[str, Case] = {}
-for number, place in enumerate(PLACES):
+for number, root in enumerate(PLACES):
     target = TARGETS[number % len(TARGETS)]
-    CASES[f"{target} on the command line, at {place}"] = train(
-        f"+{place}.command='touch HERE/pwned'",
-        f"+{place}._target_={target}",
+    CASES[f"{target} on the command line, at {root}"] = train(
+        f"+{root}.command='touch HERE/pwned'",
+        f"+{root}._target_={target}",
         **OBJECTS,
-        rule=place == "model",
+        rule=root == "model",
     )
-    CASES[f"{target} in a recipe, at {place}"] = recipe(
-        nested(place, target), f"{place}._target_", **OBJECTS
+    CASES[f"{target} in a recipe, at {root}"] = recipe(
+        nested(root, target), f"{root}._target_", **OBJECTS
     )
     group = {"model": "tiny", "data": "tiny", "algorithm": "rloo", "generation": "transformers"}
-    if place in group:
-        text = f"defaults: [{group[place]}, _self_]\n_target_: {target}\n"
-        CASES[f"{target} in a group's file, of {place}"] = train(
-            f"{place}=mine", "--config-dir=own", files={f"own/{place}/mine.yaml": text},
-            key=f"{place}._target_", **OBJECTS,
+    if root in group:
+        text = f"defaults: [{group[root]}, _self_]\n_target_: {target}\n"
+        CASES[f"{target} in a group's file, of {root}"] = train(
+            f"{root}=mine", "--config-dir=own", files={f"own/{root}/mine.yaml": text},
+            key=f"{root}._target_", **OBJECTS,
         )  # fmt: skip
 CASES["in a list"] = train(
     "+train.optimizer_kwargs.x=[1,[{_target_:os.system}]]", key="Python objects", **OBJECTS

@@ -53,6 +53,12 @@ def test_a_key_without_a_value_hides_no_other_mistake() -> None:
         assert_refused(error, key=key)
 
 
+def test_a_section_that_a_run_needs_is_not_chosen_away() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(["+recipe=smoke", "algorithm=null"])
+    assert_refused(error, key="algorithm 'null' not found", where="command line: algorithm=null")
+
+
 def keys_of_recipes() -> set[str]:
     """Every dotted key that a shipped recipe sets."""
     found = set()

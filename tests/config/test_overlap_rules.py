@@ -52,16 +52,16 @@ def refusals(*words: str) -> str:
     return "\n".join(str(problem) for problem in raised.value.problems)
 
 
-@pytest.mark.parametrize(("words", "key", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_ahead_does_not_go_with_is_refused(words: list[str], key: str, told: str) -> None:
+@pytest.mark.parametrize(("words", "key", "got"), REFUSED.values(), ids=REFUSED)
+def test_what_ahead_does_not_go_with_is_refused(words: list[str], key: str, got: str) -> None:
     said = refusals(AHEAD, *words)
-    assert key in said and told in said
+    assert key in said and got in said
 
 
-@pytest.mark.parametrize(("words", "key", "told"), REFUSED_CARRIED.values(), ids=REFUSED_CARRIED)
-def test_what_carry_does_not_go_with_is_refused(words: list[str], key: str, told: str) -> None:
+@pytest.mark.parametrize(("words", "key", "got"), REFUSED_CARRIED.values(), ids=REFUSED_CARRIED)
+def test_what_carry_does_not_go_with_is_refused(words: list[str], key: str, got: str) -> None:
     said = refusals(CARRY, *words)
-    assert key in said and told in said
+    assert key in said and got in said
 
 
 def test_a_bound_below_one_update_is_refused() -> None:

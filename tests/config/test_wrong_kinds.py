@@ -30,8 +30,8 @@ def said(composed: ComposedConfig, key: str, value: object) -> str:
 
 @pytest.mark.parametrize("value", [[], {}, [[1]]], ids=str)
 def test_an_agent_whose_kind_is_no_name_is_refused(value):
-    told = said(compose_config(["+recipe=tools_mini"]), "agent.kind", value)
-    assert told.startswith(f"error: agent.kind = {value!r}: unknown agent\n"), told
+    got = said(compose_config(["+recipe=tools_mini"]), "agent.kind", value)
+    assert got.startswith(f"error: agent.kind = {value!r}: unknown agent\n"), got
 
 
 def test_keys_are_explained_where_an_agents_kind_is_no_name(tmp_path):
@@ -44,8 +44,8 @@ def test_keys_are_explained_where_an_agents_kind_is_no_name(tmp_path):
 
 @pytest.mark.parametrize("section", ["model.lora", "model.quantization"])
 def test_a_section_that_is_empty_is_incomplete(section):
-    told = said(compose_config(["+recipe=tools_mini"]), section, {})
-    assert told.startswith(f"error: {section} is incomplete\n"), told
+    got = said(compose_config(["+recipe=tools_mini"]), section, {})
+    assert got.startswith(f"error: {section} is incomplete\n"), got
 
 
 @pytest.mark.slow  # a check for each key and kind: 4,000 of them
@@ -54,5 +54,5 @@ def test_no_key_ends_in_a_traceback_whatever_it_holds(recipe):
     composed = compose_config([f"+recipe={recipe}"])
     for key, _ in messages.walk_values(composed.values):
         for value in KINDS:
-            told = said(composed, key, value)
-            assert not told or told.startswith("error: "), (key, value, told)
+            got = said(composed, key, value)
+            assert not got or got.startswith("error: "), (key, value, got)

@@ -146,7 +146,7 @@ def test_a_filter_that_is_no_code_is_found_before_it_runs(file) -> None:
             checked((), (f"data.filter={spec}",))
         assert_refused(caught, 2, key, where="data.filter", fix="data.filter=")
     (note,) = user_code_notes(checked((), (f"data.filter={mine}:odd",)))
-    assert note.startswith(f"data.filter runs {mine}:odd (sha256 ")
+    assert note.startswith(f"data.filter: code from {mine}:odd, sha256 ")
 
 
 def test_a_run_counts_and_says_what_was_left_out(file, tmp_path) -> None:

@@ -89,6 +89,9 @@ def test_a_data_file_in_latin_1_is_refused_with_the_line_and_what_to_do(tmp_path
         error = not_opened(path)
         assert_refused(error, 4, "0xe9", where=f"{path}:2", fix="iconv -f latin1 -t utf-8")
     sentence(error)
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes("\n".join(rows).encode("utf-16"))
+        assert_refused(not_opened(tmp_path / name), 4, "0xff", fix="iconv -f utf-16 -t utf-8")
 
 
 def test_rows_go_through_a_map_before_anything_else_looks_at_them(tmp_path):

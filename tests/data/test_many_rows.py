@@ -295,14 +295,14 @@ class RankThreads:
     """Ranks that are threads of this process."""
 
     def __init__(self, size):
-        self.barrier, self.told, self.number = threading.Barrier(size), [], threading.local()
+        self.barrier, self.got, self.number = threading.Barrier(size), [], threading.local()
         self.values = [None] * size
 
     def run_on_rank0(self, work):
         if self.number.rank == 0:
-            self.told.append(work())
+            self.got.append(work())
         self.barrier.wait()
-        answer = self.told[-1]
+        answer = self.got[-1]
         self.barrier.wait()
         return answer
 

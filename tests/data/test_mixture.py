@@ -33,8 +33,8 @@ def mix(*sources: tuple[int, float]) -> tuple[Source, ...]:
 def drawn(parts, first: int, count: int, seed: int = 1, shuffle: bool = True) -> list[int]:
     n = sum(s.prompts for s in parts)
     return [
-        prompt_index_at(place, n, seed, "all", shuffle, parts)
-        for place in range(first, first + count)
+        prompt_index_at(index, n, seed, "all", shuffle, parts)
+        for index in range(first, first + count)
     ]
 
 
@@ -50,11 +50,11 @@ def drawn(parts, first: int, count: int, seed: int = 1, shuffle: bool = True) ->
 def test_draws_follow_the_weights_and_every_source_cycles_by_itself(sources, epoch) -> None:
     parts = mix(*sources)
     n, weights = sum(s.prompts for s in parts), sum(s.weight for s in parts)
-    told = drawn(parts, 0, n * (epoch + 1)) if n * epoch < 400 else drawn(parts, 0, n)
-    for done in (n, len(told)):
+    got = drawn(parts, 0, n * (epoch + 1)) if n * epoch < 400 else drawn(parts, 0, n)
+    for done in (n, len(got)):
         first = 0
         for source in parts:
-            mine = [i - first for i in told[:done] if first <= i < first + source.prompts]
+            mine = [i - first for i in got[:done] if first <= i < first + source.prompts]
             assert abs(len(mine) - done * source.weight / weights) <= len(parts)
             times = Counter(mine)
             assert max(times.values(), default=0) - min(times.values(), default=0) <= 1
@@ -86,9 +86,9 @@ def test_a_place_has_the_same_prompt_whatever_was_asked_before() -> None:
 
 
 def test_without_shuffling_each_source_is_in_the_order_of_its_file() -> None:
-    told = drawn(mix((4, 1.0), (4, 1.0)), 0, 16, shuffle=False)
-    assert [i for i in told if i < 4] == [0, 1, 2, 3] * 2
-    assert told[:4] == [0, 4, 1, 5]
+    got = drawn(mix((4, 1.0), (4, 1.0)), 0, 16, shuffle=False)
+    assert [i for i in got if i < 4] == [0, 1, 2, 3] * 2
+    assert got[:4] == [0, 4, 1, 5]
 
 
 def test_the_order_in_this_version_is_the_order_in_every_version() -> None:

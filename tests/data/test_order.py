@@ -14,14 +14,14 @@ from rloo_cli.data import order
 def test_every_epoch_of_every_seed_has_every_prompt_once(seed, epoch, n):
     for shuffle in (True, False):
         places = range(epoch * n, epoch * n + n)
-        drawn = [order.prompt_index_at(place, n, seed, "data", shuffle) for place in places]
+        drawn = [order.prompt_index_at(index, n, seed, "data", shuffle) for index in places]
         assert sorted(drawn) == list(range(n))
         assert shuffle or drawn == list(range(n))
 
 
 def test_the_order_in_this_version_is_the_order_in_every_version():
     """A resumed run must draw what the first would have: change this only with the format."""
-    assert [order.prompt_index_at(place, 5, 1, "data", True) for place in range(10)] == [
+    assert [order.prompt_index_at(index, 5, 1, "data", True) for index in range(10)] == [
         3,
         1,
         0,
@@ -37,7 +37,7 @@ def test_the_order_in_this_version_is_the_order_in_every_version():
 
 def test_an_order_that_is_read_in_blocks_is_the_whole_permutation(monkeypatch):
     monkeypatch.setattr(order, "ORDER_BLOCK", 3)
-    drawn = [order.prompt_index_at(place, 8, 5, "blocks", True) for place in range(16)]
+    drawn = [order.prompt_index_at(index, 8, 5, "blocks", True) for index in range(16)]
     whole = [order.epoch_permutation(5, epoch, "blocks", 8).tolist() for epoch in (0, 1)]
     assert drawn == [*whole[0], *whole[1]]
 

@@ -55,16 +55,16 @@ def test_a_packed_row_has_the_prompt_again_and_positions_from_0_for_every_comple
     assert micro.logit_index.tolist() == [5, 6, 7, 13]
 
 
-def before(micro, place):
+def before(micro, index):
     """The tokens that a place of a row stands after, itself included, read off the positions."""
     ids, positions = micro.input_ids.flatten().tolist(), micro.position_ids.flatten().tolist()
     if micro.shared_layout is None:
-        return ids[place - positions[place] : place + 1]
+        return ids[index - positions[index] : index + 1]
     bounds = micro.shared_layout.cu_seqlens.tolist()
     segment = max(
-        s for s, n in enumerate(micro.shared_layout.segment_lengths) if n and bounds[s] <= place
+        s for s, n in enumerate(micro.shared_layout.segment_lengths) if n and bounds[s] <= index
     )
-    own, count = ids[bounds[segment] : place + 1], len(micro.shared_layout.prompt_lengths)
+    own, count = ids[bounds[segment] : index + 1], len(micro.shared_layout.prompt_lengths)
     if segment < count:
         return own
     first = bounds[segment] - micro.shared_layout.prompt_tokens  # counted from the first completion
@@ -89,7 +89,7 @@ def test_every_target_is_predicted_by_the_row_that_has_seen_prompt_and_completio
         s for s, (_, r) in enumerate(rows) for _ in r.completion_ids
     ]
     expected = [p + r.completion_ids[:n] for p, r in rows for n in range(len(r.completion_ids))]
-    assert [before(micro, place) for place in micro.logit_index.tolist()] == expected
+    assert [before(micro, index) for index in micro.logit_index.tolist()] == expected
     reach = micro.position_ids.flatten()[micro.logit_index]
     assert reach.tolist() == [len(ids) - 1 for ids in expected]
 

@@ -13,12 +13,12 @@ from rloo_cli.data.packing import LAYOUTS, store_column
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def turn(told, said, logp=0.0):
-    return Turn(list(told), list(said), [logp] * len(said), "", "stop", 3)
+def turn(got, said, logp=0.0):
+    return Turn(list(got), list(said), [logp] * len(said), "", "stop", 3)
 
 
 def episode(*parts, ended=True):
-    return Rollout.from_turns([turn(told, said) for told, said in parts], ended, seed=1)
+    return Rollout.from_turns([turn(got, said) for got, said in parts], ended, seed=1)
 
 
 def episodes():
@@ -123,16 +123,16 @@ def gradient_without_attention(groups, layout, read):
 
 @layouts
 def test_no_gradient_comes_from_what_a_tool_said(layout):
-    told = gradient_without_attention(episodes(), layout, read=False)
-    assert worst(gradient_without_attention(reworded(), layout, read=False), told) <= 1e-5
+    got = gradient_without_attention(episodes(), layout, read=False)
+    assert worst(gradient_without_attention(reworded(), layout, read=False), got) <= 1e-5
     # It is read all the same: what the policy says after it depends on it.
-    told = gradient_without_attention(episodes(), layout, read=True)
-    assert worst(gradient_without_attention(reworded(), layout, read=True), told) > 1e-2
+    got = gradient_without_attention(episodes(), layout, read=True)
+    assert worst(gradient_without_attention(reworded(), layout, read=True), got) > 1e-2
 
 
-def row_of_its_own(told, said):
+def row_of_its_own(got, said):
     """A turn whose history was written anew: it reads nothing of what came before."""
-    return Turn(list(told), list(said), [0.0] * len(said), "", "stop", 3, begins_row=True)
+    return Turn(list(got), list(said), [0.0] * len(said), "", "stop", 3, begins_row=True)
 
 
 def several_rows():
@@ -159,7 +159,7 @@ def gradient_of_rows():
     plain, total = model_of(), torch.zeros((), dtype=torch.float64)
     for completion, ids, own in ROWS:
         logp = (plain(input_ids=torch.tensor([ids])).logits[0] / 0.7).log_softmax(-1)
-        said = sum(logp[place - 1, ids[place]] for place in own)
+        said = sum(logp[index - 1, ids[index]] for index in own)
         total = total + said * WEIGHTS[completion]
     total.backward()
     return gradients(plain)

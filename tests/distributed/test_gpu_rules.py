@@ -65,16 +65,16 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_tells_its_servers_client_the_gpus_of_its_ranks(
     eight: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: dict[str, Any] = {}
+    got: dict[str, Any] = {}
     monkeypatch.setattr(generator, "HttpEngine", lambda keys, folder, expected, note: expected)
-    monkeypatch.setattr(generator, "_build_vllm_generator", lambda engine, *more: told.update(
+    monkeypatch.setattr(generator, "_build_vllm_generator", lambda engine, *more: got.update(
         gpus=engine.trainer_gpus
     ))  # fmt: skip
     monkeypatch.setattr(generator.handshake, "tokenizer_fingerprint", lambda tokenizer: "")
     for ranks, gpus in (("1", ("GPU-0",)), ("3", ("GPU-0", "GPU-1", "GPU-2"))):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         generator.build_server_generator(None, None, run_of(SERVER), 64, tmp_path, None)
-        assert told["gpus"] == gpus
+        assert got["gpus"] == gpus
 
 
 @pytest.mark.parametrize(
@@ -337,10 +337,10 @@ def test_groups_that_wait_for_room_never_wait_for_each_other() -> None:
 
 
 def test_each_servers_processes_come_after_those_before_it() -> None:
-    told: list[tuple[str, dict[str, Any]]] = []
+    got: list[tuple[str, dict[str, Any]]] = []
 
     def ask_all(asked: Any, limit_s: float) -> None:
-        told.extend((server.url, body["init_info"]) for _, server, _, body in asked)
+        got.extend((server.url, body["init_info"]) for _, server, _, body in asked)
 
     counts = {"http://a": 2, "http://b": 3, "http://c": 1}
     engine: Any = SimpleNamespace(
@@ -350,10 +350,10 @@ def test_each_servers_processes_come_after_those_before_it() -> None:
     )
     control = HttpTransferClient(engine, ["p1", "p2", "p3"])
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7, "own_host": "x"})
-    assert [(url, info["rank_offset"], info["own_host"]) for url, info in told] == [
+    assert [(url, info["rank_offset"], info["own_host"]) for url, info in got] == [
         ("http://a", 1, "p1"), ("http://b", 3, "p2"), ("http://c", 6, "p3"),
     ]  # fmt: skip
-    assert {info["world_size"] for _, info in told} == {7}
+    assert {info["world_size"] for _, info in got} == {7}
 
 
 def test_a_server_beside_the_trainer_and_one_elsewhere_meet_at_one_address() -> None:

@@ -263,9 +263,9 @@ def test_a_run_whose_sums_begin_early_has_the_same_weights(home, words):
     # torch's DETAIL, which other tests of ranks have on, lets no sum begin early.
     name = "run_" + words[0].partition("=")[2]
     for debug in ("DETAIL", "OFF"):
-        told = [*WORDS, *spread("ddp"), *words, f"root={debug}", f"name={name}"]
+        got = [*WORDS, *spread("ddp"), *words, f"root={debug}", f"name={name}"]
         env = {"TORCH_DISTRIBUTED_DEBUG": debug}
-        assert home(*told, "data.eval_split=null", ranks=2, env=env) == 0, home.said()
+        assert home(*got, "data.eval_split=null", ranks=2, env=env) == 0, home.said()
     early, late = (weights(home.folder / debug / name) for debug in ("OFF", "DETAIL"))
     assert early.keys() == late.keys()
     assert all(torch.equal(early[n], late[n]) for n in early)

@@ -16,17 +16,17 @@ class Counted(StopPoll):
 
     def __init__(self) -> None:
         super().__init__(lambda: self.now)
-        self.now, self.place, self.places = 0.0, 0, list[int]()
+        self.now, self.index, self.places = 0.0, 0, list[int]()
 
     def record_poll(self, slowest_s: float, frequent: bool) -> None:
-        self.places.append(self.place)
+        self.places.append(self.index)
         super().record_poll(slowest_s, frequent)
 
 
 def go(world: World, pace: Counted, seconds: list[float]) -> None:
     """Pieces of work that take so long."""
     for took in seconds:
-        pace.place += 1
+        pace.index += 1
         world.check_stop(frequent=True)
         pace.now += took
 
@@ -68,7 +68,7 @@ def test_what_is_asked_alone_is_asked_always_and_the_next_piece_too():
         own = replace(world, stop_poll=pace)
         go(own, pace, [1 / 16] * 5)
         pace.now += 60  # an evaluation is no piece of work
-        pace.place = 0
+        pace.index = 0
         own.check_stop()
         own.check_stop()
         pace.now += 60
@@ -106,7 +106,7 @@ def test_a_signal_to_one_rank_is_heard_by_both_at_one_piece_within_a_second(monk
         began = pace.now
         with pytest.raises(Stopped):
             go(own, pace, [1 / 16] * 100)
-        return pace.place, pace.now - began
+        return pace.index, pace.now - began
 
     (one, after), (other, _) = two_ranks(work)
     assert one == other == 34 and after <= 1.0

@@ -117,30 +117,30 @@ class Slow(GeneratorBase):
 
     def generate(self, groups: Any, seeds: Any, greedy: Any, temperature: Any, heard: Any) -> None:
         end = time.monotonic() + 10
-        for place, group in enumerate(groups):
-            while place == GROUPS - 1 and not (scored(0) and scored(2)):
+        for index, group in enumerate(groups):
+            while index == GROUPS - 1 and not (scored(0) and scored(2)):
                 if time.monotonic() > end:
                     self.metrics["waited_in_vain"] = 1.0
                     break
                 time.sleep(0.01)
             group.rollouts = [
-                Rollout([place, k], f"{place}", "stop", True, 0, 0, [-1.0, -1.0]) for k in range(2)
+                Rollout([index, k], f"{index}", "stop", True, 0, 0, [-1.0, -1.0]) for k in range(2)
             ]
-            heard(place)
+            heard(index)
 
 
-def scored(place: int) -> str:
+def scored(index: int) -> str:
     """The rank that has begun to score a group; "" before one has."""
-    path = Path(f"scored_{place}")
+    path = Path(f"scored_{index}")
     return path.read_text() if path.exists() else ""
 
 
 def first_token(completion_ids: Any, **_: Any) -> list[float]:
     """A reward that leaves a file, of each group that it is called for."""
-    for place in {ids[0] for ids in completion_ids}:
-        written = Path(f"scored_{place}.{os.getpid()}")
+    for index in {ids[0] for ids in completion_ids}:
+        written = Path(f"scored_{index}.{os.getpid()}")
         written.write_text(os.environ["RANK"])
-        written.replace(f"scored_{place}")
+        written.replace(f"scored_{index}")
     return [float(ids[0]) for ids in completion_ids]
 
 
@@ -158,7 +158,7 @@ def overlapped(world: World) -> dict[str, Any]:
         StepTimer(),
     )  # fmt: skip
     return {"raw": scores.raw.tolist(), "facts": generator.metrics,
-            "by": [scored(place) for place in range(GROUPS)]}  # fmt: skip
+            "by": [scored(index) for index in range(GROUPS)]}  # fmt: skip
 
 
 def test_the_first_groups_of_each_rank_are_scored_before_the_last_group_is_drawn(fast, tmp_path):

@@ -68,17 +68,17 @@ def test_two_ranks_learn_what_one_process_learns(home, single, section, engine):
     assert home(*words, ranks=2) == 0, home.said()
     one, two = single[section], home.folder / "runs" / section / engine
     assert trainings_apart(one, two) < 1e-4
-    rows = [strict(place / "training" / "metrics.jsonl") for place in (one, two)]
+    rows = [strict(root / "training" / "metrics.jsonl") for root in (one, two)]
     assert len(rows[0]) == 10
     for ours, theirs in zip(*rows, strict=True):
         ours.pop("seconds", None)
         theirs.pop("seconds", None)
         assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-5)
     kind = AutoModelForCausalLM if section == "sft" else AutoModelForSequenceClassification
-    configs = [kind.from_pretrained(place).config.to_dict() for place in (one, two)]
+    configs = [kind.from_pretrained(root).config.to_dict() for root in (one, two)]
     assert {c.pop("_name_or_path") for c in configs} == {str(one), str(two)}
     assert configs[0] == configs[1]
-    summaries = [read_json(place / "training" / "summary.json") for place in (one, two)]
+    summaries = [read_json(root / "training" / "summary.json") for root in (one, two)]
     assert summaries[0]["steps"] == summaries[1]["steps"]
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
 
@@ -98,10 +98,10 @@ def trained(home):
     return home.folder / "runs" / "trained"
 
 
-def evaluated(place: Path) -> dict[str, Any]:
+def evaluated(root: Path) -> dict[str, Any]:
     """Everything that an evaluation found."""
-    found: dict[str, Any] = {p.name: p.read_text() for p in place.glob("*.jsonl")}
-    return found | {"metrics": read_json(place / "metrics.json")}
+    found: dict[str, Any] = {p.name: p.read_text() for p in root.glob("*.jsonl")}
+    return found | {"metrics": read_json(root / "metrics.json")}
 
 
 @pytest.mark.slow_but("fsdp2")
@@ -110,8 +110,8 @@ def test_two_ranks_evaluate_as_one_process(home, trained, engine):
     before = {p.name for p in (trained / "eval").iterdir()}
     words = [f"distributed.engine={engine}", "distributed.num_processes=2"]
     assert home("eval", "runs/trained", *words, ranks=2) == 0, home.said()
-    (place,) = (p for p in (trained / "eval").iterdir() if p.name not in before)
-    assert evaluated(place) == evaluated(trained / "eval" / "final")
+    (root,) = (p for p in (trained / "eval").iterdir() if p.name not in before)
+    assert evaluated(root) == evaluated(trained / "eval" / "final")
 
 
 def test_a_rank_that_is_killed_in_an_evaluation_is_what_the_other_says(home, trained):
@@ -135,8 +135,8 @@ def test_two_ranks_ask_another_model_and_a_judge_as_one_process(home, trained):
     for words, ranks in (([], 0), (["distributed.engine=ddp", "distributed.num_processes=2"], 2)):
         before = {p.name for p in (trained / "eval").iterdir()}
         assert home("eval", "runs/trained", *judge, *words, ranks=ranks) == 0, home.said()
-        (place,) = (p for p in (trained / "eval").iterdir() if p.name not in before)
-        found.append(evaluated(place))
+        (root,) = (p for p in (trained / "eval").iterdir() if p.name not in before)
+        found.append(evaluated(root))
     assert "pairs.jsonl" in found[0] and found[0] == found[1]
 
 

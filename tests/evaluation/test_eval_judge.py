@@ -212,7 +212,7 @@ def test_judging_moves_nothing_in_the_run(serve: Any, tmp_path: Path) -> None:
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, column: Any) -> None:
-    """The tiny data with a column `told`."""
+    """The tiny data with a column `got`."""
     from rloo_cli.data.synthetic import tiny
 
     plain = tiny.tiny_examples
@@ -297,8 +297,8 @@ def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
         end = run.tokenizer.eos_token_id
         assert theirs.finish_reason == "stop" and theirs.completion_ids[-1] == end
         assert (ours.completion_ids[-1] == end) == (ours.finish_reason == "stop")
-    told = judging.JudgedSets([], {"": compute_win_rate([1.0], [(1, 1)])}, {}, [])
-    title = str(judging.judge_table(run.judge, told).title)
+    got = judging.JudgedSets([], {"": compute_win_rate([1.0], [(1, 1)])}, {}, [])
+    title = str(judging.judge_table(run.judge, got).title)
     assert "make:tiny_reward" in title
     assert "not a" in title
 
@@ -321,11 +321,11 @@ def test_an_evaluation_keeps_every_pair_the_judge_and_its_question(
 ) -> None:
     stub = serve(chats(shorter))
     sets = "eval.sets={easy: {split: 'test[:3]'}, hard: {split: 'test[3:8]'}}"
-    place = evaluated(tmp_path, *words(stub.url), sets)
-    row, about = read_json(place / "metrics.json"), read_json(place / "judge.json")
+    root = evaluated(tmp_path, *words(stub.url), sets)
+    row, about = read_json(root / "metrics.json"), read_json(root / "judge.json")
     assert row["eval_easy_win_rate"] == row["eval_hard_win_rate"] == 0.0
     assert row["eval_hard_win_rate/losses"] == 5 and row["judge/win_rate"] == 0.0
-    assert [p["set"] for p in strict(place / "pairs.jsonl")] == ["easy"] * 3 + ["hard"] * 5
+    assert [p["set"] for p in strict(root / "pairs.jsonl")] == ["easy"] * 3 + ["hard"] * 5
     assert about["judge"] == f"m, a language model at {stub.url}/v1"
     assert len(about["question_sha256"]) == 64 and about["keys"]["both_orders"] is True
     assert about["sets"]["hard"]["losses"] == 5
@@ -345,51 +345,51 @@ def test_against_another_model_its_answers_to_the_same_prompts_are_sampled(
     serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = serve(chats(shorter)).url
-    place = evaluated(tmp_path, *words(url, "against=make:tiny", "max_pairs=4"))
-    pairs = strict(place / "pairs.jsonl")
+    root = evaluated(tmp_path, *words(url, "against=make:tiny", "max_pairs=4"))
+    pairs = strict(root / "pairs.jsonl")
     assert len(pairs) == 4 and all(p["ours"] == p["theirs"] for p in pairs)  # it is the same model
-    with (place / "pairs.csv").open(newline="") as file:
+    with (root / "pairs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["ours"], float(r["value"])) for r in rows] == [(p["ours"], 0.5) for p in pairs]
-    assert read_json(place / "metrics.json")["eval_win_rate"] == 0.5
+    assert read_json(root / "metrics.json")["eval_win_rate"] == 0.5
     assert "over make:tiny" in capsys.readouterr().out
 
 
 def a_run(folder: Path) -> Path:
     """The folder of a finished run, as far as an evaluation looks at it."""
-    place = folder / "runs" / "smoke"
-    (place / "final").mkdir(parents=True)
-    (place / "config.yaml").write_text(yaml.safe_dump(check.dump_config(checked((), ()))))
+    root = folder / "runs" / "smoke"
+    (root / "final").mkdir(parents=True)
+    (root / "config.yaml").write_text(yaml.safe_dump(check.dump_config(checked((), ()))))
     facts = {"progress": {"step": 2, "updates": 2}, "plan": {"max_steps": 2}, "prompts": 64}
-    (place / "run.json").write_text(json.dumps(facts))
+    (root / "run.json").write_text(json.dumps(facts))
     for name in ("config.json", "tokenizer.json"):
-        (place / "final" / name).write_text("{}")
-    return place
+        (root / "final" / name).write_text("{}")
+    return root
 
 
 def test_a_run_is_given_a_judge_and_keeps_its_own_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = a_run(tmp_path)
+    root = a_run(tmp_path)
     (tmp_path / "mine.py").write_text(RULE)
-    plain = eval_target.eval_target_of_run(str(place), [])
+    plain = eval_target.eval_target_of_run(str(root), [])
     given = ["eval.judge.reward.path=mine.py:digits", "judge=rule"]  # in whatever order
-    subject = eval_target.eval_target_of_run(str(place), given)
+    subject = eval_target.eval_target_of_run(str(root), given)
     judge: Any = subject.config.eval.judge
     assert judge.reward.path == "mine.py:digits" and judge.reward.on_error == "raise"
     assert subject.output_dir != plain.output_dir and plain.config.eval.judge is None
     assert subject.config.reward.model_dump() == plain.config.reward.model_dump()
     again = {"eval.judge.model": "m", "eval.judge.both_orders": "false"}
     subject = eval_target.eval_target_of_run(
-        str(place), ["judge=openai", *map("=".join, again.items())]
+        str(root), ["judge=openai", *map("=".join, again.items())]
     )
     assert subject.config.eval.judge.both_orders is False  # type: ignore[union-attr]
-    assert eval_target.eval_target_of_run(str(place), ["judge=null"]).config.eval.judge is None
+    assert eval_target.eval_target_of_run(str(root), ["judge=null"]).config.eval.judge is None
     wrong = {"judge=opnai": "judge=openai", "judge=rule": "eval.judge.reward.path"}
     for word, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
-            eval_target.eval_target_of_run(str(place), [word])
+            eval_target.eval_target_of_run(str(root), [word])
 
 
 def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) -> None:

@@ -134,18 +134,18 @@ def test_without_anything_held_out_nothing_is_asked_or_written(tmp_path):
 
 
 def test_answers_are_greedy_and_do_not_depend_on_how_many_are_asked_at_once(tmp_path):
-    told = []
+    got = []
 
     def tell(prompt_ids, completion_ids, **_):
-        told.extend(zip(prompt_ids, completion_ids, strict=True))
+        got.extend(zip(prompt_ids, completion_ids, strict=True))
         return [0.0] * len(prompt_ids)
 
     for size, seed in ((1, 1), (16, 1), (5, 2)):
         words = (ENDS, f"eval.batch_size={size}", f"seed={seed}")
         run = make(tmp_path, *words, rewards={"tell": tell})
         evaluate_run(run)
-    assert told[:16] == told[16:32] == told[32:]
-    for prompt, answer in told[:16]:
+    assert got[:16] == got[16:32] == got[32:]
+    for prompt, answer in got[:16]:
         with native_attention(run.policy.model):
             logits = run.policy.model(input_ids=torch.tensor([prompt + answer])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
@@ -169,9 +169,9 @@ def test_sampled_answers_depend_on_seed_prompt_and_place_but_not_on_step_or_batc
     assert [s["completion"] for s in samples_of(whole)] == [s["completion"] for s in first]
     other = make(tmp_path, ENDS, "eval.num_generations=3", "seed=2")
     evaluate_run(other)
-    told = samples_of(other)
-    assert [s["completion"] for s in told[:16]] == [s["completion"] for s in first[:16]]
-    assert [s["completion"] for s in told[16:]] != [s["completion"] for s in first[16:]]
+    got = samples_of(other)
+    assert [s["completion"] for s in got[:16]] == [s["completion"] for s in first[:16]]
+    assert [s["completion"] for s in got[16:]] != [s["completion"] for s in first[16:]]
 
 
 def test_a_batch_holds_eval_batch_size_completions_at_most(tmp_path):
@@ -199,10 +199,10 @@ def test_the_temperature_of_evaluation_is_its_own(tmp_path):
     assert [s["completion"] for s in samples_of(same)] == first
     cold = make(tmp_path, *words, "eval.temperature=0.0001")
     evaluate_run(cold)
-    told = samples_of(cold)
-    for s in told[6:]:
-        assert s["completion"] == told[s["draw"]]["completion"]
-    assert [s["completion"] for s in told] != first
+    got = samples_of(cold)
+    for s in got[6:]:
+        assert s["completion"] == got[s["draw"]]["completion"]
+    assert [s["completion"] for s in got] != first
 
 
 def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ def test_rewards_never_see_the_lines_of_evaluations(tmp_path):
 
 def test_progress_is_told_set_by_set(tmp_path):
     run = make(tmp_path, "eval.num_generations=2", "eval.batch_size=20", *SETS)
-    told = []
-    answer_eval_sets(run, run.state.seen_by_rewards(run), lambda *said: told.append(said))
+    got = []
+    answer_eval_sets(run, run.state.seen_by_rewards(run), lambda *said: got.append(said))
     hard = [("hard", 16, 48), ("hard", 36, 48), ("hard", 48, 48)]
-    assert told == [*hard, ("seen", 20, 60), ("seen", 40, 60), ("seen", 60, 60)]
+    assert got == [*hard, ("seen", 20, 60), ("seen", 40, 60), ("seen", 60, 60)]

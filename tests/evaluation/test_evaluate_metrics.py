@@ -126,9 +126,9 @@ def test_where_nothing_has_a_score_there_is_no_mean():
 
 def test_one_passes_by_its_score_or_by_one_rewards_own_word():
     def rows():
-        told = [(0.9, 1.0), (1.5, 0.0)]  # score, what the reward `right` says
+        got = [(0.9, 1.0), (1.5, 0.0)]  # score, what the reward `right` says
         return [sample(0, 0.0, None, right=0.0)] + [
-            sample(0, score, k, right=right) for k, (score, right) in enumerate(told)
+            sample(0, score, k, right=right) for k, (score, right) in enumerate(got)
         ]
 
     for words, passed in (
@@ -139,9 +139,9 @@ def test_one_passes_by_its_score_or_by_one_rewards_own_word():
         row = eval_set_metrics("", rows(), settings("eval.num_generations=2", *words), {})
         assert row["eval_pass@1"] == passed
     chosen = settings("eval.num_generations=2").model_copy(update={"pass_reward": "right"})
-    told = rows()
-    told[2]["rewards"]["right"] = None  # it has a score, but not this one
-    row = eval_set_metrics("", told, chosen, {})
+    got = rows()
+    got[2]["rewards"]["right"] = None  # it has a score, but not this one
+    row = eval_set_metrics("", got, chosen, {})
     assert row["eval_pass@1"] == 1.0 and "eval_pass@2" not in row and "eval_avg@2" in row
 
 
@@ -203,13 +203,13 @@ def test_every_mean_of_scores_has_its_error_and_its_interval():
     samples = [s | {"prompt": "p", "row": {"n": s["draw"]}}
                for draw, each in enumerate(scores)
                for s in [sample(draw, each[0], r=each[0]), *group(draw, *each)]]  # fmt: skip
-    told = eval_set_metrics("", samples, settings("eval.num_generations=2"), {})
+    got = eval_set_metrics("", samples, settings("eval.num_generations=2"), {})
     for name, values in {
         "reward": [1, 0, 1, 1], "reward/r/mean": [1, 0, 1, 1], "avg@2": [1, 0, 0.5, 1],
         "pass@1": [1, 0, 0.5, 1], "pass@2": [1, 0, 1, 1],
     }.items():  # fmt: skip
-        assert told[f"eval_{name}/se"] == pytest.approx(stdev(values) / 2), name
-        assert told[f"eval_{name}/low"] < told[f"eval_{name}"] < told[f"eval_{name}/high"], name
+        assert got[f"eval_{name}/se"] == pytest.approx(stdev(values) / 2), name
+        assert got[f"eval_{name}/low"] < got[f"eval_{name}"] < got[f"eval_{name}/high"], name
 
 
 def test_a_row_that_is_there_many_times_is_one_prompt_and_an_image_makes_another():

@@ -133,9 +133,9 @@ def rows(tmp_path):
 
 def refused(tmp_path, monkeypatch, *words, rewards=None):
     monkeypatch.setattr(load, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(RunError) as told:
+    with pytest.raises(RunError) as got:
         make(tmp_path, *words, rewards=rewards)
-    return told.value
+    return got.value
 
 
 def needs(completion_ids, gold):

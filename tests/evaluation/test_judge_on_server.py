@@ -57,8 +57,8 @@ def test_made_to_say_a_or_b_it_judges_every_pair(words: list[str], tmp_path: Pat
     run = make(tmp_path, *held_out(*words, CHOICE.replace("CHOICES", "A, B")))
     row = evaluate_run(run)
     assert row["judge/invalid"] == 0 and 0 <= row["eval_win_rate"] <= 1
-    told = [row[f"eval_win_rate/{n}"] for n in ("wins", "ties", "losses")]
-    assert sum(told) == 4
+    got = [row[f"eval_win_rate/{n}"] for n in ("wins", "ties", "losses")]
+    assert sum(got) == 4
 
 
 def test_a_reward_is_the_number_that_it_is_made_to_say(words: list[str], tmp_path: Path) -> None:

@@ -9,25 +9,25 @@ from rloo_cli.evaluation.judges.win_rate import compute_win_rate, rate_at_equal_
 
 
 def test_invalid_pairs_are_counted_and_in_no_denominator() -> None:
-    told = compute_win_rate(
+    got = compute_win_rate(
         [1.0, 0.5, 0.0, None, None, 1.0], [(3, 1), (1, 1), (1, 2), (99, 0), (0, 99), (3, 4)]
     )
-    assert (told.wins, told.ties, told.losses, told.invalid, told.num_judged) == (2, 1, 1, 2, 4)
-    assert told.rate == 2.5 / 4
-    assert (told.length, told.other_length) == (2.0, 2.0)  # of judged pairs
+    assert (got.wins, got.ties, got.losses, got.invalid, got.num_judged) == (2, 1, 1, 2, 4)
+    assert got.rate == 2.5 / 4
+    assert (got.length, got.other_length) == (2.0, 2.0)  # of judged pairs
 
 
 def test_without_a_verdict_nothing_is_claimed() -> None:
-    told = compute_win_rate([None, None], [(1, 1), (1, 1)])
-    assert told.invalid == 2 and told.num_judged == 0
-    assert told.rate is told.low is told.high is told.controlled is told.length is None
+    got = compute_win_rate([None, None], [(1, 1), (1, 1)])
+    assert got.invalid == 2 and got.num_judged == 0
+    assert got.rate is got.low is got.high is got.controlled is got.length is None
     assert compute_win_rate([], []).rate is None
 
 
 def test_the_published_344_of_1000_have_their_interval() -> None:
-    told = compute_win_rate([1.0] * 344 + [0.0] * 656, [(1, 1)] * 1000)
+    got = compute_win_rate([1.0] * 344 + [0.0] * 656, [(1, 1)] * 1000)
     # 34.4 +- 2.9 %; Wilson's ends are .3152 and .3740
-    assert (told.low, told.high) == pytest.approx((0.3152, 0.3740), abs=4e-4)
+    assert (got.low, got.high) == pytest.approx((0.3152, 0.3740), abs=4e-4)
 
 
 def test_a_tie_is_not_half_a_win_and_half_a_loss() -> None:
@@ -40,9 +40,9 @@ def test_a_tie_is_not_half_a_win_and_half_a_loss() -> None:
 
 def test_equal_values_leave_some_doubt() -> None:
     for value in (0.0, 0.5, 1.0):
-        told = compute_win_rate([value] * 8, [(1, 1)] * 8)
-        assert told.low is not None and told.high is not None
-        assert told.high - told.low > 0.2 and told.low <= value <= told.high
+        got = compute_win_rate([value] * 8, [(1, 1)] * 8)
+        assert got.low is not None and got.high is not None
+        assert got.high - got.low > 0.2 and got.low <= value <= got.high
 
 
 def test_a_judge_of_length_alone_has_one_half_at_equal_lengths() -> None:

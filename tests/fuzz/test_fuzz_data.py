@@ -61,6 +61,6 @@ def test_whatever_a_file_of_data_holds(
     with clear_error():
         rows = dataset.load_split(keys, "train")
         found = prompts.tokenize_prompts(rows, keys, tokens, {}, 20, 1)
-        for place in range(len(found)):
-            group = found.group_of(place)
+        for index in range(len(found)):
+            group = found.group_of(index)
             assert group.prompt_ids and len(group.prompt_ids) <= 20

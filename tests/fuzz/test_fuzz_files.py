@@ -132,11 +132,11 @@ def test_whatever_a_stopped_runs_files_hold_it_ends_as_it_would_have_or_says_why
     changed = data.draw(st.composite(lambda draw: written(draw, run / name))())
     (run / name).write_bytes(changed)
     code = forked(*TRAIN, "name=stopped", "resume=auto")
-    told = forked.said()
-    what = (name, changed[:2000], told)
-    assert "Traceback" not in told and code in (0, 2, 3, 4, 6, 7, 8), what
+    got = forked.said()
+    what = (name, changed[:2000], got)
+    assert "Traceback" not in got and code in (0, 2, 3, 4, 6, 7, 8), what
     if code:
-        assert "error: " in told, what
+        assert "error: " in got, what
         lost = [n for n in kept if "checkpoint" in n and not (run / n).exists()]
         assert not lost, what
     elif name not in ("metrics.jsonl", "ledger.jsonl"):

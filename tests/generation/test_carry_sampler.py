@@ -23,11 +23,11 @@ def check_batch(batch: object, step: int, max_lag: int) -> set[int]:
     """A step's batch: every token's version is the one that its id tells. -> its prompts"""
     for group in batch.groups:  # type: ignore[attr-defined]
         for rollout in group.rollouts:
-            told = [i - 20 for i in rollout.completion_ids]
-            assert rollout.token_versions == told == sorted(told)
-            assert rollout.behaviour_logp == [-1.0 - version for version in told]
-            assert all(0 <= step - version <= max_lag for version in told)
-            assert rollout.weight_version == told[0]
+            got = [i - 20 for i in rollout.completion_ids]
+            assert rollout.token_versions == got == sorted(got)
+            assert rollout.behaviour_logp == [-1.0 - version for version in got]
+            assert all(0 <= step - version <= max_lag for version in got)
+            assert rollout.weight_version == got[0]
     offsets = [g.prompt_offset for g in batch.groups]  # type: ignore[attr-defined]
     assert offsets == sorted(offsets) and batch.left_out == []  # type: ignore[attr-defined]
     return {*offsets}

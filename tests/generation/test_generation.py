@@ -62,17 +62,17 @@ def test_greedy_ids_equal_generate_of_each_prompt_alone(name, shared):
 @pytest.mark.parametrize("batch_tokens", [None, 40])
 def test_each_group_is_told_of_once_and_whole_before_the_last_is_done(model, shared, batch_tokens):
     ours = [Group(i, {}, str(p), p) for i, p in enumerate(PROMPTS)]
-    told: list[tuple[int, list[list[int]]]] = []
+    got: list[tuple[int, list[list[int]]]] = []
 
-    def arrived(place):
-        told.append((place, [r.completion_ids for r in ours[place].rollouts]))
+    def arrived(index):
+        got.append((index, [r.completion_ids for r in ours[index].rollouts]))
         unfinished.append(sum(not g.rollouts for g in ours))
 
     unfinished: list[int] = []
     sampler = generator(model, shared_prompt=shared, batch_tokens=batch_tokens)
     sampler.generate(ours, SEEDS, arrived=arrived)
-    assert sorted(told) == list(enumerate(ids([g.rollouts for g in ours])))
-    assert [len(found) for _, found in sorted(told)] == [len(seeds) for seeds in SEEDS]
+    assert sorted(got) == list(enumerate(ids([g.rollouts for g in ours])))
+    assert [len(found) for _, found in sorted(got)] == [len(seeds) for seeds in SEEDS]
     assert unfinished == [2, 1, 0]
 
 

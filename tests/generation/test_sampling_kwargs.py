@@ -67,5 +67,5 @@ def test_init_kwargs_reach_the_model_and_its_context():
     loaded = load_causal_lm(model, model.path, torch.device("cpu"))
     assert loaded.config.max_position_embeddings == 77
     assert read_max_positions(model) == 77
-    told = "generation.server.extra={hf_overrides: {rope_theta: 5.0}}"
-    settings("generation=vllm_server", "model.init_kwargs={rope_theta: 5.0}", told)
+    got = "generation.server.extra={hf_overrides: {rope_theta: 5.0}}"
+    settings("generation=vllm_server", "model.init_kwargs={rope_theta: 5.0}", got)

@@ -52,11 +52,11 @@ def test_a_mask_has_the_ids_that_were_let_through_and_makes_the_trainer_agree(fi
     for group in groups:
         for rollout in group.rollouts:
             rows = generation_cases.processed(model, group.prompt_ids, rollout.completion_ids)
-            for place, kept in enumerate(lists(rollout.sampling_mask)):
-                so_far = torch.tensor([rollout.completion_ids[:place]], dtype=torch.long)
-                if filters.get("min_tokens", 0) > place:
+            for index, kept in enumerate(lists(rollout.sampling_mask)):
+                so_far = torch.tensor([rollout.completion_ids[:index]], dtype=torch.long)
+                if filters.get("min_tokens", 0) > index:
                     assert EOS not in kept
-                scores = process(so_far, rows[place : place + 1].float())
+                scores = process(so_far, rows[index : index + 1].float())
                 assert kept == (scores[0] > -torch.inf).nonzero().flatten().tolist()
                 sizes.add(len(kept))
     assert len(sizes) > 1 or filters == {"top_k": 5}

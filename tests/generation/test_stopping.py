@@ -40,14 +40,14 @@ def test_stop_ids_are_the_union_of_all_places(model):
     assert stop_rule.stop_ids(tokenizer(), model, only) == {4}
 
 
-@pytest.mark.parametrize("place", [0, 3, 11])
-def test_every_id_of_a_list_of_eos_ends_a_completion(model, place):
+@pytest.mark.parametrize("at", [0, 3, 11])
+def test_every_id_of_a_list_of_eos_ends_a_completion(model, at):
     free = free_run(model)
-    model.generation_config.eos_token_id = [PAD, free.completion_ids[place]]
+    model.generation_config.eos_token_id = [PAD, free.completion_ids[at]]
     [[r]] = sample(generator(model), PROMPTS[:1], [[free.seed]])
-    assert r.completion_ids == free.completion_ids[: place + 1]
+    assert r.completion_ids == free.completion_ids[: at + 1]
     assert r.terminated and r.finish_reason == "stop"
-    assert r.text == " ".join(free.text.split()[:place])
+    assert r.text == " ".join(free.text.split()[:at])
 
 
 def test_pad_equal_to_eos_confuses_nothing(model):

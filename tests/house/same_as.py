@@ -104,11 +104,11 @@ PRINTS = ("fingerprint", "check")  # in a ledger, what depends on the data's fin
 class Checkout:
     """One commit's code, run in folders of its own."""
 
-    def __init__(self, root: Path, place: Path, hash_changed: bool):
-        self.root, self.place, self.hash_changed = root, place, hash_changed
-        ours = {"PYTHONPATH": str(root), "RLOO_CACHE": str(place / "cache"), "NO_COLOR": "1"}
+    def __init__(self, root: Path, home: Path, hash_changed: bool):
+        self.root, self.home, self.hash_changed = root, home, hash_changed
+        ours = {"PYTHONPATH": str(root), "RLOO_CACHE": str(home / "cache"), "NO_COLOR": "1"}
         self.environment = os.environ | ours | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        place.mkdir()
+        home.mkdir()
 
     def rloo(self, *words: str, codes: tuple[int, ...] = (0,), **more: str) -> str:
         """What a command prints."""
@@ -119,7 +119,7 @@ class Checkout:
     ) -> str:
         """What a Python that has this code prints, without its own paths."""
         ended = subprocess.run(
-            [sys.executable, "-P", *words], cwd=self.place, env=self.environment | more,
+            [sys.executable, "-P", *words], cwd=self.home, env=self.environment | more,
             capture_output=True, text=True, input=given,
         )  # fmt: skip
         if ended.returncode not in codes:
@@ -147,7 +147,7 @@ class Checkout:
         """What a run leaves; a changed fingerprint does not choose the order of its rows."""
         in_order = ["data.shuffle=false"] if self.hash_changed else []
         self.rloo(*words, *in_order, f"name={name}")
-        found = left(self.place / "runs" / name)
+        found = left(self.home / "runs" / name)
         if self.hash_changed:
             found["ledger"] = [
                 {k: v for k, v in line.items() if k not in PRINTS} for line in found["ledger"]
@@ -158,8 +158,8 @@ class Checkout:
         """What a run leaves that this code begins and that one ends."""
         armed = {"RLOO_ALLOW_FAULTS": "1", "RLOO_FAULTS": "step@3=term"}
         self.rloo(*SMOKE, "name=begun", codes=(75,), **armed)
-        begun = self.place / "runs" / "begun"
-        theirs = other.place / "runs" / "begun"
+        begun = self.home / "runs" / "begun"
+        theirs = other.home / "runs" / "begun"
         theirs.parent.mkdir(exist_ok=True)
         shutil.copytree(begun, theirs, symlinks=True)
         other.rloo(*SMOKE, "name=begun", "resume=auto")
@@ -214,11 +214,11 @@ def compare(what: str, before: dict[str, Any], now: dict[str, Any]) -> int:
     return len(wrong)
 
 
-def planted_copy(place: str, folder: Path) -> Path:
+def planted_copy(home: str, folder: Path) -> Path:
     """A copy of this checkout's package in `folder`, with the error of PLANTED."""
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    file, code, wrong = PLANTED[place]
+    file, code, wrong = PLANTED[home]
     text = (folder / file).read_text()
     assert text.count(code) == 1, f"{file} does not have this code once: {code}"
     (folder / file).write_text(text.replace(code, wrong))
@@ -254,14 +254,14 @@ def main() -> int:
     given = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+        home = Path(folder)
         git = ["git", "-C", str(ROOT), "worktree"]
-        code = str(place / "code")
+        code = str(home / "code")
         subprocess.run([*git, "add", "--quiet", "--detach", code, given.commit], check=True)
         try:
-            root = planted_copy(given.planted, place / "planted") if given.planted else ROOT
-            before = Checkout(place / "code", place / "before", given.hash_changed)
-            now = Checkout(root, place / "now", given.hash_changed)
+            root = planted_copy(given.planted, home / "planted") if given.planted else ROOT
+            before = Checkout(home / "code", home / "before", given.hash_changed)
+            now = Checkout(root, home / "now", given.hash_changed)
             runs = given.runs or (QUICK if given.quick else RUNS)
             wrong = compare_all(before, now, given.quick, runs)
         finally:

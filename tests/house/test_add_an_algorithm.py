@@ -27,7 +27,7 @@ MEDIAN = ("--config-dir=my_conf", "algorithm=median")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's files, as its reader has one."""
     shown_files(tmp_path, PAGES[PAGE])
     monkeypatch.chdir(tmp_path)
@@ -49,9 +49,9 @@ def test_the_page_names_every_field_that_a_loss_reads_and_returns() -> None:
     assert fields <= named
 
 
-def test_a_loss_logs_numbers_of_its_own_over_all_that_is_trained_on(place: Path) -> None:
+def test_a_loss_logs_numbers_of_its_own_over_all_that_is_trained_on(root: Path) -> None:
     words = ("--config-dir=my_conf", "algorithm=near", "train.micro_batch_tokens=64")
-    run = alone(place, *words)
+    run = alone(root, *words)
     inner, calls = run.algorithm.loss, []
 
     def watched(inputs: LossInputs) -> Loss:
@@ -68,11 +68,11 @@ def test_a_loss_logs_numbers_of_its_own_over_all_that_is_trained_on(place: Path)
 
 @pytest.mark.parametrize("made", ["1.0", "change.sum()", "change[1:]"])
 def test_a_number_of_a_loss_that_is_not_per_token_or_completion_is_refused(
-    place: Path, made: str
+    root: Path, made: str
 ) -> None:
-    file = place / "near.py"
+    file = root / "near.py"
     file.write_text(file.read_text().replace('{"change": change}', f'{{"change": {made}}}'))
-    run = alone(place, "--config-dir=my_conf", "algorithm=near")
+    run = alone(root, "--config-dir=my_conf", "algorithm=near")
     with pytest.raises(ConfigError) as refused:
         step(run)
     assert refused.value.problems[0].where.startswith(str(file))
@@ -86,8 +86,8 @@ def by_hand(rewards: list[list[float]], limit: float) -> list[list[float]]:
     return found
 
 
-def test_the_advantages_of_a_step_are_those_of_the_siblings_median(place: Path) -> None:
-    run = alone(place, *MEDIAN, "algorithm.limit=1.5", "algorithm.beta=0.3")
+def test_the_advantages_of_a_step_are_those_of_the_siblings_median(root: Path) -> None:
+    run = alone(root, *MEDIAN, "algorithm.limit=1.5", "algorithm.beta=0.3")
     moved, row, batch = step(run)
     assert batch.reward is not None and batch.advantage is not None
     wanted = by_hand(batch.reward.tolist(), 1.5)
@@ -97,20 +97,20 @@ def test_the_advantages_of_a_step_are_those_of_the_siblings_median(place: Path) 
     assert float(moved.norm()) > 0 and row["grad_norm"] > 0
 
 
-def test_without_a_limit_that_acts_two_siblings_have_the_gradient_of_rloo(place: Path) -> None:
+def test_without_a_limit_that_acts_two_siblings_have_the_gradient_of_rloo(root: Path) -> None:
     words = ("algorithm.num_generations=2", "train.optimizer=torch.optim:SGD")  # median = mean
-    own = step(alone(place, *MEDIAN, "algorithm.limit=1e9", "name=own", *words))[0]
-    other = step(alone(place, "name=rloo", *words))[0]
+    own = step(alone(root, *MEDIAN, "algorithm.limit=1e9", "name=own", *words))[0]
+    other = step(alone(root, "name=rloo", *words))[0]
     assert float(other.norm()) > 0 and apart(own, other) < EXACT
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_trains(place: Path) -> None:
+def test_the_command_of_the_page_trains(root: Path) -> None:
     command = next(c.text for c in of_rloo(PAGE) if "+debug=cpu" in c.text)
     words = [sys.executable, "-P", "-m", "rloo_cli", *shlex.split(command)[1:]]
     done = subprocess.run(
         words, capture_output=True, text=True, env=os.environ | {"RLOO_CACHE": cache()}
     )
     assert done.returncode == 0, done.stderr
-    summary = json.loads((place / "runs/debug/smoke/summary.json").read_text())
-    assert summary["final"] and "median.py" in (place / "runs/debug/smoke/config.yaml").read_text()
+    summary = json.loads((root / "runs/debug/smoke/summary.json").read_text())
+    assert summary["final"] and "median.py" in (root / "runs/debug/smoke/config.yaml").read_text()

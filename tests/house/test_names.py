@@ -130,6 +130,7 @@ def test_a_name_of_nobodys_is_no_old_name():
         ("algoritm.beta", "algorithm.beta"),
         ("tldr_1B", "tldr_1b"),
         ("frobnicate", None),
+        ("reward.exact_match.foo", None),  # not algorithm.correction.floor, of another section
     ],
 )
 def test_the_nearest_key_is_guessed(key, best):

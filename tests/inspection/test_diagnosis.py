@@ -53,8 +53,8 @@ def make_run(
             for k in range(4)
         ]
         reward = sum(s["score"] for s in samples) / len(samples)
-        told = {n: v(step) if callable(v) else v for n, v in values.items()}
-        lines.append({"step": step, "step_time": 1.0, "reward": reward, **told})
+        got = {n: v(step) if callable(v) else v for n, v in values.items()}
+        lines.append({"step": step, "step_time": 1.0, "reward": reward, **got})
         ledger.append({"step": step, "place": draws[0], "rows": [d % rows for d in draws]})
         text = "".join(json.dumps(s) + "\n" for s in samples)
         (folder / f"samples/step_{step:06d}.jsonl").write_text(text)
@@ -413,9 +413,9 @@ def test_damaged_and_empty_runs_are_read_as_far_as_they_can_be() -> None:
     (folder / "samples/step_000003.jsonl").write_text("{")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("cut\n")
-    told = diagnose_run(folder)
-    assert [f.name for f in told.findings] == ["KL runs away"]
-    damaged = {Path(text.partition(":")[0]).name for text in told.problems}
+    got = diagnose_run(folder)
+    assert [f.name for f in got.findings] == ["KL runs away"]
+    damaged = {Path(text.partition(":")[0]).name for text in got.problems}
     assert damaged == {"config.yaml", "metrics.jsonl", "ledger.jsonl"}
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "run.json":

@@ -47,7 +47,7 @@ esac
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, offline, with caches of the test's own."""
     monkeypatch.chdir(tmp_path)
     for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_HUB_CACHE", str(tmp_path / "hub"))):
@@ -81,9 +81,9 @@ def one_failure(look: Any) -> Any:
     return call
 
 
-def install_stub(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
+def install_stub(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
     """A package's metadata in a folder that is searched first."""
-    folder = place / "stubs" / f"{name}-{version}.dist-info"
+    folder = root / "stubs" / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True)
     text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (folder / "METADATA").write_text(text)
@@ -103,20 +103,20 @@ def test_a_machine_that_has_everything_is_ok_in_every_line(look: Any) -> None:
 
 def test_without_a_recipe_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    names = {line["name"] for line in told["lines"]}
+    got = json.loads(capsys.readouterr().out)
+    names = {line["name"] for line in got["lines"]}
     assert {"python", "memory", "disk", "network", "slurm", "bubblewrap", "vllm"} <= names
     assert doctor.run([]) == 0
     assert capsys.readouterr().out.rstrip().endswith("ok")
 
 
 @pytest.mark.process
-def test_no_torch_is_imported(place: Path) -> None:
-    site = place / "site"
+def test_no_torch_is_imported(root: Path) -> None:
+    site = root / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(WHAT_WAS_IMPORTED)
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    (place / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     streamed = ("path=rows.jsonl", "streaming=true", "max_samples=2")
     sets = [f"eval.sets.more.{word}" for word in streamed]
     ended = subprocess.run(
@@ -139,9 +139,9 @@ def test_a_mistake_in_the_config_ends_with_2(look: Any) -> None:
 
 
 def test_a_port_that_is_taken_names_who_holds_it(
-    one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    one_failure: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_stub(place, monkeypatch, "vllm", "0.32.0")
+    install_stub(root, monkeypatch, "vllm", "0.32.0")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
@@ -156,14 +156,14 @@ def test_a_root_that_cannot_be_written(one_failure: Any) -> None:
     assert line["name"] == "root" and line["fix"].startswith("root=")
 
 
-def write_reward(place: Path, text: str) -> list[str]:
-    (place / "mine.py").write_text(text)
+def write_reward(root: Path, text: str) -> list[str]:
+    (root / "mine.py").write_text(text)
     return ["reward=function", "reward.function.path=mine.py:score"]
 
 
-def test_a_reward_with_a_signature_that_cannot_be_called(one_failure: Any, place: Path) -> None:
+def test_a_reward_with_a_signature_that_cannot_be_called(one_failure: Any, root: Path) -> None:
     text = "def one(texts, /):\n    return [0.0 for _ in texts]\nscore = one\n"
-    words = write_reward(place, text)
+    words = write_reward(root, text)
     line = one_failure(*words)
     assert line["name"] == "reward function" and "texts" in line["found"]
     assert "/" in line["fix"]
@@ -176,18 +176,18 @@ def test_a_column_that_a_reward_needs_and_the_data_lacks(one_failure: Any) -> No
 
 
 def test_a_version_below_its_floor(
-    one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    one_failure: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_stub(place, monkeypatch, "transformers", "4.40.0")
+    install_stub(root, monkeypatch, "transformers", "4.40.0")
     line = one_failure()
     assert line["name"] == "transformers" and "CVE-2026-4372" in line["found"]
     assert line["fix"].startswith("pip install 'transformers")
 
 
 def test_a_version_outside_of_rloos_range_is_a_warning(
-    look: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    look: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_stub(place, monkeypatch, "torch", "2.9.0")
+    install_stub(root, monkeypatch, "torch", "2.9.0")
     code, lines = look()
     (line,) = [line for line in lines if line["name"] == "torch"]
     assert code == 0 and line["status"] == "warn" and "2.9.0 is outside" in line["found"]
@@ -222,14 +222,14 @@ def dead_process() -> tuple[int, str]:
 
 
 def test_a_server_file_of_a_server_that_is_gone(
-    one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    one_failure: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_stub(place, monkeypatch, "vllm", "0.32.0")
+    install_stub(root, monkeypatch, "vllm", "0.32.0")
     pid, started = dead_process()
     values: dict[str, Any] = dict.fromkeys(("url", "token", "model", "dtype", "vllm", "log"), "x")
     values |= {"transfer": "gloo", "devices": [], "host": platform.node(), "by": "vllm-serve"}
     values |= {"pid": pid, "group": pid, "pid_started": started}
-    folder = place / "runs/smoke"
+    folder = root / "runs/smoke"
     folder.mkdir(parents=True)
     (folder / "server.json").write_text(json.dumps(values))
     line = one_failure("generation=vllm_server", "generation.server.num_nodes=1")
@@ -267,18 +267,18 @@ def test_a_teachers_server_that_is_away_and_one_that_wants_another_token(one_fai
 
 
 def test_a_sandbox_that_is_not_installed(
-    one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    one_failure: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(place / "bin"))
+    (root / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(root / "bin"))
     words = ("reward=code_tests", "reward.code_tests.sandbox=bwrap")
     line = one_failure(*words, "reward.code_tests.column=answer")
     assert line["name"] == "reward code_tests" and "bubblewrap" in line["found"]
     assert "apt-get install bubblewrap" in line["fix"]
 
 
-def test_a_data_file_that_cannot_be_read(look: Any, place: Path) -> None:
-    (place / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", \n')
+def test_a_data_file_that_cannot_be_read(look: Any, root: Path) -> None:
+    (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", \n')
     code, lines = look("data.path=rows.jsonl", "data.split=train", "data.eval_split=null")
     (line,) = [line for line in lines if line["status"] == "fail"]
     assert code == 3 and line["name"] == "data" and "line 2" in line["found"]
@@ -300,23 +300,23 @@ def test_a_disk_without_space_for_the_checkpoints(
     assert "checkpoint.on_low_disk=warn" in line["fix"]
 
 
-def test_a_model_that_does_not_fit(one_failure: Any, place: Path) -> None:
-    (place / "huge").mkdir()
-    (place / "huge/config.json").write_text(json.dumps(HUGE))
+def test_a_model_that_does_not_fit(one_failure: Any, root: Path) -> None:
+    (root / "huge").mkdir()
+    (root / "huge/config.json").write_text(json.dumps(HUGE))
     words = ("model.path=./huge", "model.tokenizer=make:tiny", "checkpoint.on_low_disk=warn")
     line = one_failure(*words)
     assert line["name"] == "memory" and "does not fit" in line["found"]
 
 
 def test_a_gpu_that_somebody_else_holds(
-    look: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    look: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = subprocess.Popen(["sleep", "60"])
     try:
-        (place / "bin").mkdir()
-        (place / "bin/nvidia-smi").write_text(SMI.replace("PID", str(holder.pid)))
-        (place / "bin/nvidia-smi").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}")
+        (root / "bin").mkdir()
+        (root / "bin/nvidia-smi").write_text(SMI.replace("PID", str(holder.pid)))
+        (root / "bin/nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}")
         monkeypatch.delenv(device_count.VISIBLE_DEVICES_VARIABLE, raising=False)
         code, lines = look()
     finally:
@@ -329,8 +329,8 @@ def test_a_gpu_that_somebody_else_holds(
     assert found["memory"]["status"] == "fail" and "free" in found["memory"]["found"]
 
 
-def test_a_run_that_goes_on_in_the_same_folder(one_failure: Any, place: Path) -> None:
-    folder = place / "runs/smoke"
+def test_a_run_that_goes_on_in_the_same_folder(one_failure: Any, root: Path) -> None:
+    folder = root / "runs/smoke"
     folder.mkdir(parents=True)
     facts = {
         "state": "training", "attempt": 1, "hash": "x", "host": platform.node(),
@@ -342,9 +342,9 @@ def test_a_run_that_goes_on_in_the_same_folder(one_failure: Any, place: Path) ->
 
 
 def test_what_an_earlier_attempt_left_is_named_with_the_command_that_ends_it(
-    look: Any, place: Path
+    look: Any, root: Path
 ) -> None:
-    folder = place / "runs/smoke"
+    folder = root / "runs/smoke"
     folder.mkdir(parents=True)
     pid, started = dead_process()
     rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -372,9 +372,9 @@ def test_an_engine_without_vllm(one_failure: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_with_a_vllm_that_lacks_what_is_called(
-    one_failure: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+    one_failure: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_stub(place, monkeypatch, "vllm", "0.13.0")
+    install_stub(root, monkeypatch, "vllm", "0.13.0")
     line = one_failure("generation=vllm_server")
     assert line["name"] == "vllm" and "vLLM 0.13.0 lacks" in line["found"]
 
@@ -409,25 +409,23 @@ def test_deep_shows_the_tokens_and_calls_every_reward(tiny: None, look: Any) -> 
     assert found["try model"]["status"] == "ok"
 
 
-def test_deep_names_a_reward_that_raises_on_a_row(
-    tiny: None, one_failure: Any, place: Path
-) -> None:
+def test_deep_names_a_reward_that_raises_on_a_row(tiny: None, one_failure: Any, root: Path) -> None:
     text = "def score(completions, answer):\n    return [1 / (int(a) - 14) for a in answer]\n"
     rows = "".join(json.dumps({"prompt": f"p{n}", "answer": str(n)}) + "\n" for n in (13, 14, 15))
-    (place / "rows.jsonl").write_text(rows)
-    words = [*write_reward(place, text), "data.path=rows.jsonl", "data.eval_split=null"]
+    (root / "rows.jsonl").write_text(rows)
+    words = [*write_reward(root, text), "data.path=rows.jsonl", "data.eval_split=null"]
     line = one_failure(*words, "--deep")
     assert line["name"] == "try function" and "ZeroDivisionError" in line["found"]
     assert "mine.py:1" in line["found"]
 
 
 def test_deep_finds_two_beginnings_that_a_template_writes(
-    tiny: None, one_failure: Any, place: Path
+    tiny: None, one_failure: Any, root: Path
 ) -> None:
     import prompt_cases
 
-    prompt_cases.tokenizer(prompt_cases.WITH_BOS, bos=True).save_pretrained(place / "tokens")
-    (place / "twice.jinja").write_text("{{ bos_token }}" + prompt_cases.WITH_BOS)
+    prompt_cases.tokenizer(prompt_cases.WITH_BOS, bos=True).save_pretrained(root / "tokens")
+    (root / "twice.jinja").write_text("{{ bos_token }}" + prompt_cases.WITH_BOS)
     words = ("model.tokenizer=./tokens", "data.path=make:tiny_chat", "--deep")
     line = one_failure(*words, "model.chat_template=twice.jinja")
     assert line["name"] == "tokens" and "two beginning-of-text tokens" in line["found"]
@@ -435,11 +433,11 @@ def test_deep_finds_two_beginnings_that_a_template_writes(
 
 
 def test_deep_warns_of_a_template_without_the_beginning_that_the_tokenizer_writes(
-    tiny: None, look: Any, place: Path
+    tiny: None, look: Any, root: Path
 ) -> None:
     import prompt_cases
 
-    prompt_cases.tokenizer(bos=True).save_pretrained(place / "tokens")
+    prompt_cases.tokenizer(bos=True).save_pretrained(root / "tokens")
     code, lines = look("model.tokenizer=./tokens", "data.path=make:tiny_chat", "--deep")
     (line,) = [line for line in lines if line["name"] == "beginning"]
     assert code == 0 and line["status"] == "warn" and "<bos>" in line["found"]

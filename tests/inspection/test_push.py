@@ -77,8 +77,8 @@ def test_a_model_is_pushed_privately_and_again(hub: PushHub) -> None:
     make_run()
     done = pushed(hub, "mine", "--repo", "org/mine", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["private"] and told["files"] == ["config.json", "model.safetensors"]
+    got = json.loads(done.stdout)
+    assert got["private"] and got["files"] == ["config.json", "model.safetensors"]
     assert hub.private == {"org/mine": True}
     assert hub.files["org/mine"]["model.safetensors"] == b"weights"
     assert b"Held-out scores" in hub.files["org/mine"]["README.md"]
@@ -119,8 +119,8 @@ def test_a_dry_run_sends_nothing_and_a_checkpoint_leaves_its_trainer_out(
 ) -> None:
     make_run()
     assert push.run(["mine", "--dry-run", "--checkpoint", "checkpoint-2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["files"] == ["config.json"] and told["card"].startswith("---\n")
+    got = json.loads(capsys.readouterr().out)
+    assert got["files"] == ["config.json"] and got["card"].startswith("---\n")
     assert push.run(["mine", "--dry-run"]) == 0
     assert "MiB  model.safetensors" in capsys.readouterr().out
 

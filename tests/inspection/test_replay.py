@@ -146,6 +146,7 @@ def test_other_tokens_and_other_data_are_refused_before_a_model_loads(
 ) -> None:
     record = read_rollout_record(copy, 1)
     kept = {name: record.head[name] for name in HEAD_FACTS}
+    assert "entropy_control" not in kept["state"]  # older records have it, as {}
     write_rollout_record(copy, record.batch, kept | {fact: "1234abcd"})
     error, code, where = HEADS[fact]
     with (
@@ -269,8 +270,8 @@ def test_the_verb_exits_with_20_where_a_step_differs(
 
     edit_record(copy, 1, change)
     code, said = verb("--step", "1", "--json")
-    told = json.loads(said)
-    assert code == 20 and told["found"] and told["comparison"]["first"]["what"] == "advantage"
+    got = json.loads(said)
+    assert code == 20 and got["found"] and got["comparison"]["first"]["what"] == "advantage"
     code, said = verb("--step", "1")
     assert code == 20 and "difference: advantage (draw " in said
     (tmp_path / "new.py").write_text(FLIPPED)

@@ -130,10 +130,10 @@ def test_an_episode_is_a_conversation_in_which_no_text_of_a_tool_is_markup() -> 
     folder = make_run()
     path = folder / "samples/step_000012.jsonl"
     samples = [json.loads(line) for line in path.read_text().splitlines()]
-    told = [{"role": "tool", "name": NASTY, "content": [{"type": "text", "text": NASTY}]}]
+    got = [{"role": "tool", "name": NASTY, "content": [{"type": "text", "text": NASTY}]}]
     turns = [
         {"told": [], "said": NASTY, "calls": [{"name": NASTY, "arguments": {"a": NASTY}}]},
-        *[{"told": told, "said": "then", "calls": []}] * 30,
+        *[{"told": got, "said": "then", "calls": []}] * 30,
     ]
     for sample in samples:
         sample |= {"turns": turns, "failed": NASTY, "episode": {"ended_by": "turns", "calls": 1}}
@@ -171,8 +171,8 @@ def test_tokens_have_their_numbers_as_colours() -> None:
     first, second, third, last = (style for style, _, _ in spans)
     assert "rgba(234,88,12,0.50)" in first and "rgba(37,99,235,1.00)" in second
     assert "background" not in third + last and "border-bottom-color:rgba(22,163,74,1.00)" in last
-    told = dict(part.split(" ") for part in spans[0][1].split(", "))
-    assert told == {"policy": "-1", "sampler": "-1.5", "gap": "0.5", "advantage": "0.5"}
+    got = dict(part.split(" ") for part in spans[0][1].split(", "))
+    assert got == {"policy": "-1", "sampler": "-1.5", "gap": "0.5", "advantage": "0.5"}
 
 
 def test_the_plan_stands_beside_what_was_measured() -> None:

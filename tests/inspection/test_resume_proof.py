@@ -24,8 +24,8 @@ def by_the_clock(completions, **kwargs):
 def test_a_killed_run_ends_as_one_left_alone(rloo: Rloo, words: tuple[str, ...]) -> None:
     done = rloo.real("verify-resume", *SHORT, "--steps", "4", *words, "--json")
     assert done.code == 0, done.err
-    told = json.loads(done.out)
-    assert told["exact"] and told["folder"] is None and told["difference"]["steps_compared"] == 4
+    got = json.loads(done.out)
+    assert got["exact"] and got["folder"] is None and got["difference"]["steps_compared"] == 4
     assert not list((rloo.folder / "runs").glob("verify-resume-*"))
 
 

@@ -68,8 +68,8 @@ def test_the_verb_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], sen
     words = capsys.readouterr().out.split()
     assert {"compare/one", "finished", "4"} <= {*words}
     assert runs_verb.run(["runs/compare", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["metric"], told["score"]) == ("runs/compare/one", "eval_reward", 1.0)
+    (got,) = json.loads(capsys.readouterr().out)
+    assert (got["run"], got["metric"], got["score"]) == ("runs/compare/one", "eval_reward", 1.0)
     with pytest.raises(ConfigError) as caught:
         runs_verb.run(["runs/other"])
     assert_refused(caught, 2, "runs/other")

@@ -50,12 +50,12 @@ def test_a_run_whose_process_user_code_ended_has_failed_with_6(ending: str, rloo
     assert "after step 1" in ended.err  # the first step was logged before its event
 
 
-@pytest.mark.parametrize("place", IN_THE_MAIN_THREAD)
+@pytest.mark.parametrize("where", IN_THE_MAIN_THREAD)
 @pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit(0)"])
 def test_user_code_that_ends_the_process_before_the_first_step_is_no_finished_run(
-    place: str, ending: str, rloo: Rloo
+    where: str, ending: str, rloo: Rloo
 ) -> None:
-    code, setting = IN_THE_MAIN_THREAD[place]
+    code, setting = IN_THE_MAIN_THREAD[where]
     (rloo.folder / "code.py").write_text("import os, sys\n" + code.format(ending=ending))
     ended = rloo("train", "+recipe=smoke", setting)
     assert ended.code not in (0, 1, 75), ended.said

@@ -97,12 +97,12 @@ def test_a_step_of_two_nodes_is_one_run_of_four_ranks(launchers: Launchers) -> N
     plans = dict.fromkeys(range(4), "exit:0:8")  # none ends before the last has begun
     first, second = nodes(launchers, plans)
     assert (first.code(), second.code()) == (0, 0), first.said() + second.said()
-    told = [first.facts(i)["env"] for i in range(4)]
-    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in told] == [
+    got = [first.facts(i)["env"] for i in range(4)]
+    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in got] == [
         ("0", "0", "4"), ("1", "1", "4"), ("2", "0", "4"), ("3", "1", "4"),
     ]  # fmt: skip
-    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in told}) == 1
-    assert ["RLOO_STORE_FD" in e for e in told] == [True, False, False, False]
+    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in got}) == 1
+    assert ["RLOO_STORE_FD" in e for e in got] == [True, False, False, False]
     assert tidy(launchers) == ["smoke"]  # no word of theirs is left
     assert "num_nodes is 2" in first.said() and not second.said()
     assert [r["rank"] for r in read_json(run_json(launchers))["ranks"]] == [0, 1]
@@ -159,11 +159,11 @@ def ranks_of_torchrun(launchers: Launchers, *words: str, plans: dict[int, str]) 
 def test_under_torchrun_each_process_is_one_rank_of_the_same_run(launchers: Launchers) -> None:
     first, second = ranks_of_torchrun(launchers, plans={0: "exit:0:3", 1: "exit:0:3"})
     assert (first.code(), second.code()) == (0, 0), first.said() + second.said()
-    told = [first.facts(i) for i in (0, 1)]
-    assert [t["env"]["RANK"] for t in told] == ["0", "1"]
-    assert all(t["env"]["MASTER_PORT"] == "29511" for t in told)  # its store, not one of ours
-    assert all(t["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True" for t in told)
-    assert not any("RLOO_STORE_FD" in t["env"] for t in told)
+    got = [first.facts(i) for i in (0, 1)]
+    assert [t["env"]["RANK"] for t in got] == ["0", "1"]
+    assert all(t["env"]["MASTER_PORT"] == "29511" for t in got)  # its store, not one of ours
+    assert all(t["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True" for t in got)
+    assert not any("RLOO_STORE_FD" in t["env"] for t in got)
     assert tidy(launchers) == ["smoke"]
 
 

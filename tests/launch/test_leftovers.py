@@ -109,8 +109,8 @@ def test_a_process_whose_leader_is_gone_is_found_by_the_mark_of_its_launcher(
     _, _, foreign = left_group(pids, "end", **other)  # a launcher that had this pid before
     make_run(launcher, state="failed", ranks=[record(pid, started, rank=0)])
     assert doctor.run(["--kill-orphans", "mine", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [p["pid"] for p in told["ended"]] == [inner] and told["left"] == []
+    got = json.loads(capsys.readouterr().out)
+    assert [p["pid"] for p in got["ended"]] == [inner] and got["left"] == []
     assert not process_start_time(inner) and process_start_time(foreign)
 
 

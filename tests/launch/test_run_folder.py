@@ -431,21 +431,21 @@ def test_what_links_lead_to_is_never_removed(copy: Path, tmp_path: Path) -> None
 
 
 def test_results_take_the_place_of_nothing_but_results(tmp_path: Path, sentence) -> None:
-    place = tmp_path / "eval" / "final"
-    place.mkdir(parents=True)
-    evaluation._check_output_dir(place)
-    (place / "notes.txt").write_text("mine")
+    home = tmp_path / "eval" / "final"
+    home.mkdir(parents=True)
+    evaluation._check_output_dir(home)
+    (home / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError) as refused:
-        evaluation._check_output_dir(place)
-    assert_refused(refused, 2, str(place), where="name", fix=f"mv {place} {place}.old")
+        evaluation._check_output_dir(home)
+    assert_refused(refused, 2, str(home), where="name", fix=f"mv {home} {home}.old")
     sentence(refused)
-    (place / "about.json").write_text("{}")
-    evaluation._check_output_dir(place)
-    mine = [place.with_name(".tmp-final-mine"), place.with_name(".tmp-final-99999999")]
+    (home / "about.json").write_text("{}")
+    evaluation._check_output_dir(home)
+    mine = [home.with_name(".tmp-final-mine"), home.with_name(".tmp-final-99999999")]
     for folder in mine:
         folder.mkdir()
         (folder / "file").write_text("")
-    with evaluation.temporary_output_dir(place) as folder:
+    with evaluation.temporary_output_dir(home) as folder:
         assert folder.is_dir()
     assert all((folder / "file").exists() for folder in mine)
 

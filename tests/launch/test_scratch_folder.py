@@ -20,9 +20,9 @@ time.sleep(600)
 """
 
 
-def owner(place: Path) -> tuple[subprocess.Popen[str], Path]:
+def owner(root: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process that has a folder, and the folder."""
-    words = [sys.executable, "-c", OWNER, str(place)]
+    words = [sys.executable, "-c", OWNER, str(root)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())

@@ -45,13 +45,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory, fast: dict[str, str]) -> dic
 
 
 @pytest.mark.slow_but("gen.chunk@60", "ckpt.write@2")
-@pytest.mark.parametrize("place", PHASES)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_in_any_phase_saves_what_is_done_and_the_run_goes_on(
-    place: str, forked: Forked, whole: dict[str, object]
+    phase: str, forked: Forked, whole: dict[str, object]
 ) -> None:
-    assert forked(*WORDS, faults=f"{place}=term") == 75
+    assert forked(*WORDS, faults=f"{phase}=term") == 75
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    assert [p.name for p in manifest.list_checkpoints(run)] == PHASES[place], said
+    assert [p.name for p in manifest.list_checkpoints(run)] == PHASES[phase], said
     assert "Traceback" not in said and "stopped" in said
     command = " ".join([*WORDS, "resume=auto"]).removeprefix("train ")
     assert f"rloo train {command}\n" in said

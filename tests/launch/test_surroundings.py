@@ -98,10 +98,10 @@ def spread(*words: str) -> RunConfig:
 @pytest.mark.parametrize("name", PLACES)
 def test_a_process_knows_where_it_stands(name: str) -> None:
     env, differs = PLACES[name]
-    place, run, _ = topology.find_topology(env, spread())
-    assert asdict(place) == ALONE | differs
-    assert run.distributed.num_processes == place.local_world_size
-    assert run.distributed.num_nodes == place.num_nodes
+    ranks, run, _ = topology.find_topology(env, spread())
+    assert asdict(ranks) == ALONE | differs
+    assert run.distributed.num_processes == ranks.local_world_size
+    assert run.distributed.num_nodes == ranks.num_nodes
 
 
 def test_numbers_that_the_surroundings_change_are_said(sentence) -> None:
@@ -145,10 +145,10 @@ def test_what_cannot_both_be_right_is_refused(
 
 def test_a_task_that_sees_one_gpu_of_its_own_takes_its_first() -> None:
     env = step(1, 4, 0, 3, 3)
-    place, _, _ = topology.find_topology(env, spread())
-    assert topology.with_private_gpu(place, env) == place
+    ranks, _, _ = topology.find_topology(env, spread())
+    assert topology.with_private_gpu(ranks, env) == ranks
     for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1"}.items():
-        own = topology.with_private_gpu(place, env | {name: value})
+        own = topology.with_private_gpu(ranks, env | {name: value})
         assert (own.first_local_rank, own.local_world_size) == (0, 1)
         assert (own.first_rank, own.world_size) == (3, 4)
     node, _, _ = topology.find_topology(step(2, 2), spread())  # this one starts them all itself
@@ -181,13 +181,13 @@ def test_bc_22_deepspeed_is_refused_with_the_line_that_installs_it(
 
 
 def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socket() -> None:
-    place = ProcessTopology(num_started=2, world_size=2, local_world_size=2)
-    listening = topology.open_store_socket(None, place)
+    ranks = ProcessTopology(num_started=2, world_size=2, local_world_size=2)
+    listening = topology.open_store_socket(None, ranks)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1" and port > 0
-        first, second = topology.rank_process_specs(place, host, port, listening)
+        first, second = topology.rank_process_specs(ranks, host, port, listening)
     assert first.open_files == (int(first.env["RLOO_STORE_FD"]),) and not second.open_files
     assert "RLOO_STORE_FD" not in second.env
     assert (first.rank, second.rank) == (0, 1)
@@ -196,31 +196,31 @@ def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socke
 
 
 def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says() -> None:
-    place = ProcessTopology(
+    ranks = ProcessTopology(
         num_started=2, world_size=4, local_world_size=2, num_nodes=2, num_launchers=2,
         launched_by="Slurm",
     )  # fmt: skip
-    listening = topology.open_store_socket(None, place)
+    listening = topology.open_store_socket(None, ranks)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()[:2]
-        starts = topology.rank_process_specs(place, host, port, listening)
+        starts = topology.rank_process_specs(ranks, host, port, listening)
         assert host != "0.0.0.0" and "GLOO_SOCKET_IFNAME" not in starts[0].env
-    taken = topology.open_store_socket("127.0.0.1:0", place)
+    taken = topology.open_store_socket("127.0.0.1:0", ranks)
     assert taken is not None
     with taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(MachineError) as refused:
-            topology.open_store_socket(where, place)
+            topology.open_store_socket(where, ranks)
     assert_refused(refused, 3, where)
     there = ProcessTopology(world_size=2, store_address="n0:1", launched_by="torchrun")
     assert topology.open_store_socket(None, there) is None
 
 
 def test_a_process_alone_is_told_nothing() -> None:
-    place = ProcessTopology()
-    assert topology.open_store_socket(None, place) is None
-    assert [dict(s.env) for s in topology.rank_process_specs(place, "", 0, None)] == [{}]
+    ranks = ProcessTopology()
+    assert topology.open_store_socket(None, ranks) is None
+    assert [dict(s.env) for s in topology.rank_process_specs(ranks, "", 0, None)] == [{}]
 
 
 FSDP_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true"}
@@ -269,19 +269,19 @@ def test_an_engine_of_accelerate_launch_that_the_config_cannot_have_is_refused()
 
 
 def test_ranks_meet_where_master_addr_and_master_port_say(monkeypatch):
-    place = topology.ProcessTopology(num_started=2, world_size=2, local_world_size=2)
+    ranks = topology.ProcessTopology(num_started=2, world_size=2, local_world_size=2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with topology.open_store_socket(None, place) as listening:
+    with topology.open_store_socket(None, ranks) as listening:
         assert listening.getsockname() == ("127.0.0.1", port)
         with pytest.raises(MachineError) as refused:
-            topology.open_store_socket(None, place)
+            topology.open_store_socket(None, ranks)
         assert_refused(refused, 3, str(port), fix="unset MASTER_ADDR MASTER_PORT")
-        other = topology.open_store_socket("127.0.0.1:0", place)
+        other = topology.open_store_socket("127.0.0.1:0", ranks)
         assert other.getsockname()[1] != port  # the config comes first
         other.close()
         monkeypatch.setenv(topology.LAUNCHER_VARIABLE, "1")  # those of a run of ours
-        topology.open_store_socket(None, place).close()
+        topology.open_store_socket(None, ranks).close()

@@ -224,10 +224,10 @@ def test_a_trial_waits_however_many_files_its_run_has_open() -> None:
         pytest.skip("no process may open more than 1024 files here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), most))
     try:
-        with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(f"{place}/turns")
+        with tempfile.TemporaryDirectory() as root, socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(f"{root}/turns")
             listening.listen()
-            trial = sweep_time_slices.SweepTrial(f"{place}/turns:1")
+            trial = sweep_time_slices.SweepTrial(f"{root}/turns:1")
             line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
             low = trial.json_socket.connection.detach()
             trial.json_socket.connection = socket.socket(
@@ -243,10 +243,10 @@ def test_a_trial_waits_however_many_files_its_run_has_open() -> None:
 
 
 def test_a_trial_whose_sweep_is_gone_saves_and_stops() -> None:
-    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{place}/turns")
+    with tempfile.TemporaryDirectory() as root, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{root}/turns")
         listening.listen()
-        trial = sweep_time_slices.SweepTrial(f"{place}/turns:1")
+        trial = sweep_time_slices.SweepTrial(f"{root}/turns:1")
         line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         line.send(do="go", until=3)
         assert trial.wait_for_time_slice(0, HOOKS) > 0.0
@@ -265,10 +265,10 @@ def test_a_trial_follows_orders_while_it_waits() -> None:
     hooks = sweep_time_slices.TimeSliceHooks(
         lambda: "here", lambda: done.append("away"), lambda: done.append("back"), lambda: None
     )
-    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{place}/turns")
+    with tempfile.TemporaryDirectory() as root, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{root}/turns")
         listening.listen()
-        trial = sweep_time_slices.SweepTrial(f"{place}/turns:2")
+        trial = sweep_time_slices.SweepTrial(f"{root}/turns:2")
         line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         for order in ({"do": "save"}, {"do": "park"}, {"do": "go", "until": 5}):
             line.send(**order)

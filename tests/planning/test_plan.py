@@ -19,7 +19,7 @@ from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 GPU = "--gpu=80GiB"
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def plans(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """What `rloo plan --json` says."""
     assert verb.run([*words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -39,7 +39,7 @@ def test_a_plan_imports_no_torch_and_leaves_nothing(rloo_without_torch: Rloo) ->
 def test_the_layout_for_72_b_fits_4_x_8_x_80_gib_and_one_machine_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = told(capsys, "+recipe=qwen2_5_72b", GPU)
+    found = plans(capsys, "+recipe=qwen2_5_72b", GPU)
     assert found["fits"] and found["ranks"] == 32 and found["engine"] == "zero3"
     states = {"weights": 2, "optimizer": 12, "gradients": 4}  # bytes a number
     update, count = found["phases_bytes"]["update"], found["model"]["parameters"]
@@ -57,7 +57,7 @@ RECIPES = {"qwen2_5_7b_lora": [], "tldr_1b": ["--gpus=8"], "tldr_6_9b": []}
 @pytest.mark.slow_cases("tldr_6_9b")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_for_gpus_fit_80_gib(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, f"+recipe={recipe}", GPU, *RECIPES[recipe])
+    found = plans(capsys, f"+recipe={recipe}", GPU, *RECIPES[recipe])
     assert found["fits"], found["phases_bytes"]
 
 
@@ -140,13 +140,13 @@ def test_a_model_that_is_not_here_says_how_to_get_its_config() -> None:
 
 def test_steps_tokens_and_disk_are_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+recipe=smoke", "max_steps=null", "train.epochs=2", GPU, "model.dtype=bfloat16"]
-    found = told(capsys, *words, "--prompts=64", "--prompt-tokens=10", "--completion-tokens=8")
+    found = plans(capsys, *words, "--prompts=64", "--prompt-tokens=10", "--completion-tokens=8")
     assert found["steps"] == 2 * 64 / 4
     assert found["tokens_per_step"] == 4 * (10 + 4 * 8)
     count = found["model"]["parameters"]
     assert found["checkpoint_bytes"] == count * (2 + 4 + 8)
     assert found["disk_bytes"] == 3 * found["checkpoint_bytes"] and not found["rollouts_kept"]
-    assert told(capsys, *words)["steps"] is None
+    assert plans(capsys, *words)["steps"] is None
 
 
 def test_an_adapters_checkpoint_is_the_adapter_and_its_moments() -> None:
@@ -159,7 +159,7 @@ def test_an_adapters_checkpoint_is_the_adapter_and_its_moments() -> None:
 def test_a_faster_gpu_and_more_of_them_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+recipe=tldr_1b", "distributed=zero2"]
     seconds = [
-        told(capsys, *words, f"--gpu={gpu}", f"--gpus={count}")["step_seconds"]
+        plans(capsys, *words, f"--gpu={gpu}", f"--gpus={count}")["step_seconds"]
         for gpu, count in (("A100-80GB", 1), ("H100", 1), ("H100", 8))
     ]
     assert seconds == sorted(seconds, reverse=True)
@@ -171,7 +171,7 @@ def test_the_cost_model_gives_its_own_example(capsys: pytest.CaptureFixture[str]
     words = ["+recipe=tldr_1b", "train.prompts_per_step=128", "algorithm.num_generations=4",
              "algorithm.num_iterations=1", "algorithm.num_minibatches=1", "distributed=single",
              "generation=vllm_colocate", "--gpu=H200"]  # fmt: skip
-    found = told(capsys, *words, "--prompt-tokens=380", "--completion-tokens=53")
+    found = plans(capsys, *words, "--prompt-tokens=380", "--completion-tokens=53")
     assert found["step_seconds"] == pytest.approx(2.5, rel=0.2)
 
 
@@ -214,8 +214,8 @@ def test_made_models_are_planned_for_this_machines_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "_local_gpu", lambda: None)
-    assert "CPU with" in told(capsys, "+recipe=smoke")["device"]["name"]
-    found = told(capsys, "+recipe=gsm8k")["device"]
+    assert "CPU with" in plans(capsys, "+recipe=smoke")["device"]["name"]
+    found = plans(capsys, "+recipe=gsm8k")["device"]
     assert found["name"] == "H100-80GB" and found["source"].startswith("assumed: ")
 
 
@@ -236,11 +236,11 @@ def test_a_plan_for_a_cpu_says_what_the_process_holds_and_how_busy_the_cpu_was(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device.os, "getloadavg", lambda: (6.25, 0.0, 0.0))
-    text, images = (told(capsys, f"+recipe={r}", "--gpu", "cpu") for r in ("smoke", "vision_mini"))
+    text, images = (plans(capsys, f"+recipe={r}", "--gpu", "cpu") for r in ("smoke", "vision_mini"))
     assert text["process_bytes"] > 0 and "load of 6.2" in text["device"]["source"]
     libraries = [found["phases_bytes"]["update"]["libraries"] for found in (text, images)]
     assert libraries[1] > libraries[0]
-    on_gpu = told(capsys, "+recipe=smoke", "--gpu", "H100")
+    on_gpu = plans(capsys, "+recipe=smoke", "--gpu", "H100")
     assert on_gpu["process_bytes"] == 0 and "libraries" not in on_gpu["phases_bytes"]["update"]
 
 

@@ -56,8 +56,8 @@ def test_mean_lengths_are_half_of_the_limits_or_what_was_said() -> None:
     found = episodes()
     half = duration.mean_token_lengths(found, None, None)
     assert (half.turns, half.sampled, half.completion) == (2, 25, 25 + 18)
-    told = duration.mean_token_lengths(found, 10, 60, 3, 20)
-    assert (told.prompt, told.turns, told.sampled, told.completion) == (10, 3, 60, 100)
+    got = duration.mean_token_lengths(found, 10, 60, 3, 20)
+    assert (got.prompt, got.turns, got.sampled, got.completion) == (10, 3, 60, 100)
     short = episodes("agent.max_episode_tokens=70")
     most = duration.mean_token_lengths(short, 10, 60, 3, 20)
     assert most.completion == 70  # an episode is not longer than its limit

@@ -30,9 +30,9 @@ def test_the_page_is_what_the_bench_would_write_and_its_median_is_under_15_perce
 def test_a_run_says_what_it_took_and_what_was_predicted(rloo: Rloo) -> None:
     ended = rloo("train", "+recipe=smoke", "logging.console=plain")
     assert ended.code == 0 and "memory: " in ended.out and " predicted (" in ended.out
-    told = json.loads((rloo.folder / "runs" / "smoke" / "run.json").read_text())["memory"]
-    assert told["measured_bytes"] > 0 and told["predicted_bytes"] > 0
-    assert sum(told["predicted_parts"].values()) == pytest.approx(told["predicted_bytes"], rel=1e-6)
+    got = json.loads((rloo.folder / "runs" / "smoke" / "run.json").read_text())["memory"]
+    assert got["measured_bytes"] > 0 and got["predicted_bytes"] > 0
+    assert sum(got["predicted_parts"].values()) == pytest.approx(got["predicted_bytes"], rel=1e-6)
 
 
 # In a process of its own: one that ran other tests may give back memory while this one takes some.

@@ -16,7 +16,7 @@ from rloo_cli.data.rollout_values import dump_rollout, load_rollout
 from rloo_cli.utils.errors import ConfigError
 
 
-def told(vision, images):
+def observed(vision, images):
     """The ids of a message with these images, as a chat template would put them."""
     plain = f"\nlook {vision.processor.image_token * len(images)} and"
     return vision.expand_prompt(plain, [image.size for image in images])
@@ -32,7 +32,7 @@ def episodes(vision, groups):
             turns.append(Turn([], said, [-1.0] * len(said), "", "stop", 0))
             for images in shown[(n + k) % 3]:
                 files = [encode_png(image) for image in images]
-                own = Turn(told(vision, images), said, [-1.0] * len(said), "", "stop", 0)
+                own = Turn(observed(vision, images), said, [-1.0] * len(said), "", "stop", 0)
                 own.images = files
                 turns.append(own)
             group.rollouts[k] = Rollout.from_turns(turns, True, k)

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo_cli.data.packing import KeptIds
 from rloo_cli.data.sampling_mask import SamplingMask
-from rloo_cli.policy import kept_head
-from rloo_cli.policy.kept_head import KeptLogits
+from rloo_cli.policy import masked_head
+from rloo_cli.policy.masked_head import KeptLogits
 
 TEMPERATURE = 0.7
 
@@ -36,10 +36,10 @@ def by_rows(model, groups, temperature):
             ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
             logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
             start = 0
-            for place, token in enumerate(rollout.completion_ids):
-                end = start + rollout.sampling_mask.counts[place]
+            for at, token in enumerate(rollout.completion_ids):
+                end = start + rollout.sampling_mask.counts[at]
                 kept = rollout.sampling_mask.ids[start:end].tolist()
-                logp = (logits[place, kept] / temperature).log_softmax(-1)
+                logp = (logits[at, kept] / temperature).log_softmax(-1)
                 logps.append(logp[kept.index(token)])
                 entropies.append(-(logp.exp() * logp).sum())
                 start = end
@@ -130,7 +130,7 @@ def test_logits_of_kept_ids_have_exact_gradients_in_blocks_of_any_size(monkeypat
     ids, g = torch.tensor([3, 0, 10, 3, 5, 3, 9, 1, 2]), torch.randn(9, generator=draw)
     target = torch.tensor([0, 3, 4, 6, 7])
     for block in (1, 24, 1000):
-        monkeypatch.setattr(kept_head, "BLOCK_NUMBERS", block)
+        monkeypatch.setattr(masked_head, "BLOCK_NUMBERS", block)
         ours = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
         KeptLogits.apply(*ours, KeptIds(ids, token, target)).backward(g)
         theirs = [t.clone().double().requires_grad_() for t in (hidden, weight, bias)]

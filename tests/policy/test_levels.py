@@ -298,9 +298,9 @@ def test_a_fused_head_says_what_the_models_own_says(name):
     for fused in (True, False):
         policy.logprob_module.use_fused_head = fused
         policy.model.zero_grad()
-        told = policy.logp(laid(made(), policy.layout), want_entropy=True)
-        told.logp.sum().backward()
-        found.append((told, gradients(policy.model)))
+        got = policy.logp(laid(made(), policy.layout), want_entropy=True)
+        got.logp.sum().backward()
+        found.append((got, gradients(policy.model)))
     (ours, mine), (theirs, expected) = found
     torch.testing.assert_close(ours.logp, theirs.logp, rtol=0, atol=2e-5)
     torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=0, atol=2e-5)

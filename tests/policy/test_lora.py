@@ -226,18 +226,18 @@ def test_training_moves_the_adapter_and_neither_base_nor_reference(
     micro = run.policy.pack(
         batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
     )
-    told = run.reference.frozen_logp(micro).logp
+    reply = run.reference.frozen_logp(micro).logp
     plain = Policy(
         load.load_causal_lm(run.config.model, run.config.model.path, run.world.device), 1.0
     )
     layouts.copy_layout(plain, run.policy)
-    assert torch.equal(plain.frozen_logp(micro).logp, told)
+    assert torch.equal(plain.frozen_logp(micro).logp, reply)
     updated(run, batch)
     for _ in range(3):
         step(run)
     assert same(base, frozen(model)) and not same(adapter, lora.adapter_tensors(model))
-    assert torch.equal(run.reference.frozen_logp(micro).logp, told)
-    assert (run.policy.frozen_logp(micro).logp - told).abs().max() > 1e-3
+    assert torch.equal(run.reference.frozen_logp(micro).logp, reply)
+    assert (run.policy.frozen_logp(micro).logp - reply).abs().max() > 1e-3
     assert run.log.metrics_lines[-1]["kl"] != 0
     assert all("lora_" in name for name in run.optimizer.names)
 
@@ -303,11 +303,11 @@ def test_a_checkpoint_and_the_end_are_evaluated_as_they_were_in_the_run(tmp_path
     for name, number in (("checkpoint-1", 1), ("final", 2)):
         subject = eval_target.eval_target_of_run(str(run / name), [])
         models.append((subject.config.model.path, subject.config.model.lora is not None))
-        place = tmp_path / name
-        place.mkdir()
-        write_text(place / "config.yaml", yaml.safe_dump(check.dump_config(subject.config)))
-        write_json(place / "about.json", subject.provenance)
+        home = tmp_path / name
+        home.mkdir()
+        write_text(home / "config.yaml", yaml.safe_dump(check.dump_config(subject.config)))
+        write_json(home / "about.json", subject.provenance)
         with mock.patch.dict(os.environ, RLOO_CACHE=cache()):
-            found = worker.run_evaluation(place)
+            found = worker.run_evaluation(home)
         assert found["eval_reward"] == pytest.approx(logged[number]["eval_reward"], rel=1e-6)
     assert models == [("make:tiny", True), (str(run / "final"), False)]

@@ -22,7 +22,7 @@ WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler
 CUT = ("algorithm.num_generations=4", "train.micro_batch_size=4")  # a micro-batch is one group
 
 
-def told(run: Run, batch: Batch) -> Tensor:
+def ref_logp(run: Run, batch: Batch) -> Tensor:
     """What the reference says of a batch."""
     assert run.reference is not None
     micro = run.policy.pack(
@@ -58,14 +58,14 @@ def test_of_an_adapter_each_factor_is_averaged_and_the_base_stands(tmp_path: Pat
     learns = [n for n, p in model.named_parameters() if p.requires_grad]
     assert learns and not any(lora.REFERENCE_ADAPTER in n for n in learns)
     first = sampled(run)
-    start = told(run, first)
+    start = ref_logp(run, first)
     for _ in range(3):
         before = copied(lora.adapter_tensors(model, lora.REFERENCE_ADAPTER))
         step(run)
         now = lora.adapter_tensors(model)
         for name, tensor in lora.adapter_tensors(model, lora.REFERENCE_ADAPTER).items():
             assert torch.equal(tensor, 0.25 * now[name] + 0.75 * before[name]), name
-    assert (told(run, first) - start).abs().max() > 1e-4
+    assert (ref_logp(run, first) - start).abs().max() > 1e-4
 
 
 def test_a_reference_that_stands_is_never_touched(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_training_from_an_adapter_measures_to_that_adapter(tmp_path: Path) -> No
     micro = run.policy.pack(
         batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
     )
-    start = told(run, batch)
+    start = ref_logp(run, batch)
     assert torch.equal(run.policy.frozen_logp(micro).logp, start)
     with lora.use_adapter(lora.adapter_layers(run.policy.model), None):
         assert (run.policy.frozen_logp(micro).logp - start).abs().max() > 1e-3
     updated(run, batch)
-    assert torch.equal(told(run, batch), start)
+    assert torch.equal(ref_logp(run, batch), start)
     assert (run.policy.frozen_logp(micro).logp - start).abs().max() > 1e-4
 
 
@@ -107,7 +107,7 @@ def test_an_adapter_may_be_measured_to_a_model_of_its_own(tmp_path: Path) -> Non
             batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
         )
         base = run.policy.frozen_logp(micro).logp
-    assert torch.equal(told(run, batch), base)
+    assert torch.equal(ref_logp(run, batch), base)
 
 
 @pytest.mark.parametrize("more", [("algorithm.num_minibatches=2", "model.ref_sync.every=1"),
@@ -159,6 +159,6 @@ def test_what_the_reference_of_an_adapter_computes_by_leaves_the_policy_as_it_wa
         batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
     )
     before = run.policy.frozen_logp(micro).logp
-    told(run, batch)
+    ref_logp(run, batch)
     assert torch.equal(run.policy.frozen_logp(micro).logp, before)
     assert load.resolve_dtype("auto", run.world.device) is torch.float32

@@ -77,17 +77,17 @@ def words(folder: Path, *names: str) -> list[str]:
 def test_a_run_tells_what_it_does_in_order_and_copies_of_it(tmp_path: Path) -> None:
     assert attempt(tmp_path / "runs", *words(tmp_path, "Fails", "Heard"))
     assert attempt(tmp_path / "plain", *SHORT)
-    told = heard(tmp_path)
-    assert [line[0] for line in told if line[0] != "evaluation"] == [
+    got = heard(tmp_path)
+    assert [line[0] for line in got if line[0] != "evaluation"] == [
         "start", "step", "save", "step", "save", "end",
     ]  # fmt: skip
-    assert [line[1] for line in told if line[0] == "evaluation"] == [0, 2]
-    assert told[0] == ["start", "smoke", 2] and told[-1] == ["end", 2]
-    assert ["save", 1, "checkpoint-1", True] in told
+    assert [line[1] for line in got if line[0] == "evaluation"] == [0, 2]
+    assert got[0] == ["start", "smoke", 2] and got[-1] == ["end", 2]
+    assert ["save", 1, "checkpoint-1", True] in got
     run, plain = tmp_path / "runs" / "smoke", tmp_path / "plain" / "smoke"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     of_steps = [line["reward"] for line in lines if "step_time" in line]
-    assert of_steps == [line[2] for line in told if line[0] == "step"]
+    assert of_steps == [line[2] for line in got if line[0] == "step"]
     weights = Path("final", "model.safetensors")
     assert tensors(run / weights) == tensors(plain / weights)
 

@@ -120,8 +120,8 @@ def test_truncated_completions_mask_a_prompt_or_take_its_scores(tmp_path, how, m
 
     def generate(groups, seeds, **how):  # all of the first prompt are cut off, three of the second
         first(groups, seeds, **how)
-        for place, rollout in enumerate(r for g in groups for r in g.rollouts):
-            rollout.terminated = place % 16 >= 7
+        for index, rollout in enumerate(r for g in groups for r in g.rollouts):
+            rollout.terminated = index % 16 >= 7
 
     run.generator.generate = generate
     run_training_loop(run)
@@ -252,10 +252,10 @@ def test_whatever_happens_every_draw_has_one_fate_and_a_resumed_ledger_is_the_sa
     with tempfile.TemporaryDirectory() as where:
         whole = write(_folder(where, "whole"), steps, found)
         total = sum(map(len, steps))
-        told = fates(whole)
-        assert sorted(p for places in told.values() for p in places) == list(range(total))
+        got = fates(whole)
+        assert sorted(p for places in got.values() for p in places) == list(range(total))
         said = Counter("trained" if s == "half" else s for step in steps for s in step)
-        assert {f: len(places) for f, places in told.items() if places} == said
+        assert {f: len(places) for f, places in got.items() if places} == said
         drawn = rows(whole)
         for epoch in range(total // n):
             assert sorted(drawn[epoch * n : epoch * n + n]) == found.example_numbers
@@ -307,14 +307,14 @@ def test_a_run_that_begins_elsewhere_says_where(tmp_path):
     assert account.first_position == (3, 9) and (account.steps, account.prompt_offset) == (4, 14)
 
 
-@pytest.mark.parametrize(("step", "place"), [(2, 8), (3, 12), (4, 11), (0, 0)])
-def test_a_ledger_that_ends_elsewhere_than_the_run_goes_on_is_refused(tmp_path, step, place):
+@pytest.mark.parametrize(("step", "start"), [(2, 8), (3, 12), (4, 11), (0, 0)])
+def test_a_ledger_that_ends_elsewhere_than_the_run_goes_on_is_refused(tmp_path, step, start):
     write(tmp_path, STEPS)  # it ends after step 3, place 11
     before = (tmp_path / LEDGER_FILE).read_bytes()
     with pytest.raises(DataError) as caught:
-        PromptLedger(tmp_path).open(prompts(), K, place, step)
+        PromptLedger(tmp_path).open(prompts(), K, start, step)
     assert caught.value.code == 4 and "after step 3, place 11" in str(caught.value)
-    assert f"after step {step}, place {place}" in str(caught.value)
+    assert f"after step {step}, place {start}" in str(caught.value)
     assert (tmp_path / LEDGER_FILE).read_bytes() == before
 
 
@@ -371,9 +371,9 @@ def opened(folder):
 
 def test_a_step_that_is_left_out_or_written_twice_is_a_bug(tmp_path):
     ledger, found = opened(tmp_path), prompts()
-    for step, place in ((1, 4), (0, 4), (1, 0)):
+    for step, start in ((1, 4), (0, 4), (1, 0)):
         with pytest.raises(RuntimeError, match="step 0, place 0"):
-            ledger.step(batch(found, step, place, ["trained"]), place, 1)
+            ledger.step(batch(found, step, start, ["trained"]), start, 1)
     ledger.step(batch(found, 0, 0, ["trained"] * 2), 0, 1)
     with pytest.raises(RuntimeError, match="step 1, place 2"):
         ledger.step(batch(found, 0, 0, ["trained"] * 2), 0, 1)
@@ -403,6 +403,6 @@ def test_a_draw_that_is_there_twice_is_a_bug(tmp_path):
 
 def test_the_order_of_the_ledger_is_the_order_of_the_prompts():
     found = prompts(7)
-    for place in range(30):
-        index = order.prompt_index_at(place, 7, 3, "data", True)
-        assert found.index_at(place) == index and found.groups_at(place, 1)[0].prompt_ids == [index]
+    for start in range(30):
+        index = order.prompt_index_at(start, 7, 3, "data", True)
+        assert found.index_at(start) == index and found.groups_at(start, 1)[0].prompt_ids == [index]

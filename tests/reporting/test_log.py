@@ -138,7 +138,7 @@ def test_aliases_are_added_only_when_asked_for(tmp_path):
     assert not any(name.startswith(("rewards/", theirs)) for name in plain)
 
 
-def told(completion_ids, log_extra, log_metric, **_):
+def noted(completion_ids, log_extra, log_metric, **_):
     log_extra("first_id", [ids[0] for ids in completion_ids])
     log_metric("longest", max(map(len, completion_ids)))
     scores = digits(completion_ids)
@@ -147,7 +147,7 @@ def told(completion_ids, log_extra, log_metric, **_):
 
 def test_samples_hold_everything_about_every_row_of_every_nth_step(tmp_path):
     words = [ENDS, "logging.samples_every=2", "max_steps=5", "algorithm.beta=0.3", "seed=2"]
-    run = make(tmp_path, *words, rewards={"told": told})
+    run = make(tmp_path, *words, rewards={"told": noted})
     batches = []
     for _ in range(5):
         _, row, batch = step(run)

@@ -151,5 +151,5 @@ def test_a_screen_that_looks_again_tells_of_the_lines_since(tmp_path: Path) -> N
     screen.refresh_run()
     assert screen.screen_values()["step"] == 40
     advisor = Advisor()
-    told = [(r["step"], advice_text(*pair)) for r in rows for pair in advisor.advise(r).items()]
-    assert screen.advice == told and len(told) == 1
+    got = [(r["step"], advice_text(*pair)) for r in rows for pair in advisor.advise(r).items()]
+    assert screen.advice == got and len(got) == 1

@@ -420,10 +420,10 @@ def test_a_conversation_is_shown_by_its_last_question():
 
 def episode(text):
     """A sample of an episode in which everything that is said is the same text."""
-    told = [{"role": "tool", "name": text, "content": text}]
+    got = [{"role": "tool", "name": text, "content": text}]
     turns = [
         {"told": [], "said": text, "calls": [{"name": text, "arguments": {"a": text}}]},
-        {"told": told, "said": text, "calls": []},
+        {"told": got, "said": text, "calls": []},
     ]
     facts = {"calls": 1, "bad_calls": 0, "errors": 2, "ended_by": "answer"}
     return sample(text) | {"turns": turns, "episode": facts, "failed": text}
@@ -477,7 +477,7 @@ def test_an_episode_is_shown_as_a_conversation_with_its_figures():
 
 
 @pytest.mark.parametrize(
-    "turns", ["x", [3], [{}], [{"told": 1, "calls": [2]}], [{"told": [{"content": [7, {}]}]}]]
+    "turns", ["x", [3], [{}], [{"got": 1, "calls": [2]}], [{"told": [{"content": [7, {}]}]}]]
 )
 def test_turns_that_are_damaged_are_shown_as_far_as_they_can_be(turns):
     shown(render_panel([], [{"turns": turns, "episode": [], "failed": 3}], PLAN, 80))

@@ -392,16 +392,16 @@ def test_a_run_that_carries_groups_over_steps(tmp_path: Path) -> None:
 
     def of_lags(step: int) -> Parts:
         head, _ = run.record(step)
-        told = [r["version_spans"] for group in head["groups"] for r in group["rollouts"]]
+        got = [r["version_spans"] for group in head["groups"] for r in group["rollouts"]]
         rows, model = plain.read_rows(run, step), run.model(step - 1)
         gaps: dict[int, list[float]] = {}
-        for row, spans in zip(rows, told, strict=True):
+        for row, spans in zip(rows, got, strict=True):
             versions = [v for v, count in spans for _ in range(count)]
             ours = plain.token_logp(model, row).tolist()
             for version, a, b in zip(versions, ours, row.logp, strict=True):
                 gaps.setdefault(head["state"]["updates"] - version, []).append((a - b) ** 2)
         tokens = sum(map(len, gaps.values()))
-        parts = {"staleness/span_max": Part("max", max(map(len, told)))}
+        parts = {"staleness/span_max": Part("max", max(map(len, got)))}
         for lag in range(10):  # a lag that a step does not have is a share of 0 in its line
             found = gaps.get(lag, [])
             parts[f"staleness/frac_lag{lag}"] = mean(len(found), tokens)
@@ -577,9 +577,9 @@ def test_an_evaluation_with_a_judge(serve: Any, tmp_path: Path) -> None:
     for name in ("eval_reward", "eval_reward/some/mean"):
         line |= error_and_limits(name, scores)
     line |= {n: v for n, v in error_and_limits("eval_win_rate", values).items() if n[-2:] != "se"}
-    told = [pair for pair in pairs if pair["value"] is not None]
+    got = [pair for pair in pairs if pair["value"] is not None]
     for name, side in (("mean_length", 0), ("mean_other_length", 1)):
-        line[f"eval_win_rate/{name}"] = sum(pair["tokens"][side] for pair in told) / len(told)
+        line[f"eval_win_rate/{name}"] = sum(pair["tokens"][side] for pair in got) / len(got)
     (found,) = run.lines(evaluations=True)
     SHOWN["evaluation"] = {*found}
     fitted = "eval_win_rate/length_controlled"
@@ -593,8 +593,8 @@ def test_a_run_that_went_on_after_a_stop(tmp_path: Path) -> None:
     words = (*SHORT, "logging.every=2", "algorithm.beta=0", "seed=3", "max_steps=4")
     looks: list[int] = []
     assert attempt(tmp_path / "whole", *words, looks=looks, long_ones=long_ones)
-    place = int(0.6 * len(looks))
-    assert not attempt(tmp_path / "cut", *words, stop_at=place, long_ones=long_ones)
+    index = int(0.6 * len(looks))
+    assert not attempt(tmp_path / "cut", *words, stop_at=index, long_ones=long_ones)
     latest = (tmp_path / "cut" / "smoke" / "latest").read_text().strip()
     saved = tmp_path / "cut" / "smoke" / latest / "trainer" / "state.json"
     done = json.loads(saved.read_text())["state"]["step"]

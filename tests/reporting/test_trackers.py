@@ -455,11 +455,11 @@ def test_sync_sends_only_what_a_tracker_lacks(
         monkeypatch.setenv(name, value)
     write(Path("runs"), "one")
     script = f"from rloo_cli.cli import sync; sync.run(['one', '{tracker}', '--json'])"
-    told = []
+    got = []
     for _ in range(2):  # trackio keeps its folder from its import on
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        told.append(json.loads(done.stdout))
-    assert told[0]["known"] == 0 and told[1]["sent"] == 0 and told[0]["sent"] == told[1]["known"]
+        got.append(json.loads(done.stdout))
+    assert got[0]["known"] == 0 and got[1]["sent"] == 0 and got[0]["sent"] == got[1]["known"]
 
 
 def test_sync_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

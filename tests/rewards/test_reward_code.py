@@ -90,7 +90,8 @@ FILES = {
     ("spec", "key", "fix"),
     [
         ("nowhere.py:f", "nowhere.py", ""),
-        ("mine.py:reward_lenght", "'reward_lenght'", "reward_length"),
+        ("mine.py:reward_lenght", "'reward_lenght'", "mine.py:reward_length"),
+        ("mine.py:other", "it has: reward_length", "define other in "),
         ("mine.py:CONSTANT", "mine.py:CONSTANT", "reward.function.path"),
         ("syntax.py:f", "SyntaxError", "syntax.py"),
         ("raises.py:f", "ZeroDivisionError", "raises.py"),

@@ -103,8 +103,8 @@ def test_a_worker_gives_what_a_thread_gives_and_lives_on(made, capfd) -> None:
     assert first.raw.flatten().tolist() == second.raw.flatten().tolist() == [2.0, 6.0]
     assert first.extras == second.extras and first.extras["pid"][0] != os.getpid()
     assert first.metrics == {"seen_step": STATE.step}
-    told = capfd.readouterr()
-    assert "said by a reward" in told.err and "said" not in told.out
+    got = capfd.readouterr()
+    assert "said by a reward" in got.err and "said" not in got.out
 
 
 def test_workers_share_out_rows_and_results_come_back_in_their_places(made) -> None:

@@ -88,10 +88,10 @@ class Results:
         self.found[row.id] = outcome
         with KEPT.open("a") as file:
             file.write(json.dumps({"key": self._key(row)} | asdict(outcome)) + "\n")
-        print(told(row, outcome), flush=True)
+        print(shown(row, outcome), flush=True)
 
 
-def told(row: Row, outcome: Outcome) -> str:
+def shown(row: Row, outcome: Outcome) -> str:
     """The line of a row."""
     state = {True: "as promised", False: "NOT AS PROMISED", None: "not run here"}[outcome.kept]
     text = "; ".join(outcome.why) if outcome.why else outcome.said
@@ -180,7 +180,7 @@ def main() -> int:
     found = [results.found[row.id] for row in chosen]
     for row, outcome in zip(chosen, found, strict=True):
         if outcome.kept is False:
-            print(told(row, outcome))
+            print(shown(row, outcome))
     if all(row.id in results.found for row in scorecard.rows):
         scorecard_page.write_page(scorecard, results.found)
         print(f"{scorecard_page.PAGE.relative_to(ROOT)} is written")

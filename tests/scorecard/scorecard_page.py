@@ -49,15 +49,15 @@ def _promise(number: int, scorecard: Scorecard, found: Mapping[str, Outcome]) ->
 
 def _line(row: Row, outcome: Outcome) -> str:
     if outcome.kept is None:
-        told = f"not run here: {outcome.said}"
+        got = f"not run here: {outcome.said}"
     elif row.tests:
-        told = outcome.said or "failed"
+        got = outcome.said or "failed"
     else:
-        told = f"exit {outcome.code}"
-        told += f": {code(outcome.said)}" if outcome.said else ""
+        got = f"exit {outcome.code}"
+        got += f": {code(outcome.said)}" if outcome.said else ""
     if outcome.kept is False:
-        told = f"**not as promised** ({escaped('; '.join(outcome.why))}); {told}"
-    cells = (row.id, escaped(row.promise), cell(row.shown()), told, f"{outcome.seconds:.1f}")
+        got = f"**not as promised** ({escaped('; '.join(outcome.why))}); {got}"
+    cells = (row.id, escaped(row.promise), cell(row.shown()), got, f"{outcome.seconds:.1f}")
     return "| " + " | ".join(cells) + " |\n"
 
 
@@ -87,5 +87,5 @@ def machine() -> str:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    place = f"{os.cpu_count()} CPU cores, {total:.0f} GiB, {platform.system()}"
-    return f"{place}; {', '.join(versions)}"
+    hardware = f"{os.cpu_count()} CPU cores, {total:.0f} GiB, {platform.system()}"
+    return f"{hardware}; {', '.join(versions)}"

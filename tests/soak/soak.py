@@ -323,9 +323,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         for kind, (runs, attempts, resumed, done, wrong) in row["kinds"].items():
-            told = ", ".join(f"{n} x {what}" for what, n in sorted(done.items()))
+            got = ", ".join(f"{n} x {what}" for what, n in sorted(done.items()))
             lost = sum("steps are" in one or "ledger" in one for one in wrong)
-            cells = (kind, runs, attempts, resumed, told, lost, len(wrong))
+            cells = (kind, runs, attempts, resumed, got, lost, len(wrong))
             lines.append(f"| {row['seed']} | {row['minutes']} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

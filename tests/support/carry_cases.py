@@ -97,15 +97,15 @@ class LockstepSampler:
 
     def drive(self, run: Run, updates: Callable[[int], int]) -> Iterator[Batch]:
         """The loop's order of calls, with updates of so many ticks. -> each step's batch"""
-        seen, place = run.state.seen_by_rewards(run), 0
+        seen, start = run.state.seen_by_rewards(run), 0
         try:
             with mock.patch.object(carry, "POLL_S", 0.001):
                 for step in range(self.sampler.num_steps):
-                    batch = self.sampler.next_batch(step, place, seen)
+                    batch = self.sampler.next_batch(step, start, seen)
                     yield batch
                     self.train(updates(step))
                     self.sampler.wait()
-                    self.version, place = self.version + 1, place + batch.draws
+                    self.version, start = self.version + 1, start + batch.draws
         finally:
             self.sampler.give_up()  # a test that fails leaves no thread behind
 

@@ -41,10 +41,10 @@ def write(
     config = json.loads(json.dumps(KEYS)) | {"name": name, "root": str(root), "seed": seed}
     for key, value in keys.items():
         *sections, last = key.split("__")
-        place = config
+        values = config
         for section in sections:
-            place = place[section]
-        place[last] = value
+            values = values[section]
+        values[last] = value
     folder = root / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -63,8 +63,8 @@ def write(
         if 2 * i <= steps
     ]
     for step in range(1, steps + 1):
-        told = {"reward": 0.1 * step + 0.01 * seed, "objective/kl": 0.2 * step, "updates": step}
-        rows.append({"step": step, "step_time": second, "sampled_completions": step * size, **told})
+        got = {"reward": 0.1 * step + 0.01 * seed, "objective/kl": 0.2 * step, "updates": step}
+        rows.append({"step": step, "step_time": second, "sampled_completions": step * size, **got})
     rows.sort(key=lambda row: (row["step"], "step_time" not in row))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -77,10 +77,10 @@ def _interval(samples: int, score: float) -> dict[str, float]:
 
 def judged(folder: Path, rate: float, of: str = "final", step: int = 4, **keys: Any) -> None:
     """A judge's result beside the run, of one of its models; `keys` are the judge's."""
-    told = {"rate": rate, "low": rate - 0.1, "high": rate + 0.1, "wins": 50, "losses": 50}
-    place = folder / "eval" / of
-    place.mkdir(parents=True)
+    got = {"rate": rate, "low": rate - 0.1, "high": rate + 0.1, "wins": 50, "losses": 50}
+    home = folder / "eval" / of
+    home.mkdir(parents=True)
     said = {"keys": {"against": "reference", "model": "a", "both_orders": True, **keys}}
-    (place / "judge.json").write_text(json.dumps(said | {"sets": {"held out": told}}))
-    (place / "about.json").write_text(json.dumps({"state": {"step": step}}))
+    (home / "judge.json").write_text(json.dumps(said | {"sets": {"held out": got}}))
+    (home / "about.json").write_text(json.dumps({"state": {"step": step}}))
     (folder / "summary.json").write_text(json.dumps({"steps": 4}))

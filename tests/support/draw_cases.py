@@ -280,9 +280,9 @@ class Sampled:
         rows = [[self.said(d, k) for k in ks] for d in draws]
         return torch.tensor(rows, dtype=torch.float64).permute(2, 0, 1)
 
-    def groups_at(self, place: int, count: int) -> list[Group]:
+    def groups_at(self, at: int, count: int) -> list[Group]:
         """Prompts, as `Prompts` gives them."""
-        return [Group(d, {}, "", self.prompt(d)) for d in range(place, place + count)]
+        return [Group(d, {}, "", self.prompt(d)) for d in range(at, at + count)]
 
     def generate(self, groups: list[Group], seeds: Any, greedy: bool = False, **_: Any) -> None:
         """Fill in the rollouts, as a generator does."""

@@ -65,7 +65,7 @@ class Fake:
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         """Status and JSON of a request that brought the token."""
-        told = {
+        got = {
             "/health": None, "/version": {"version": self.version},
             "/v1/models": {"object": "list", "data": [{"id": name, "max_model_len": PLACES}
                                                       for name in self.models]},
@@ -81,11 +81,11 @@ class Fake:
         changes |= {GROUP: self.group} if GROUP in (self.facts or {}).get("routes", ()) else {}
         if path in self.lacks:
             return error(404, "Not Found")
-        if path not in told | changes or (method == "GET") != (path in told):
-            return error(405 if path in told | changes else 404, "it has no such route")
+        if path not in got | changes or (method == "GET") != (path in got):
+            return error(405 if path in got | changes else 404, "it has no such route")
         with self.lock:
             self.lock.notify_all()
-            return (200, told[path]) if path in told else changes[path](path, body)
+            return (200, got[path]) if path in got else changes[path](path, body)
 
     def pause(self, path: str, body: Any) -> tuple[int, Any]:
         self.paused = path == "/pause"
@@ -167,9 +167,9 @@ class Fake:
         if len(ids) + body["max_tokens"] > PLACES:
             return error(400, f"This model's maximum context length is {PLACES} tokens.")
         even = [self.shift - math.log(self.vocabulary)] * (len(ids) - 1)
-        told = even if self.teach is None else self.teach(ids)
+        got = even if self.teach is None else self.teach(ids)
         rows: list[Any] = [None]
-        for i, logp in zip(ids[1:], told, strict=True):
+        for i, logp in zip(ids[1:], got, strict=True):
             text = None if self.texts is None else self.texts[i]
             rows.append({str(i): {"logprob": logp, "rank": 1, "decoded_token": text}})
         choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": rows}

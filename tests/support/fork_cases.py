@@ -40,10 +40,10 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     given = os.environ.get("PYTHONPATH")
     env = surroundings(base)
     env["PYTHONPATH"] = os.pathsep.join([str(site), str(HERE), *([given] if given else [])])
-    told = shared / "forks"
+    got = shared / "forks"
     with (shared / "forks.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not told.exists():
+        if not got.exists():
             process = subprocess.Popen(
                 [sys.executable, "-P", str(HERE / "fork_python.py")],
                 env=env,
@@ -52,8 +52,8 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
                 start_new_session=True,
             )
             assert process.stdout
-            told.write_text(process.stdout.readline().strip())
-        env["FORKS"] = told.read_text()
+            got.write_text(process.stdout.readline().strip())
+        env["FORKS"] = got.read_text()
         lease = ask({"what": "lease", "env": env}, [0, 1, 2])
         assert lease.recv(1) == b"0"
     with lease:

@@ -165,14 +165,14 @@ def main() -> None:
 
     warm()
     with (
-        tempfile.TemporaryDirectory(prefix="forks-") as place,  # a socket's path is short
+        tempfile.TemporaryDirectory(prefix="forks-") as root,  # a socket's path is short
         socket.socket(socket.AF_UNIX) as listening,
     ):
-        listening.bind(f"{place}/socket")
+        listening.bind(f"{root}/socket")
         listening.listen()
         listening.setblocking(False)
         os.register_at_fork(after_in_child=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))
-        print(f"{place}/socket", flush=True)
+        print(f"{root}/socket", flush=True)
         server = Server(listening)
         while server.look():
             try:

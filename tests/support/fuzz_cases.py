@@ -47,9 +47,9 @@ def clear_error() -> Iterator[None]:
         yield
     except RunError as error:
         assert error.code in REFUSED, error
-        told = error.render()
-        assert told.startswith("error: ") and "Traceback" not in told
-        told.encode()  # what is quoted of bad input can be printed
+        got = error.render()
+        assert got.startswith("error: ") and "Traceback" not in got
+        got.encode()  # what is quoted of bad input can be printed
         error.render(as_json=True).encode()
 
 

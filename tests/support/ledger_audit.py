@@ -72,16 +72,16 @@ class LedgerAudit(LedgerSums):
         """What is wrong with a step's line, taken by itself and after those before it."""
         if not self.header:
             return "the header is missing: this line is a step's"
-        step, place, count, rows = (entry[k] for k in ("step", "place", "draws", "rows"))
+        step, start, count, rows = (entry[k] for k in ("step", "place", "draws", "rows"))
         if step != self.steps + 1:
             return f"step {step} comes after step {self.steps}"
-        if place != self.prompt_offset:
-            return f"step {step} begins at place {place}, {self.prompt_offset} were drawn before"
+        if start != self.prompt_offset:
+            return f"step {step} begins at place {start}, {self.prompt_offset} were drawn before"
         if count < 1 or len(rows) != count:
             return f"step {step} has {count} draws and {len(rows)} rows"
         waiting = {*entry.get("pending", [])}
         before = self.prompt_offset + len(self.pending)
-        drawn = {*self.pending, *range(before, place + count + len(waiting))}
+        drawn = {*self.pending, *range(before, start + count + len(waiting))}
         if not waiting <= drawn or len(waiting) != len(entry.get("pending", [])):
             return f"step {step} has pending draws that were not drawn, or that are there twice"
         offsets, n = sorted(drawn - waiting), len(self.rows)
@@ -89,7 +89,7 @@ class LedgerAudit(LedgerSums):
         for p in sorted({*offsets, *(p for p, _ in fates)}):
             met = [fate for q, fate in fates if q == p]
             if p not in offsets:
-                return f"draw {p} is none of step {step}, which has {place} to {offsets[-1]}"
+                return f"draw {p} is none of step {step}, which has {start} to {offsets[-1]}"
             if len(met) != 1:
                 return f"draw {p} has {' and '.join(met) or 'no fate'}"
         seed, fingerprint, shuffle = (self.header[k] for k in ("seed", "fingerprint", "shuffle"))

@@ -54,13 +54,13 @@ def prompts(n: int = 6, filtered: Sequence[int] = (), **changes: Any) -> Prompts
 
 
 def batch(
-    found: Prompts, step: int, place: int, said: Sequence[str], k: int = K, extra: int = 0
+    found: Prompts, step: int, start: int, said: Sequence[str], k: int = K, extra: int = 0
 ) -> Batch:
     """A step's batch whose draws are `said` to be, by name of fate; `extra` replaced at the end.
 
     A draw that is `half` masked has one row left in the loss.
     """
-    groups = found.groups_at(place, len(said) + extra)
+    groups = found.groups_at(start, len(said) + extra)
     kept = [g for g, fate in zip(groups, said, strict=False) if fate != "resampled"]
     fates = [fate for fate in said if fate != "resampled"]
     for group in kept:
@@ -87,10 +87,10 @@ def write(
     """A ledger of made-up steps, each a list of fates; `skipped` ones all in steps of their own."""
     found, ledger = found or prompts(), PromptLedger(folder)
     ledger.open(found, k, 0, 0)
-    place = 0
+    start = 0
     for number, said in enumerate(steps):
-        ledger.step(batch(found, number, place, said, k), place, int("skipped" not in said))
-        place += len(said)
+        ledger.step(batch(found, number, start, said, k), start, int("skipped" not in said))
+        start += len(said)
     return folder
 
 
@@ -98,9 +98,9 @@ def ended(folder: Path, **progress: int) -> Path:
     """What a run that ended by itself leaves beside its ledger; `progress` differs from it."""
     last = lines(folder)[-1]
     updates = sum(line.get("updates", 0) for line in lines(folder))
-    told = {"step": last["step"], "place": last["place"] + last.get("draws", 0)}
-    told |= {"updates": updates, "tokens": 7} | progress
-    facts = {"state": "finished", "progress": told, "fingerprint": "data"}
+    got = {"step": last["step"], "place": last["place"] + last.get("draws", 0)}
+    got |= {"updates": updates, "tokens": 7} | progress
+    facts = {"state": "finished", "progress": got, "fingerprint": "data"}
     (folder / "run.json").write_text(json.dumps(facts))
     rows = [{"step": 0, "eval_reward": 0.0}, {"step": last["step"], "reward": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

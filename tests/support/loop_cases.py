@@ -71,11 +71,11 @@ def make(
     """
     rewards = {"digits": digits} if rewards is None else rewards
     settings = checked(tuple(rewards), words)
-    place = folder / str(settings.name)
-    place.mkdir(exist_ok=True)
+    root = folder / str(settings.name)
+    root.mkdir(exist_ok=True)
     here = mock.patch.dict(os.environ, RLOO_CACHE=cache())
     with here, mock.patch("torch.cuda.is_available", return_value=False):
-        run = make_run(check.resolve_config(settings), place, rewards)
+        run = make_run(check.resolve_config(settings), root, rewards)
     run.log.display = None
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():

@@ -381,8 +381,8 @@ class Reference:
         logp, before = now.logp[p][k], old.logp[p][k].detach()
         behaviour = before
         if (said := self.given.rows[p][k].behaviour) is not None:
-            told = torch.tensor(said, dtype=torch.float64)
-            behaviour = torch.where(told.isnan(), before, told)
+            got = torch.tensor(said, dtype=torch.float64)
+            behaviour = torch.where(got.isnan(), before, got)
         base = behaviour if a["correction"]["mode"] == "bypass" else before
         term, per_token = self._policy(logp, before, behaviour, base, m, p, k)
         total = self._aggregated(term, per_token, m)

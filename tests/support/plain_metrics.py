@@ -146,11 +146,11 @@ def read_rows(run: Written, step: int) -> list[Row]:
     lengths = tensors["completion_lengths"].tolist()
     ids = torch.split(tensors["completion_ids"], lengths)
     logps = torch.split(tensors["behaviour_logp"], lengths)
-    told = [rollout for group in head["groups"] for rollout in group["rollouts"]]
+    got = [rollout for group in head["groups"] for rollout in group["rollouts"]]
     per_group = len(samples) // len(prompts)
     rows = []
     for i, sample in enumerate(samples):
-        mask = told[i].get("mask") or [1] * lengths[i]
+        mask = got[i].get("mask") or [1] * lengths[i]
         kept = [x for x, m in zip(logps[i].tolist(), mask, strict=True) if m]
         group = i // per_group
         rows.append(Row(sample, prompts[group].tolist(), ids[i].tolist(), mask, kept, group))

@@ -37,8 +37,8 @@ class Handler(BaseHTTPRequestHandler):
         if name not in self.server.private:
             return self._send({"error": "Repository not found"}, 404)
         siblings = [{"rfilename": file} for file in self.server.files[name]]
-        told = {"id": name, "private": self.server.private[name], "siblings": siblings}
-        return self._send(told | {"sha": "0" * 40, "tags": [], "downloads": 0, "likes": 0})
+        got = {"id": name, "private": self.server.private[name], "siblings": siblings}
+        return self._send(got | {"sha": "0" * 40, "tags": [], "downloads": 0, "likes": 0})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -82,8 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.server.url}/{name}/commit/1"
         self._send({"success": True, "commitUrl": url, "commitOid": "1" * 40})
 
-    def _send(self, told: object, code: int = 200) -> None:
-        data = json.dumps(told).encode()
+    def _send(self, got: object, code: int = 200) -> None:
+        data = json.dumps(got).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

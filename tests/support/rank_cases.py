@@ -76,13 +76,13 @@ class Launchers:
 
     def start(self, words: list[str], plans: Mapping[int, str], **variables: str) -> Launched:
         """Python with these words."""
-        told = {"FAKE_RANKS": json.dumps(plans), "FAKE_FOLDER": str(self.folder / "ranks")}
+        got = {"FAKE_RANKS": json.dumps(plans), "FAKE_FOLDER": str(self.folder / "ranks")}
         out = self.folder / f"out_{len(self.running)}"
         with out.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-P", *words],
                 cwd=self.folder / "work",
-                env=self.env | told | variables,
+                env=self.env | got | variables,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -111,18 +111,18 @@ def settings(path, **changes):
 
 def prompts(policy, conversational=False, texts=PROMPTS):
     """The prompts of a split, as the policy's tokenizer encodes them."""
-    told = [[{"role": "user", "content": p}] for p in texts] if conversational else list(texts)
+    got = [[{"role": "user", "content": p}] for p in texts] if conversational else list(texts)
     if conversational:
         rendered = [
-            policy.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in told
+            policy.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in got
         ]
         ids = [policy(text, add_special_tokens=False)["input_ids"] for text in rendered]
     else:
-        ids = [policy(p)["input_ids"] for p in told]
+        ids = [policy(p)["input_ids"] for p in got]
     rows = [{"answer": "It is so."} for _ in texts]
     lengths = [len(i) for i in ids]
     return Prompts(
-        told, [list(i) for i in ids], rows, conversational, "x", unfiltered_lengths=lengths,
+        got, [list(i) for i in ids], rows, conversational, "x", unfiltered_lengths=lengths,
         example_numbers=range(len(ids)),
     )  # fmt: skip
 
@@ -130,9 +130,9 @@ def prompts(policy, conversational=False, texts=PROMPTS):
 def made_ready(family, own, policy=None, conversational=False, folder=None, splits=None, **changes):
     """A reward model of this family with this tokenizer, made ready; and what it noted."""
     policy = policy or tiny.tiny_tokenizer()
-    place = folder or Path(tempfile.mkdtemp(dir=_place().name))
-    own.save_pretrained(place)
-    given = {"tokenizer": str(place), **changes}
+    root = folder or Path(tempfile.mkdtemp(dir=_place().name))
+    own.save_pretrained(root)
+    given = {"tokenizer": str(root), **changes}
     reward = build_reward("rm", settings(weights(family), **given))
     noted = []
     splits = splits or [prompts(policy, conversational)]

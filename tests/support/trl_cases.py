@@ -94,7 +94,7 @@ def both(
     folder: Path,
     *words: str,
     rewards: Mapping[str, Reward] | None = None,
-    told: Mapping[str, Reward] | None = None,
+    trl_rewards: Mapping[str, Reward] | None = None,
     completions: Sequence[Sequence[int]] | None = None,
     steps: int = 1,
     optimizer: bool = False,
@@ -106,7 +106,7 @@ def both(
 ) -> tuple[Ours, Theirs]:
     """`steps` steps of a run made from `words`, through both.
 
-    `told`: rewards for TRL where it must be told what we do by ourselves. `completions`: ids in
+    `trl_rewards`: rewards for TRL where it needs what we do by ourselves. `completions`: ids in
     place of sampled ones. `tools`: the run's, for TRL; `inner` makes the sampler of the run's turns
     of its tokenizer. `noise`: by how many nats the sampler's log-probabilities are off, the same
     for both; TRL then corrects as the run's `correction` says. `optimizer`: TRL builds its own;
@@ -126,8 +126,8 @@ def both(
     ours = go(run, noise)
     args = settings(run, steps) | (of_rloo if trainer == "RLOO" else of_grpo)(run)
     args |= {"output_dir": str(folder / "trl")} | theirs
-    told = told or rewards or {"digits": digits}
-    return ours, trained(ours, model, told, args, optimizer, trainer, tools, noise > 0)
+    trl_rewards = trl_rewards or rewards or {"digits": digits}
+    return ours, trained(ours, model, trl_rewards, args, optimizer, trainer, tools, noise > 0)
 
 
 def go(run: Run, noise: float = 0.0) -> Ours:
@@ -180,9 +180,9 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
         return Rollout(ids, rule.text(ids), reason, rule.terminated(ids, reason), seed, 0)
 
     def generate(groups: list[Group], seeds: list[list[int]], arrived: Any) -> None:
-        for place, (group, own) in enumerate(zip(groups, seeds, strict=True)):
+        for at, (group, own) in enumerate(zip(groups, seeds, strict=True)):
             group.rollouts = [rollout(seed) for seed in own]
-            arrived(place)
+            arrived(at)
 
     run.rollouts.generator = SimpleNamespace(generate=generate, metrics={}, samples_on_rank0=False)
 

@@ -171,12 +171,12 @@ def fresh(name):
 @functools.cache
 def folder(name):
     """The folder of a random model, for this session."""
-    place = Path(tempfile.mkdtemp(prefix=f"rloo-{name}-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    root = Path(tempfile.mkdtemp(prefix=f"rloo-{name}-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     model, vision = fresh(name)
-    model.save_pretrained(place)
-    vision.processor.save_pretrained(place)
-    return place
+    model.save_pretrained(root)
+    vision.processor.save_pretrained(root)
+    return root
 
 
 def picture(width, height, seed=0):
@@ -217,20 +217,20 @@ def groups(vision, shown=None, lengths=((3, 5), (4, 1), (2, 6))):
 SHOWN = (1, 0, 2, 1, 0, 1, 2, 1)  # images of each prompt of `rows_file`
 
 
-def rows_file(place, shown=SHOWN):
+def rows_file(root, shown=SHOWN):
     """A data set with so many images in each row, of unequal sizes, as files beside it."""
-    place.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     lines, number = [], 0
     for i, count in enumerate(shown):
         names = []
         for _ in range(count):
             names.append(f"{number}.png")
-            picture(16 + 4 * (number % 5), 16 + 8 * (number % 3), number).save(place / names[-1])
+            picture(16 + 4 * (number % 5), 16 + 8 * (number % 3), number).save(root / names[-1])
             number += 1
         prompt = [{"role": "user", "content": f"what {'is that ' * (i % 3)}{i}?"}]
         lines.append(json.dumps({"prompt": prompt, "images": names, "answer": str(i)}) + "\n")
-    (place / "rows.jsonl").write_text("".join(lines))
-    return place / "rows.jsonl"
+    (root / "rows.jsonl").write_text("".join(lines))
+    return root / "rows.jsonl"
 
 
 def run_words(name, file):

@@ -142,14 +142,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 @contextmanager
-def serving(place: Path, base: Path, *words: str) -> Iterator[Real]:
+def serving(root: Path, base: Path, *words: str) -> Iterator[Real]:
     """A real server of the tiny model in float32, in a folder of its own, while inside."""
-    rloo = Rloo(place, surroundings(base))
+    rloo = Rloo(root, surroundings(base))
     verb = rloo.start("vllm-serve", "+recipe=smoke", *WORDS, *words)
-    folder, until = place / "runs" / "smoke", time.monotonic() + 300
+    folder, until = root / "runs" / "smoke", time.monotonic() + 300
     try:
         while (there := server_file.running_server(folder)) is None:
-            said = (place / "out").read_text()
+            said = (root / "out").read_text()
             assert verb.poll() is None and time.monotonic() < until, said
             time.sleep(0.2)
         yield Real(there.url, there.token, folder, there.model)

@@ -183,8 +183,8 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     words = (*AHEAD, "checkpoint.every=2")
     assert attempt(tmp_path / "whole", *words, looks=looks, moody=moody)
     whole, draw = left(tmp_path / "whole" / "smoke"), random.Random(5)
-    for place in PLACES:
-        with stopped_at(*place):
+    for point in PLACES:
+        with stopped_at(*point):
             assert not attempt(tmp_path / "cut", *words, moody=moody)
     anywhere = draw.randrange(1, len(looks) // 2)
     assert not attempt(tmp_path / "chance", *words, stop_at=anywhere, moody=moody)

@@ -70,15 +70,15 @@ def test_every_tokens_log_probability_is_that_of_the_weights_it_is_told_to_be_of
         batch = read_rollout_record(run.folder, step).batch
         for p, group in enumerate(batch.groups):
             for k, rollout in enumerate(group.rollouts):
-                told = torch.tensor(rollout.token_versions)
-                assert 0 <= step - 1 - int(told.min()) <= MAX_LAG
+                got = torch.tensor(rollout.token_versions)
+                assert 0 <= step - 1 - int(got.min()) <= MAX_LAG
                 cuts += len(rollout.version_spans or []) > 1
-                for version in told.unique().tolist():
+                for version in got.unique().tolist():
                     run.policy.model.load_state_dict(weights[version])
                     with torch.no_grad():
                         own = row_logp(run.policy, batch, p, k)
                     gap = own - torch.tensor(rollout.behaviour_logp)
-                    assert gap[told == version].abs().max() < 1e-4
+                    assert gap[got == version].abs().max() < 1e-4
     assert cuts > 5  # completions that several versions sampled
 
 
@@ -156,9 +156,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
             raise Stopped(Problem("stopped by SIGTERM"))
         take(norm)
 
-    with cutting(), mock.patch.object(run.optimizer, "step", step), pytest.raises(Stopped) as told:
+    with cutting(), mock.patch.object(run.optimizer, "step", step), pytest.raises(Stopped) as got:
         run_training_loop(run)
-    worker._save_what_is_done(run, told.value)
+    worker._save_what_is_done(run, got.value)
     return run, manifest.list_checkpoints(run.folder)[0]
 
 

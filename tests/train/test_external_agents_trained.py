@@ -140,8 +140,8 @@ def test_rows_of_an_agent_that_cuts_its_history_train_as_one_episode(tmp_path):
         for group in batch.groups:
             for k, rollout in enumerate(group.rollouts):
                 if rollout.failed is None:
-                    told = torch.tensor(rollout.sampled_logp)
-                    assert (group.old_logp[k] - told).abs().max() < 1e-4
+                    got = torch.tensor(rollout.sampled_logp)
+                    assert (group.old_logp[k] - got).abs().max() < 1e-4
     finally:
         run.generator.close()
 

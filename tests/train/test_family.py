@@ -326,7 +326,7 @@ def test_a_run_stopped_inside_a_step_goes_on_with_the_same_advantages(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("given", "where", "told"),
+    ("given", "where", "got"),
     [
         (["algorithm=grpo", f"{A}dialect=trl"], "algorithm.dialect", "is a dialect of rloo"),
         (["algorithm=remax", f"{A}normalize_rewards=true"], "normalize_rewards", "greedy"),
@@ -340,34 +340,34 @@ def test_a_run_stopped_inside_a_step_goes_on_with_the_same_advantages(tmp_path, 
         ([f"{A}name=nothing.py"], "nothing.py", "is not a file"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(tmp_path, given, where, told):
+def test_what_does_not_go_together_is_refused(tmp_path, given, where, got):
     with pytest.raises(ConfigError) as refused:
         make(tmp_path, *given)
     said = refused.value.render()
-    assert where in said and told in said
+    assert where in said and got in said
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "got"),
     [
         ("1 / 0\n", "ZeroDivisionError"),
         ("x = 1\n", "is not an algorithm"),
         ("def\n", "SyntaxError"),
     ],
 )
-def test_a_file_that_is_no_algorithm_is_refused(tmp_path, text, told):
+def test_a_file_that_is_no_algorithm_is_refused(tmp_path, text, got):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError) as refused:
         make(tmp_path, f"{A}name={tmp_path}/mine.py")
-    assert told in refused.value.render() and "mine.py" in refused.value.render()
+    assert got in refused.value.render() and "mine.py" in refused.value.render()
 
 
 def test_a_key_set_beside_a_dialect_wins_and_is_told(tmp_path, sentence):
     run = alone(tmp_path, f"{A}dialect=openrlhf", f"{A}epsilon=0.3", f"{A}beta=0.02")
     settings = run.config.algorithm
     assert (settings.epsilon, settings.beta, settings.kl_credit) == (0.3, 0.02, "to_go")
-    told = [w for w in run.algorithm.warnings(run.config) if "dialect" in w]
-    sentence("\n".join(sorted(told)))
+    got = [w for w in run.algorithm.warnings(run.config) if "dialect" in w]
+    sentence("\n".join(sorted(got)))
 
 
 def test_a_recipe_cannot_name_a_dialect_without_its_keys(tmp_path):

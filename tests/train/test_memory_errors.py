@@ -50,8 +50,8 @@ def test_memory_that_runs_out_is_said_with_phase_sequence_and_key(
     (problem,) = error.value.problems
     assert phase in problem.what and key in problem.fix
     assert "fault at" in problem.why
-    told = "the longest sequence of the step has" if point in ("loss@1", "step@1") else "tokens"
-    assert told in problem.why
+    got = "the longest sequence of the step has" if point in ("loss@1", "step@1") else "tokens"
+    assert got in problem.why
 
 
 def settings(*words: str):

@@ -50,8 +50,8 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(stops: int, tmp_pa
     draw = random.Random(stops)
     run, places = tmp_path / "cut" / "smoke", list[Any]()
     begin = [22, 4]  # within the first step, an update on, and then anywhere
-    for place in [*begin, *(draw.randrange(1, len(looks) // 2) for _ in range(stops)), None]:
-        ended = attempt(tmp_path / "cut", *keys, stop_at=place, moody=moody)
+    for point in [*begin, *(draw.randrange(1, len(looks) // 2) for _ in range(stops)), None]:
+        ended = attempt(tmp_path / "cut", *keys, stop_at=point, moody=moody)
         places.append(manifest.checkpoint_position(manifest.list_checkpoints(run)[0]))
     assert places[0][0] == 0 < places[0][1] < places[1][1] < 8  # of 8 updates a step
     assert ended and not differing(whole, left(run)) and not temporaries(run)

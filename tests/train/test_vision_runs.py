@@ -76,9 +76,9 @@ def test_completions_of_overlapped_sampling_are_those_of_a_run_without(tmp_path,
     for overlap in ("none", "ahead"):  # weights that stay: nothing else may differ
         still = ("train.learning_rate=0", "logging.samples=8", f"generation.overlap={overlap}")
         words = words_of(file, "qwen2_5_vl", *still)
-        place = tmp_path / overlap
-        assert attempt(place, *words, "max_steps=2", digits=digits)
-        (found,) = place.iterdir()
+        root = tmp_path / overlap
+        assert attempt(root, *words, "max_steps=2", digits=digits)
+        (found,) = root.iterdir()
         rows = [row for text in left(found)["samples"].values() for row in text.splitlines()]
         sampled.append([json.loads(row)["completion"] for row in rows])
     assert sampled[0] == sampled[1]
@@ -99,8 +99,8 @@ def test_a_reward_gets_the_images_of_its_prompt_under_the_columns_name(tmp_path,
 
 
 def test_equal_words_with_other_images_are_not_scored_from_the_cache(tmp_path):
-    place = tmp_path / "rows"
-    file = v.rows_file(place, (1, 1))
+    root = tmp_path / "rows"
+    file = v.rows_file(root, (1, 1))
     first, second = map(json.loads, file.read_text().splitlines())
     second |= {"prompt": first["prompt"], "answer": first["answer"]}
     file.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
@@ -114,9 +114,9 @@ def test_equal_words_with_other_images_are_not_scored_from_the_cache(tmp_path):
     run = make(tmp_path, *words, rewards={"look": look})
 
     def generate(groups, seeds, arrived):
-        for place, (group, own) in enumerate(zip(groups, seeds, strict=True)):
+        for index, (group, own) in enumerate(zip(groups, seeds, strict=True)):
             group.rollouts = [Rollout([5, 6], "", "length", False, seed, 0) for seed in own]
-            arrived(place)
+            arrived(index)
 
     run.rollouts.generator = SimpleNamespace(generate=generate, metrics={}, samples_on_rank0=False)
     sampled(run)

@@ -217,7 +217,7 @@ def test_drop_of_truncated_completions_is_trl_with_no_score_for_them(tmp_path):
 
     ours, theirs = both(
         tmp_path, *BASE, f"{A}mask_truncated_completions=drop",
-        told={"ended_only": ended_only}, mask_truncated_completions=False,
+        trl_rewards={"ended_only": ended_only}, mask_truncated_completions=False,
     )  # fmt: skip
     assert gaps(ours, theirs)[0] < CLOSE
     assert apart(ours.batch.advantage, theirs.advantages(ours.batch)) < CLOSE
@@ -226,7 +226,7 @@ def test_drop_of_truncated_completions_is_trl_with_no_score_for_them(tmp_path):
 def test_drop_of_groups_of_equal_scores_is_trl_with_no_score_for_them(tmp_path):
     ours, theirs = both(
         tmp_path, *BASE, f"{A}zero_std_groups=drop",
-        rewards={"flat_group": flat_group}, told={"digits": without(8, 9, 10, 11)},
+        rewards={"flat_group": flat_group}, trl_rewards={"digits": without(8, 9, 10, 11)},
     )  # fmt: skip
     assert ours.batch.active == [0, 1, 3]
     assert gaps(ours, theirs)[0] < CLOSE
@@ -238,7 +238,7 @@ def test_missing_eos_penalty_is_trl_with_a_second_reward(tmp_path):
 
     words = (*BASE, f"{A}missing_eos_penalty=1.5")
     ours, theirs = both(
-        tmp_path, *words, told={"digits": digits, "cut": cut}, reward_weights=[1.0, 1.0]
+        tmp_path, *words, trl_rewards={"digits": digits, "cut": cut}, reward_weights=[1.0, 1.0]
     )
     assert gaps(ours, theirs)[0] < CLOSE
 

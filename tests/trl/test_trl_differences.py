@@ -91,7 +91,7 @@ def test_trl_spreads_an_infinite_score_over_its_group_and_we_stop(tmp_path):
 
     with pytest.raises(RewardError, match="inf"):
         both(tmp_path, *STILL, "algorithm.beta=0", rewards={"broken": broken})
-    ours, theirs = both(tmp_path, *STILL, "algorithm.beta=0", told={"broken": broken})
+    ours, theirs = both(tmp_path, *STILL, "algorithm.beta=0", trl_rewards={"broken": broken})
     first = theirs.advantages(ours.batch)[0].tolist()
     assert first[2] == 0.0 and all(a < -1e38 for k, a in enumerate(first) if k != 2)
 

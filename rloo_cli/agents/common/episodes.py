@@ -203,21 +203,21 @@ class _EpisodeStep:
 
     def _open_prompt(self, episode: Episode, opening: Content) -> None:
         """Add what `reset` returned to the episode's prompt."""
-        renderer, told = self.rules.renderer, Observation()
+        renderer, seen = self.rules.renderer, Observation()
         limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
-        prompt = add_opening(episode.group.prompt, limit.shown(opening, told))
+        prompt = add_opening(episode.group.prompt, limit.shown(opening, seen))
         kwargs = renderer.template_kwargs | {"tools": episode.environment.schemas}
         media = episode.group.media
-        if media is None and not told.files:
+        if media is None and not seen.files:
             episode.base_ids = render_prompt(prompt, renderer.tokenizer, kwargs)
             return
         assert renderer.vision is not None
         text = render_text(prompt, renderer.tokenizer, kwargs)
         shown = [] if media is None else [image.size for image in media.images]
-        episode.base_ids = renderer.expanded(text, [*shown, *told.sizes])
+        episode.base_ids = renderer.expanded(text, [*shown, *seen.sizes])
         plain = renderer.expanded(text, ())
-        episode.media = extended_media(media, told.files, episode.base_ids, plain, renderer.vision)
-        episode.new_images = told.files
+        episode.media = extended_media(media, seen.files, episode.base_ids, plain, renderer.vision)
+        episode.new_images = seen.files
 
     def _has_no_room(self, episode: Episode) -> bool:
         """Whether a limit leaves no room for another turn; if so, it ends the episode."""
@@ -240,10 +240,10 @@ class _EpisodeStep:
         ]
         seeds = [[turn_seed(e.seed, len(e.turns)) for e in asked.episodes] for asked in wave]
 
-        def heard(place: int) -> None:
-            pairs = zip(wave[place].episodes, stand_ins[place].rollouts, strict=True)
+        def heard(index: int) -> None:
+            pairs = zip(wave[index].episodes, stand_ins[index].rollouts, strict=True)
             for episode, rollout in pairs:
-                self._take_turn(episode, rollout, stand_ins[place].prompt_ids)
+                self._take_turn(episode, rollout, stand_ins[index].prompt_ids)
 
         self.inner.generate(stand_ins, seeds, arrived=heard, **self.options)
 
@@ -280,21 +280,21 @@ class _EpisodeStep:
     def _tell(self, episode: Episode, answers: Answers) -> None:
         """Put the tools' answers before the next turn, or end the episode."""
         if episode.failed is None and not answers.done:
-            renderer, told = self.rules.renderer, Observation()
+            renderer, seen = self.rules.renderer, Observation()
             limit = ObservationLimit(renderer, self.rules.config.max_observation_tokens)
             for i, (call, said) in enumerate(zip(answers.calls, answers.contents, strict=True)):
-                told.messages.append(tool_message(i, call, limit.shown(said, told)))
+                seen.messages.append(tool_message(i, call, limit.shown(said, seen)))
             for text in answers.unreadable:
-                told.messages.append({"role": "user", "content": limit.shown(text, told)})
+                seen.messages.append({"role": "user", "content": limit.shown(text, seen)})
             last = episode.turns[-1].sampled_ids[-1]
-            given = answers.calls, told.messages, episode.environment.schemas, last
-            if told.files:
+            given = answers.calls, seen.messages, episode.environment.schemas, last
+            if seen.files:
                 assert renderer.vision is not None
-                episode.new_ids, plain = renderer.new_ids_with_images(*given, told.sizes)
-                episode.show_images(told.files, plain, renderer.vision)
+                episode.new_ids, plain = renderer.new_ids_with_images(*given, seen.sizes)
+                episode.show_images(seen.files, plain, renderer.vision)
             else:
                 episode.new_ids = renderer.new_ids(*given)
-            episode.new_messages = told.text_messages
+            episode.new_messages = seen.text_messages
         elif episode.failed is None:
             episode.ended_by = "done"
         if episode.ended_by is not None or self._has_no_room(episode):
@@ -328,8 +328,8 @@ class _EpisodeStep:
         if vision is None or not any(e.turns and e.turns[0].images for e in siblings):
             return shared
         own = 0 if group.media is None else int(group.media.is_image_token.sum())
-        places = [n for n, token in enumerate(shared) if token == vision.image_token_id]
-        return shared[: places[own]] if len(places) > own else shared
+        at = [n for n, token in enumerate(shared) if token == vision.image_token_id]
+        return shared[: at[own]] if len(at) > own else shared
 
 
 def add_opening(prompt: Any, opening: Content) -> list[JsonObject]:

@@ -88,8 +88,8 @@ class ObservationLimit:
             width, height = part["size"]
             need = self.renderer.image_tokens((width, height))
             if need > self.left:
-                told = f"[image left out: it has {need} tokens, {self.left} are left]"
-                parts.append({"type": "text", "text": told})
+                text = f"[image left out: it has {need} tokens, {self.left} are left]"
+                parts.append({"type": "text", "text": text})
                 continue
             self.left -= need
             parts.append(dict(IMAGE_PART))

@@ -68,7 +68,7 @@ class ToolCalls:
             if answer is None:
                 return answers  # the episode has failed
             answers.done = answers.done or bool(answer.get("done"))
-            answers.contents.append(answer["told"] if "told" in answer else answer_content(answer))
+            answers.contents.append(answer.get("refusal") or answer_content(answer))
         episode.counts.bad_calls += len(unreadable)
         if episode.environment.has_turn_reward and made:
             self._ask_turn_reward(episode)
@@ -100,7 +100,7 @@ class ToolCalls:
             episode.turns[-1].reward = answer["reward"]
 
     def _call(self, episode: Episode, call: JsonObject, number: int) -> JsonObject | None:
-        """One call's answer: `text`, or `told` if it failed; None if the episode failed."""
+        """One call's answer: `text`, or `refusal` if it failed; None if the episode failed."""
         spec = episode.environment.specs[call["name"]]
         message = {"do": "call", "spec": spec, **call} | self._limits(episode, number)
         if episode.environment.is_stateful:
@@ -114,7 +114,7 @@ class ToolCalls:
         if self.config.on_tool_error == "mask":
             self._give_up(episode, f"{call['name']}: {answer['error']}")
             return None
-        return {"told": _error_text(answer["error"])}
+        return {"refusal": _error_text(answer["error"])}
 
     def _ask_function(self, message: JsonObject) -> JsonObject:
         try:

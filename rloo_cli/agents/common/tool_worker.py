@@ -73,8 +73,8 @@ class ToolWorker:
             row = {n: v for n, v in row.items() if n in taken}
         elif "seed" not in taken:  # it would not expect a seed
             row = message["row"]
-        told = _run(self.environment.reset, row)
-        return {"text": None} | ({} if told is None else _as_told(told, message)) | self._state()
+        raw = _run(self.environment.reset, row)
+        return {"text": None} | ({} if raw is None else _as_text(raw, message)) | self._state()
 
     def _call(self, message: JsonObject) -> JsonObject:
         if self.environment is not None:
@@ -82,8 +82,8 @@ class ToolWorker:
         else:
             tool = self.functions.get(message["spec"]) or registry.load_code(message["spec"])
             self.functions[message["spec"]] = tool
-        told = _run(tool, message["arguments"])
-        return _as_told(told, message) | self._state()
+        raw = _run(tool, message["arguments"])
+        return _as_text(raw, message) | self._state()
 
     def _state(self) -> JsonObject:
         return {"done": bool(getattr(self.environment, "done", False))}
@@ -101,10 +101,10 @@ class ToolWorker:
         """The number returned by a method without arguments; None if missing or returned."""
         if not hasattr(self.environment, method):
             return {"reward": None}
-        told = _run(getattr(self.environment, method), {})
-        if told is None and method == "get_turn_reward":
+        raw = _run(getattr(self.environment, method), {})
+        if raw is None and method == "get_turn_reward":
             return {"reward": None}
-        value = float(told)
+        value = float(raw)
         if not math.isfinite(value):
             return {"error": f"it is {value}, not a finite number"}
         return {"reward": value}
@@ -121,11 +121,11 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _as_told(told: object, message: JsonObject) -> JsonObject:
+def _as_text(raw: object, message: JsonObject) -> JsonObject:
     """What a tool returned: `text`, as TRL has it: str(); or `parts` of texts and images."""
-    parts = _content_parts(told)
+    parts = _content_parts(raw)
     if parts is None:
-        return {"text": _clean_text(told if isinstance(told, str) else str(told), message)}
+        return {"text": _clean_text(raw if isinstance(raw, str) else str(raw), message)}
     if all(isinstance(part, str) for part in parts):
         return {"text": _clean_text("".join(map(str, parts)), message)}
     if not message.get("images"):
@@ -149,14 +149,14 @@ class _Picture:
     value: Any
 
 
-def _content_parts(told: object) -> list[str | _Picture] | None:
+def _content_parts(content: object) -> list[str | _Picture] | None:
     """The parts of an image, or of a list of content parts; None for anything else."""
-    if _is_picture(told):
-        return [_Picture(told)]
-    if not isinstance(told, list) or not told:
+    if _is_picture(content):
+        return [_Picture(content)]
+    if not isinstance(content, list) or not content:
         return None
     found: list[str | _Picture] = []
-    for part in told:
+    for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text":
             found.append(str(part.get("text", "")))

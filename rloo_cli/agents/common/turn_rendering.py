@@ -151,9 +151,9 @@ class TurnRenderer:
             return end
         # Some templates render an assistant's last turn differently from earlier ones. A difference
         # inside that turn does not matter, for it is never rendered again: only its end counts.
-        places = [i for i, token in enumerate(longer) if token in self.stop_ids]
-        if stops and len(places) >= len(stops):
-            return places[len(stops) - 1] + 1
+        stops_at = [i for i, token in enumerate(longer) if token in self.stop_ids]
+        if stops and len(stops_at) >= len(stops):
+            return stops_at[len(stops) - 1] + 1
         pairs = zip(shorter, longer, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(longer))
         decode = self.tokenizer.decode

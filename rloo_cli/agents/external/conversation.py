@@ -176,14 +176,14 @@ class Conversation:
                 kwargs = renderer.template_kwargs | {"tools": request.tools or None}
                 return render_prompt(shown, renderer.tokenizer, kwargs)
             calls = history.messages[-1].get("tool_calls", [])
-            places = {c["id"]: i for i, c in enumerate(calls)}
+            call_indices = {c["id"]: i for i, c in enumerate(calls)}
             for message in shown:
-                if message["role"] == "tool" and message["tool_call_id"] not in places:
+                if message["role"] == "tool" and message["tool_call_id"] not in call_indices:
                     what = f"no call has the id {message['tool_call_id']!r:.80}"
                     raise RequestRefused(400, "invalid_request", what)
                 if message["role"] == "tool":
-                    place = places[message["tool_call_id"]]
-                    message |= {"tool_call_id": call_id(place), "name": turn.calls[place]["name"]}
+                    index = call_indices[message["tool_call_id"]]
+                    message |= {"tool_call_id": call_id(index), "name": turn.calls[index]["name"]}
             return renderer.new_ids(turn.calls, shown, request.tools, turn.sampled_ids[-1])
         except GenerationError as error:
             raise RequestRefused(400, "template", error.problems[0].what, True) from None

@@ -179,7 +179,7 @@ class _Played:
     """A conversation and the agent that has it."""
 
     conversation: Conversation
-    place: int  # of its group
+    group_index: int  # of its group
     process: AgentProcess | None = None
     is_over: bool = False  # the agent is done, exited or late; it is then killed
 
@@ -347,7 +347,7 @@ class _ProxyStep:
             talk.episode.fail("the agent made no request that was sampled")
         elif talk.undelivered:
             talk.episode.fail("the agent closed the connection before its last answer")
-        i = played.place
+        i = played.group_index
         self.unfinished[i] -= 1
         if not self.unfinished[i]:
             episodes = [p.conversation.episode for p in self.family[i]]
@@ -357,8 +357,8 @@ class _ProxyStep:
     def _sample_wave(self, wave: Sequence[Conversation]) -> None:
         asked: dict[tuple[int, tuple[int, ...]], list[Conversation]] = {}
         for talk in wave:  # siblings' first turns share one prompt
-            place = talk.episode.group.prompt_offset, tuple(talk.episode.sent_ids)
-            asked.setdefault(place, []).append(talk)
+            key = talk.episode.group.prompt_offset, tuple(talk.episode.sent_ids)
+            asked.setdefault(key, []).append(talk)
         together = list(asked.values())
         stand_ins, seeds = [], []
         for talks in together:
@@ -367,9 +367,9 @@ class _ProxyStep:
             stand_ins.append(Group(group.prompt_offset, group.example, group.prompt, ids))
             seeds.append([turn_seed(t.episode.seed, len(t.episode.turns)) for t in talks])
 
-        def heard(place: int) -> None:
-            stand_in = stand_ins[place]
-            for talk, sampled in zip(together[place], stand_in.rollouts, strict=True):
+        def heard(index: int) -> None:
+            stand_in = stand_ins[index]
+            for talk, sampled in zip(together[index], stand_in.rollouts, strict=True):
                 self.queue.answer_request(talk, sampled, stand_in.prompt_ids)
 
         self.proxy.inner.generate(stand_ins, seeds, arrived=heard, **self.options)

@@ -182,10 +182,10 @@ class ProxyServer:
         limit = asyncio.get_running_loop().time() + NEXT_WAIT_S
         while not _is_cut(http) and asyncio.get_running_loop().time() < limit:
             if (found := self.queue.take_offer()) is not None:
-                told: JsonObject = {"base_url": self.base_url(found), "api_key": found.key}
-                told |= {"model": MODEL_NAME, "max_seconds": self.max_seconds}
-                told |= {"row": row_of_group(found.episode.group), "seed": found.episode.seed}
-                return web.json_response(told, dumps=lambda v: json.dumps(v, default=str))
+                answer: JsonObject = {"base_url": self.base_url(found), "api_key": found.key}
+                answer |= {"model": MODEL_NAME, "max_seconds": self.max_seconds}
+                answer |= {"row": row_of_group(found.episode.group), "seed": found.episode.seed}
+                return web.json_response(answer, dumps=lambda v: json.dumps(v, default=str))
             await asyncio.sleep(NEXT_POLL_S)
         return web.Response(status=204)
 

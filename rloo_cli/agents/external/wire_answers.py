@@ -75,22 +75,22 @@ def responses_pieces(answer: AgentAnswer) -> Iterator[str]:
     begun = _response_head(answer, "in_progress") | {"output": [], "usage": None}
     yield event("response.created", response=begun)
     for i, item in enumerate(_response_items(answer)):
-        place: JsonObject = {"output_index": i, "item_id": item["id"]}
+        ids: JsonObject = {"output_index": i, "item_id": item["id"]}
         empty: JsonObject = {"content": []} if item["type"] == "message" else {"arguments": ""}
         open_item = item | empty | {"status": "in_progress"}
         yield event("response.output_item.added", output_index=i, item=open_item)
         if item["type"] == "message":
-            part, here = item["content"][0], place | {"content_index": 0}
+            part, here = item["content"][0], ids | {"content_index": 0}
             yield event("response.content_part.added", **here, part=part | {"text": ""})
             for text in _text_pieces(part["text"]):
                 yield event("response.output_text.delta", **here, delta=text, logprobs=[])
             yield event("response.output_text.done", **here, text=part["text"], logprobs=[])
             yield event("response.content_part.done", **here, part=part)
         else:
-            told = item["arguments"]
-            yield event("response.function_call_arguments.delta", **place, delta=told)
+            text = item["arguments"]
+            yield event("response.function_call_arguments.delta", **ids, delta=text)
             name = item["name"]
-            yield event("response.function_call_arguments.done", **place, arguments=told, name=name)
+            yield event("response.function_call_arguments.done", **ids, arguments=text, name=name)
         yield event("response.output_item.done", output_index=i, item=item)
     whole = responses_answer(answer)
     yield event(f"response.{whole['status']}", response=whole)

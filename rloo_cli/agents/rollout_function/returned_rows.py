@@ -113,14 +113,14 @@ def _read_logprobs(value: object, name: str, mask: Sequence[int]) -> list[float]
     logps = _as_list(value, name)
     if len(logps) != len(mask):
         raise RowProblem(f"{name} has {len(logps)} entries for {len(mask)} completion_ids")
-    for place, (logp, own) in enumerate(zip(logps, mask, strict=True)):
+    for index, (logp, own) in enumerate(zip(logps, mask, strict=True)):
         if not own:
             continue
         if isinstance(logp, bool) or not isinstance(logp, int | float):
-            raise RowProblem(f"{name}[{place}] is not a number: {logp!r:.80}")
+            raise RowProblem(f"{name}[{index}] is not a number: {logp!r:.80}")
         if not math.isfinite(logp) or logp > ROUNDING:
             what = "a log-probability must be finite and at most 0"
-            raise RowProblem(f"{name}[{place}] is {logp}; {what}")
+            raise RowProblem(f"{name}[{index}] is {logp}; {what}")
     return [float(logp) if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
 
 

@@ -165,26 +165,26 @@ class TurnSampler:
         self._check_rows(numbers, len(asked))
         # Siblings that continue the same ids form one group: their prompt is computed once.
         together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for place, (number, ids) in enumerate(zip(numbers, asked, strict=True)):
+        for index, (number, ids) in enumerate(zip(numbers, asked, strict=True)):
             key = self._rows[number].group.prompt_offset, tuple(ids)
-            together.setdefault(key, []).append(place)
+            together.setdefault(key, []).append(index)
         stand_ins, seeds = [], []
-        for places in together.values():
-            group = self._rows[numbers[places[0]]].group
-            ids = list(asked[places[0]])
+        for indices in together.values():
+            group = self._rows[numbers[indices[0]]].group
+            ids = list(asked[indices[0]])
             stand_ins.append(Group(group.prompt_offset, group.example, group.prompt, ids))
-            asking = [self._rows[numbers[place]] for place in places]
+            asking = [self._rows[numbers[index]] for index in indices]
             seeds.append([turn_seed(row.seed, len(row.sampled)) for row in asking])
         self._inner.generate(stand_ins, seeds, **self._options)
         found: dict[int, SampledTurn] = {}
-        for places, stand_in in zip(together.values(), stand_ins, strict=True):
-            for place, rollout in zip(places, stand_in.rollouts, strict=True):
-                self._rows[numbers[place]].sampled.append((stand_in.prompt_ids, rollout))
+        for indices, stand_in in zip(together.values(), stand_ins, strict=True):
+            for index, rollout in zip(indices, stand_in.rollouts, strict=True):
+                self._rows[numbers[index]].sampled.append((stand_in.prompt_ids, rollout))
                 logps = rollout.behaviour_logp or []
-                found[place] = SampledTurn(
+                found[index] = SampledTurn(
                     list(rollout.completion_ids), list(logps), rollout.text, rollout.finish_reason
                 )
-        return [found[place] for place in range(len(asked))]
+        return [found[index] for index in range(len(asked))]
 
     def _check_rows(self, numbers: list[int], num_asked: int) -> None:
         what = ""
@@ -211,9 +211,9 @@ def wrong_ids(values: object, vocab_size: int) -> str | None:
     """The fault in a list of token ids; None if it is valid."""
     if not isinstance(values, list | tuple):
         return f"it is a {type(values).__name__}, not a list of ids: {values!r:.80}"
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
-            return f"entry {place} is not a token id: {value!r:.80}"
+            return f"entry {index} is not a token id: {value!r:.80}"
         if not 0 <= value < vocab_size:
-            return f"entry {place} is {value}, but token ids are 0 to {vocab_size - 1}"
+            return f"entry {index} is {value}, but token ids are 0 to {vocab_size - 1}"
     return None

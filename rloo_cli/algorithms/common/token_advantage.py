@@ -90,17 +90,17 @@ class Grid:
         ones = sequence.new_ones(len(sequence))
         self.count = sequence.new_zeros(len(step.score)).index_add(0, sequence, ones)
         before = self.count.cumsum(0) - self.count
-        self.place = (sequence, ones.cumsum(0) - 1 - before[sequence])
+        self.index = (sequence, ones.cumsum(0) - 1 - before[sequence])
         self.width = int(self.count.max()) if len(sequence) else 0
 
     def rows(self, column: Tensor) -> Tensor:
         """(N,) -> (S, T), 0 beyond a completion's last trained token."""
         out = column.new_zeros(len(self.count), self.width)
-        return out.index_put(self.place, column[self.kept])
+        return out.index_put(self.index, column[self.kept])
 
     def flat(self, rows: Tensor) -> Tensor:
         """(S, T) -> (N,), exactly 0 where the mask is 0."""
-        return rows.new_zeros(len(self.kept)).masked_scatter(self.kept, rows[self.place])
+        return rows.new_zeros(len(self.kept)).masked_scatter(self.kept, rows[self.index])
 
     def at_end(self, score: Tensor) -> Tensor:
         """(S,) -> (S, T): each completion's score on its last trained token, 0 elsewhere."""

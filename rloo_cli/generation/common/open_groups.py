@@ -119,11 +119,11 @@ def load_groups(tensors: dict[str, Tensor], plain: JsonObject, prompts: Prompts)
     groups, start = [], 0
     for saved in plain["groups"]:
         completions = []
-        for told in saved["completions"]:
-            spans = [(version, count) for version, count in told["version_spans"]]
+        for values in saved["completions"]:
+            spans = [(version, count) for version, count in values["version_spans"]]
             end = start + sum(count for _, count in spans)
-            parts = ids[start:end], logp[start:end], spans, told["reason"]
-            completions.append(OpenCompletion(told["seed"], *parts))
+            parts = ids[start:end], logp[start:end], spans, values["reason"]
+            completions.append(OpenCompletion(values["seed"], *parts))
             start = end
         group = prompts.groups_at(saved["draw"], 1)[0]
         groups.append(OpenGroup(group, completions, saved["deadline"]))

@@ -33,5 +33,5 @@ def group_capacity(step: int, max_lag: int, prompts_per_step: int, num_steps: in
 def keeps_deadlines(deadlines: Sequence[int], step: int, prompts_per_step: int) -> bool:
     """Whether steps from `step` on take the groups with these deadlines, oldest first, in time."""
     return all(
-        step + place // prompts_per_step <= deadline for place, deadline in enumerate(deadlines)
+        step + index // prompts_per_step <= deadline for index, deadline in enumerate(deadlines)
     )

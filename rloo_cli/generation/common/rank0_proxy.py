@@ -60,14 +60,14 @@ class Rank0Proxy(GeneratorBase):
     ) -> None:
         """Fill every group's rollouts, on every rank. All ranks pass the same groups."""
 
-        def send_group(place: int) -> None:
+        def send_group(index: int) -> None:
             """Rank 0: send a complete group, so that all ranks can score it during sampling."""
-            self.world.broadcast_from_rank0(("group", (place, groups[place].rollouts)))
-            arrived(place)
+            self.world.broadcast_from_rank0(("group", (index, groups[index].rollouts)))
+            arrived(index)
 
-        def receive_group(place: int, rollouts: list[Rollout]) -> None:
-            groups[place].take_rollouts(rollouts)
-            arrived(place)
+        def receive_group(index: int, rollouts: list[Rollout]) -> None:
+            groups[index].take_rollouts(rollouts)
+            arrived(index)
 
         arguments = (groups, seeds, greedy, temperature, send_group)
         self._run_on_rank0(lambda inner: inner.generate(*arguments), receive_group)

@@ -179,11 +179,11 @@ def _to_engine_completion(output: Any, label: str) -> EngineCompletion:
 
     At each position the sampled token comes first; it is the only one if `logprobs` is 0.
     """
-    told, ids = output.logprobs, list(output.token_ids)
-    firsts = told.start_indices
-    if [told.token_ids[i] for i in firsts] != ids:
+    logprobs, ids = output.logprobs, list(output.token_ids)
+    firsts = logprobs.start_indices
+    if [logprobs.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities belong to tokens other than the sampled ones")
-    logp = [told.logprobs[i] for i in firsts]
+    logp = [logprobs.logprobs[i] for i in firsts]
     kept = getattr(output, "sampling_mask", None)  # versions below 0.28 have no such field
     mask = None if kept is None else SamplingMask.from_lists(kept.token_ids)
     return EngineCompletion(ids, logp, str(output.finish_reason), [label], mask)

@@ -120,7 +120,7 @@ class VllmGenerator(GeneratorBase):
         """
         assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
-        places = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
+        samples = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
         images = [images_to_send(group.media, group.prompt_ids) for group in groups]
 
         def request(g: int, seed: int) -> EngineRequest:
@@ -129,20 +129,20 @@ class VllmGenerator(GeneratorBase):
             params = self._without_images(sampling_params.completion_params(*asked))
             return EngineRequest(groups[g].prompt_ids, params, images[g])
 
-        asks = [request(g, seeds[g][k]) for g, k in places]
+        asks = [request(g, seeds[g][k]) for g, k in samples]
         first = list(accumulate(map(len, seeds), initial=0))
         answers: dict[int, EngineCompletion] = {}
         trained = not greedy and temperature is None
 
-        def heard(place: int) -> None:
-            g = places[place][0]
+        def heard(index: int) -> None:
+            g = samples[index][0]
             if trained:
-                self._check_mask(answers[place])
+                self._check_mask(answers[index])
             mine = range(first[g], first[g] + len(seeds[g]))
             if all(i in answers for i in mine):
-                told = zip(mine, seeds[g], strict=True)
+                pairs = zip(mine, seeds[g], strict=True)
                 groups[g].rollouts = [
-                    self._to_rollout(answers[i], seed, trained) for i, seed in told
+                    self._to_rollout(answers[i], seed, trained) for i, seed in pairs
                 ]
                 arrived(g)
 
@@ -173,11 +173,11 @@ class VllmGenerator(GeneratorBase):
         Each continues as a request whose prompt includes its own tokens so far.
         """
         version, engine = self.version, cast(InterruptibleEngine, self.engine)
-        places = [(group, c) for group in groups for c in group.unfinished]
-        asks = [EngineRequest(_prefix(g, c), self._rest_params(c)) for g, c in places]
+        samples = [(group, c) for group in groups for c in group.unfinished]
+        asks = [EngineRequest(_prefix(g, c), self._rest_params(c)) for g, c in samples]
 
-        def heard(place: int, answer: EngineCompletion) -> None:
-            group, completion = places[place]
+        def heard(index: int, answer: EngineCompletion) -> None:
+            group, completion = samples[index]
             if answer.ids:
                 self._check_mask(self.weight_sync.check_completion(answer))
             self._add_answer(completion, answer, version)
@@ -285,9 +285,9 @@ class VllmGenerator(GeneratorBase):
     ) -> None:
         """Sample the requests at these indices into `completions`, and report each index."""
 
-        def done(place: int, answer: EngineCompletion) -> None:
-            completions[request_indices[place]] = self.weight_sync.check_completion(answer)
-            on_completion(request_indices[place])
+        def done(index: int, answer: EngineCompletion) -> None:
+            completions[request_indices[index]] = self.weight_sync.check_completion(answer)
+            on_completion(request_indices[index])
 
         self.engine.generate([requests[i] for i in request_indices], done)
 
@@ -312,10 +312,10 @@ class VllmGenerator(GeneratorBase):
         ]
         answers: dict[int, EngineCompletion] = {}
         self._generate_chosen(asks, list(range(len(asks))), answers)
-        told = [answers[i] for i in range(len(asks))]
-        for answer in told:
+        ordered = [answers[i] for i in range(len(asks))]
+        for answer in ordered:
             self._check_mask(answer)
-        found = parity.check_parity(probes, told, self.weight_sync.policy, self.tolerance)
+        found = parity.check_parity(probes, ordered, self.weight_sync.policy, self.tolerance)
         self.weight_sync.parity_checked = True
         self.weight_sync.note(
             f"parity of trainer and vLLM on {len(probes)} prompts: rms {found:.2g} nats"

@@ -82,9 +82,9 @@ async def _generate_completion(
     if expanded is not None:
         check_expanded_ids(outputs[-1].prompt_token_ids, expanded)
     output = outputs[-1].outputs[0]
-    told, ids = output.logprobs, list(output.token_ids)
-    firsts = told.start_indices if told is not None else []
-    if [told.token_ids[i] for i in firsts] != ids:
+    logprobs, ids = output.logprobs, list(output.token_ids)
+    firsts = logprobs.start_indices if logprobs is not None else []
+    if [logprobs.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities belong to tokens other than the sampled ones")
     mask: JsonObject = {}
     if getattr(output, "sampling_mask", None) is not None:  # versions below 0.28 have no such field
@@ -93,7 +93,7 @@ async def _generate_completion(
         mask["mask_counts"] = encode_numbers([len(row) for row in kept], np.int32)
     return mask | {
         "ids": encode_numbers(ids, np.int32),
-        "logp": encode_numbers([told.logprobs[i] for i in firsts], np.float32),
+        "logp": encode_numbers([logprobs.logprobs[i] for i in firsts], np.float32),
         "finish_reason": str(output.finish_reason),
         "versions": versions.completion_weight_versions(output, before, state.rloo_label),
     }

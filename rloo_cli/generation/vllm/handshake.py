@@ -153,10 +153,10 @@ class ExpectedServer:
             what = f"the server at {url} has another transfer"
             why = f"expected {ours}, found {theirs}: one takes an adapter, the other whole models"
             yield Problem(what, "model.lora", why, same)
-        places = server_info.get("max_model_len")
-        if places is not None and places < self.max_model_len:
+        limit = server_info.get("max_model_len")
+        if limit is not None and limit < self.max_model_len:
             why = (
-                f"prompt and completion may take {self.max_model_len} tokens, its limit is {places}"
+                f"prompt and completion may take {self.max_model_len} tokens, its limit is {limit}"
             )
             yield Problem(f"the server at {url} has too little room", "generation", why, same)
         if server_info.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":

@@ -434,8 +434,8 @@ def parse_completion(response: JsonObject, url: str, may_be_cut: bool = False) -
     GenerationError."""
     try:
         choice = response["choices"][0]
-        told = choice["logprobs"] if choice["token_ids"] else {"content": []}
-        logp = [float(entry["logprob"]) for entry in told["content"]]
+        logprobs = choice["logprobs"] if choice["token_ids"] else {"content": []}
+        logp = [float(entry["logprob"]) for entry in logprobs["content"]]
         spans = choice.get("weight_versions") or []
         versions = sorted({str(span["version"]) for span in spans})
         reason = str(choice["finish_reason"])

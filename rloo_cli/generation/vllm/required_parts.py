@@ -127,8 +127,8 @@ def missing_parts(version: str, section: str, sleep: str = "none") -> list[str]:
 
 def _lacking(parts: Parts) -> Iterator[str]:
     for name, wanted in parts.items():
-        place, _, inner = name.partition(":")
-        modules = [place] if "." in place else MOVED_VLLM_MODULES[place]
+        module, _, inner = name.partition(":")
+        modules = [module] if "." in module else MOVED_VLLM_MODULES[module]
         found = next((p for m in modules if (p := find_parameters(m, inner)) is not None), None)
         if found is None:
             yield f"{inner} ({' or '.join(modules)})"
@@ -138,7 +138,7 @@ def _lacking(parts: Parts) -> Iterator[str]:
 
 def find_parameters(module: str, name: str) -> list[str] | None:
     """Parameters of a function or method of vLLM, or names that a class assigns, as its sources
-    have them; None where there is no such thing. A parameter like **options is "**"."""
+    have them; None if it is missing. A parameter like **options is "**"."""
     tree, (first, _, method) = _module_tree(module), name.partition(".")
     node = None if tree is None else _find_definition(tree.body, first)
     if node is None or not isinstance(node, ast.ClassDef):
@@ -154,18 +154,18 @@ def find_parameters(module: str, name: str) -> list[str] | None:
 
 @functools.cache
 def _module_tree(module: str) -> ast.Module | None:
-    """A module's source; None where there is no such module, or no vLLM."""
+    """A module's source; None if vLLM or the module is missing."""
     if (folder := vllm_folder()) is None:
         return None
-    place = folder.parent / module.replace(".", "/")
-    for file in (place.with_suffix(".py"), place / "__init__.py"):
+    path = folder.parent / module.replace(".", "/")
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
             return ast.parse(file.read_text(encoding="utf-8"))
     return None
 
 
 def vllm_folder() -> Path | None:
-    """The folder of the installed vLLM; None where there is none."""
+    """The folder of the installed vLLM; None if it is not installed."""
     package = importlib.util.find_spec("vllm")
     return None if package is None or package.origin is None else Path(package.origin).parent
 

@@ -166,7 +166,7 @@ class TeacherServer:
             first, *others = choice["prompt_logprobs"]
             if first is not None or len(others) != len(ids) - 1:
                 raise ValueError(f"{1 + len(others)} log-probabilities for {len(ids)} ids")
-            return [{}] + [told[str(i)] for i, told in zip(ids[1:], others, strict=True)]
+            return [{}] + [entry[str(i)] for i, entry in zip(ids[1:], others, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}, in {str(answer)[:200]}"
             what = f"the teacher at {self.url} does not return log-probabilities of prompt ids"

@@ -138,7 +138,7 @@ class WorkerCalls:
     rloo_open = False  # an update is under way
     rloo_label = "default"  # 0.32's name for unlabelled weights
     # These are the attributes of vLLM's worker:
-    device: "torch.device | None"  # None where there is no GPU
+    device: "torch.device | None"  # None without a GPU
     model_runner: Any
     vllm_config: Any
     weight_transfer_engine: Any

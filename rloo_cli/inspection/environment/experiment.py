@@ -48,10 +48,10 @@ def check_machine_lacks(lines: CheckLines, run: RunConfig) -> None:
     """What a start would refuse on this machine, and the processes that would train on it."""
     local_ranks = 1
     try:
-        place, _, _ = topology.find_topology(os.environ, run)
-        local_ranks = place.local_world_size
-        started = f" (started by {place.launched_by})" if place.launched_by else ""
-        found = f"{local_ranks} here of {place.world_size}, {run.distributed.engine}{started}"
+        processes, _, _ = topology.find_topology(os.environ, run)
+        local_ranks = processes.local_world_size
+        started = f" (started by {processes.launched_by})" if processes.launched_by else ""
+        found = f"{local_ranks} here of {processes.world_size}, {run.distributed.engine}{started}"
         lines.add_ok("processes", found)
     except ConfigError as error:
         for problem in error.problems:

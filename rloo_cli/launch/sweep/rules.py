@@ -16,7 +16,7 @@ from rloo_cli.launch import leftovers, preflight
 from rloo_cli.launch.launcher import KEYS_OF_SAME_JOB
 from rloo_cli.launch.sweep.state import Rung, Trial, override_key
 from rloo_cli.launch.sweep.time_slices import MINIMIZE_SUFFIX
-from rloo_cli.utils import environment
+from rloo_cli.utils import environment, errors
 from rloo_cli.utils.errors import ConfigError, Problem, RunError, refuse, value_problem
 from rloo_cli.utils.files import JsonObject, read_json
 
@@ -152,18 +152,18 @@ def too_many_trials_problems(num_trials: int, max_trials: int | None) -> Iterato
 def check_trial_configs(jobs: Sequence[ComposedConfig]) -> list[RunConfig]:
     """Check the trials' configs. Raises ConfigError with all that is wrong with any of them."""
     runs: list[RunConfig] = []
-    problems: dict[Problem, None] = {}  # ordered, without duplicates: most occur in every trial
+    problems: list[Problem] = []
     for job in jobs:
         try:
             run = check.check_config(job)
         except ConfigError as error:
-            problems |= dict.fromkeys(error.problems)
+            problems += error.problems
             continue
         found = trial_problems(run.generation, run.distributed)
-        problems |= dict.fromkeys(messages.locate_problem(p, job.sources) for p in found)
+        problems += [messages.locate_problem(p, job.sources) for p in found]
         runs.append(run)
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*errors.distinct_problems(problems))
     return runs
 
 

@@ -194,7 +194,7 @@ class TrackerClient:
         self.failed: dict[str, str] = {}
         self.sent, self.seconds = 0, 0.0
         self.trackers = [
-            TrackerThread(name, self.pool, lambda *told: self.news.put(told))
+            TrackerThread(name, self.pool, lambda *report: self.news.put(report))
             for name in about["trackers"]
         ]
 

@@ -229,8 +229,8 @@ def namespace_bytes() -> int:
                 head, *lines = (line.split() for line in file)
         except OSError:
             continue  # a kernel without System V objects
-        places = [head.index(column) for column in columns]
-        used += size * sum(int(line[place]) for line in lines for place in places)
+        indices = [head.index(column) for column in columns]
+        used += size * sum(int(line[index]) for line in lines for index in indices)
     return used
 
 

@@ -96,11 +96,11 @@ class RewardCalls:
         while (item := self.pending_calls.get()) is not None:
             call, future = item
             try:
-                told = None if self.step_failed else self._call_with_retries(call)
+                result = None if self.step_failed else self._call_with_retries(call)
             except BaseException as error:  # a bug of ours: shown by result()
                 _set_future_result(future, error=error)
             else:
-                _set_future_result(future, told)
+                _set_future_result(future, result)
 
     def _call_with_retries(self, call: RewardCall) -> CallResult:
         config = self.reward.config

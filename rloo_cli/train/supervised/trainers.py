@@ -165,20 +165,20 @@ def build_trainer(
     run: RunConfig,
     world: World,
     rows: Sequence[TrainingRows],
-    place: Path,
+    output_dir: Path,
     write_metrics: WriteMetrics,
 ) -> tuple[Any, TrainingWatch]:
     """Build TRL's trainer of a section. -> it, and what it has logged
 
-    `rows`: the examples to train on and, if there are any, those to evaluate on. `place`: a folder
-    that TRL needs. Prints a note if the warm-up is shortened.
+    `rows`: the examples to train on and, if there are any, those to evaluate on. `output_dir`: a
+    folder that TRL needs. Prints a note if the warm-up is shortened.
     """
     settings: TrainingConfig = getattr(run, section)
     count, held_out = len(rows[0].dataset), rows[1].dataset if len(rows) > 1 else None
     steps = count_steps(settings, count)
     given = _arguments(run, settings, world, steps, held_out is not None)
     given |= {
-        "output_dir": place,
+        "output_dir": output_dir,
         "use_cache": model.config.get_text_config().use_cache,
         "ddp_find_unused_parameters": family_of_model(model) is not None,  # the tower of images
     }

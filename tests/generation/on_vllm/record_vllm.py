@@ -94,8 +94,8 @@ WORKERS = ["vllm.v1.worker.gpu_worker:Worker", "vllm.v1.worker.worker_base:Worke
 
 def tree(folder: Path, module: str) -> ast.Module | None:
     """A module's source; None where there is no such module."""
-    place = folder / module.replace(".", "/")
-    for file in (place.with_suffix(".py"), place / "__init__.py"):
+    root = folder / module.replace(".", "/")
+    for file in (root.with_suffix(".py"), root / "__init__.py"):
         if file.is_file():
             return ast.parse(file.read_text())
     return None

@@ -56,8 +56,8 @@ class Line:
 def lines(server: Real, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]:
     """A connection to each API server; the second may still be starting."""
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
-    told = server_file.running_server(server.folder)
-    assert told is not None
+    got = server_file.running_server(server.folder)
+    assert got is not None
     found: dict[int, Line] = {}
     opened: list[Line] = []
     end = time.monotonic() + 60
@@ -65,8 +65,8 @@ def lines(server: Real, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]
         time.sleep(0.1)
         opened.append(Line(server))
         assert opened[-1].ask("GET", "/health")[0] == 200
-        found.setdefault(opened[-1].taken_by(told.group), opened[-1])
-    assert len(found) == 2 and told.pid not in found
+        found.setdefault(opened[-1].taken_by(got.group), opened[-1])
+    assert len(found) == 2 and got.pid not in found
     yield list(found.values())
     opened[0].ask("POST", "/resume")
     for line in opened:

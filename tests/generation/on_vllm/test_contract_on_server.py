@@ -64,7 +64,7 @@ def draw(client, seeds, prompts=PROMPTS, **params):
     client.generate(asks, lambda i, answer: found.__setitem__(i, answer))
     assert len(found) == len(asks)
     return [
-        [found[i] for i, place in enumerate(places) if place[0] == p] for p in range(len(prompts))
+        [found[i] for i, index in enumerate(places) if index[0] == p] for p in range(len(prompts))
     ]
 
 
@@ -107,11 +107,11 @@ def test_it_is_what_the_config_expects(client):
 
 
 def test_its_facts_have_the_names_that_are_compared(there):
-    status, told = raw(there, "GET", "/rloo")
-    assert status == 200 and right().keys() <= told.keys()
+    status, got = raw(there, "GET", "/rloo")
+    assert status == 200 and right().keys() <= got.keys()
     same = ("model", "dtype", "tokenizer", "max_model_len", "logprobs_mode", "transfer")
-    assert {n: told[n] for n in same} == {n: right()[n] for n in same}
-    assert told["devices"] == right()["devices"]
+    assert {n: got[n] for n in same} == {n: right()[n] for n in same}
+    assert got["devices"] == right()["devices"]
     status, said = raw(there, "GET", "/version")
     assert status == 200 and said["version"].startswith("0.32")
     assert raw(there, "GET", "/v1/models")[1]["data"][0]["max_model_len"] == 48
@@ -259,9 +259,9 @@ def test_rewards_are_asked_while_other_groups_are_still_being_drawn(there, tmp_p
         begun.append(len(drawn))  # groups that were there
         return [0.0] * len(completions)
 
-    def arrived(place):
-        drawn.append(place)
-        stage.submit_group(place)
+    def arrived(index):
+        drawn.append(index)
+        stage.submit_group(index)
         while len(begun) < len(drawn):  # the reward is called now, not when all are there
             time.sleep(0.01)
 

@@ -25,9 +25,9 @@ class Engine:
         pass
 
     def sync_weights(self, source: Any, label: str) -> str:
-        told = [meta.name for meta in source.metadata()]
+        got = [meta.name for meta in source.metadata()]
         names = [name for name, _ in source]
-        assert names == told
+        assert names == got
         self.sent.append({*names})
         return label
 

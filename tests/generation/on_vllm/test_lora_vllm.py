@@ -62,8 +62,8 @@ def server_files(adapting: Real) -> dict[str, int]:
     """All that the server has written for itself, an adapter's files among it, and their sizes."""
     record = server_file.running_server(adapting.folder)
     assert record is not None
-    told = Path(f"/proc/{record.pid}/environ").read_text().split("\0")
-    scratch = Path(dict(text.split("=", 1) for text in told if text)[SCRATCH_VARIABLE])
+    got = Path(f"/proc/{record.pid}/environ").read_text().split("\0")
+    scratch = Path(dict(text.split("=", 1) for text in got if text)[SCRATCH_VARIABLE])
     return {str(p.relative_to(scratch)): p.stat().st_size for p in scratch.rglob("*")}
 
 

@@ -81,11 +81,11 @@ def test_trainer_and_engine_meet_on_either_family_at_a_port_that_is_never_let_go
 
 def test_a_reserved_port_is_free_for_one_who_asks_as_vllm_does_and_for_nobody_else() -> None:
     with transfer_gloo.reserve_free_port("127.0.0.1") as kept:
-        place = kept.getsockname()
+        address = kept.getsockname()
         with socket.socket() as other, pytest.raises(OSError):
-            other.bind(place)
+            other.bind(address)
         with socket.socket() as vllms:
             vllms.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            vllms.bind(place)
+            vllms.bind(address)
             vllms.listen()
-            socket.create_connection(place, 5).close()
+            socket.create_connection(address, 5).close()

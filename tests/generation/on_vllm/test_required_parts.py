@@ -31,10 +31,10 @@ def write_vllm(folder: Path, parts: Parts) -> None:
     """Sources of a vLLM that has these parts and nothing else."""
     modules: dict[str, dict[str, list[str]]] = {}
     for name, wanted in parts.items():
-        place, _, inner = name.partition(":")
-        place = place if "." in place else versions.MOVED_VLLM_MODULES[place][1]
+        source, _, inner = name.partition(":")
+        source = source if "." in source else versions.MOVED_VLLM_MODULES[source][1]
         owner, _, method = inner.partition(".")
-        lines = modules.setdefault(place, {}).setdefault(owner, [])
+        lines = modules.setdefault(source, {}).setdefault(owner, [])
         if method:
             lines.append(f"    def {method}(self, {', '.join(wanted)}): ...")
         elif name in KINDS:

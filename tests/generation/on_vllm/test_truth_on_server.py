@@ -22,25 +22,25 @@ class Trained:
     """A run against the shared server, in a process of its own."""
 
     def __init__(
-        self, place: Path, fast: dict[str, str], server: Real, *words: str, faults: str = ""
+        self, root: Path, fast: dict[str, str], server: Real, *words: str, faults: str = ""
     ):
         env = fast | {"RLOO_SERVER_TOKEN": server.token}
         if faults:
             env |= {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"}
-        self.place = place
+        self.root = root
         url = f"generation.server.base_url={server.url}"
         given = ["+recipe=smoke", *vllm_cases.WORDS, url, *STEPS, *words]
-        self.process = Rloo(place, env).start("train", *given)
+        self.process = Rloo(root, env).start("train", *given)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        file = self.place / "runs" / "smoke" / "metrics.jsonl"
+        file = self.root / "runs" / "smoke" / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
         return [row for row in map(json.loads, lines) if "step_time" in row]
 
     def refused(self) -> str:
         """It ended with 6; what it said."""
-        code, said = self.process.wait(120), (self.place / "out").read_text()
+        code, said = self.process.wait(120), (self.root / "out").read_text()
         assert code == 6, said
         return said
 
@@ -53,7 +53,7 @@ class Trained:
 
 @pytest.mark.slow_but("sync.start-:0, the trainer", "sync.version-:0, the trainer")
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("phase", "got"),
     [
         ("sync.start", ":0, the trainer"),
         ("sync.update", "weights are missing: "),
@@ -62,10 +62,10 @@ class Trained:
     ],
 )
 def test_a_sync_that_is_left_out_stops_the_run_before_the_next_update(
-    tmp_path: Path, fast: dict[str, str], server: Real, place: str, told: str
+    tmp_path: Path, fast: dict[str, str], server: Real, phase: str, got: str
 ) -> None:
-    run = Trained(tmp_path, fast, server, faults=f"{place}@2=skip")
-    assert told in run.refused()
+    run = Trained(tmp_path, fast, server, faults=f"{phase}@2=skip")
+    assert got in run.refused()
     assert [row["step"] for row in run.rows] in ([], [1])  # a step is logged after its sync
 
 

@@ -91,15 +91,15 @@ def ask(seed, prompt=(5, 6, 7), **params):
 def test_each_group_is_told_of_once_and_whole_also_when_the_server_was_lost(fake, make):
     generator = make()
     for lost in (False, True):
-        chosen, told = groups(PROMPTS), []
+        chosen, got = groups(PROMPTS), []
         if lost:
             fake.dies_at = {fake.drawn + COUNT - 1}
 
-        def arrived(place, chosen=chosen, told=told):
-            told.append((place, len(chosen[place].rollouts)))
+        def arrived(index, chosen=chosen, got=got):
+            got.append((index, len(chosen[index].rollouts)))
 
         generator.generate(chosen, SEEDS, arrived=arrived)
-        assert sorted(told) == [(i, len(seeds)) for i, seeds in enumerate(SEEDS)]
+        assert sorted(got) == [(i, len(seeds)) for i, seeds in enumerate(SEEDS)]
 
 
 @pytest.mark.parametrize("routes", [[], [GROUP]], ids=["plain", "groups"])
@@ -136,12 +136,12 @@ def test_whole_groups_are_asked_for_in_one_request_and_are_the_same(fake, make):
 
 def test_of_a_group_that_was_lost_on_the_way_only_what_is_missing_is_drawn_again(fake, make):
     fake.facts["routes"] = [GROUP]
-    generator, told = make(), []
+    generator, got = make(), []
     before = draw(generator)
     fake.dies_at = {fake.drawn + COUNT - 1}
     chosen = groups(PROMPTS)
-    generator.generate(chosen, SEEDS, arrived=told.append)
-    assert [group.rollouts for group in chosen] == before and sorted(told) == [0, 1, 2, 3]
+    generator.generate(chosen, SEEDS, arrived=got.append)
+    assert [group.rollouts for group in chosen] == before and sorted(got) == [0, 1, 2, 3]
 
 
 # The first are nine bytes.

@@ -178,11 +178,11 @@ def recorded_output() -> Any:
     from vllm.logprobs import FlatLogprobs, Logprob
     from vllm.outputs import CompletionOutput, SamplingMask
 
-    told = FlatLogprobs()
+    got = FlatLogprobs()
     for token, logp in ((5, -0.25), (7, -1.5)):
-        told.append({token: Logprob(logp, 1)})
+        got.append({token: Logprob(logp, 1)})
     return CompletionOutput(
-        0, "", [5, 7], -1.75, told, finish_reason="length",
+        0, "", [5, 7], -1.75, got, finish_reason="length",
         sampling_mask=SamplingMask([[5, 9], [3, 7, 8]]),
     )  # fmt: skip
 

@@ -206,14 +206,14 @@ def test_the_token_is_in_no_command_line_and_no_log(served: Served, server: Serv
 def test_its_facts_are_those_of_the_trainer(server: ServerRecord) -> None:
     from rloo_cli.data.synthetic import tiny
 
-    told = json.loads(ask(server, "/rloo")[1])
+    got = json.loads(ask(server, "/rloo")[1])
     ours = tiny.tiny_tokenizer()
-    assert told["tokenizer"] == handshake.tokenizer_fingerprint(ours) and told["vocab_size"] == len(
+    assert got["tokenizer"] == handshake.tokenizer_fingerprint(ours) and got["vocab_size"] == len(
         ours
     )
-    assert told["max_model_len"] == 48 and told["dtype"] == server.dtype == "float32"
-    assert told["protocol"] == 1 and told["logprobs_mode"] == "processed_logprobs"
-    assert told["vllm"] == server.vllm and told["transfer"] == "gloo" and told["devices"] == []
+    assert got["max_model_len"] == 48 and got["dtype"] == server.dtype == "float32"
+    assert got["protocol"] == 1 and got["logprobs_mode"] == "processed_logprobs"
+    assert got["vllm"] == server.vllm and got["transfer"] == "gloo" and got["devices"] == []
 
 
 def test_tokens_in_tokens_out_is_open_to_the_token(server: ServerRecord) -> None:

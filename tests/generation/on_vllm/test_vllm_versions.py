@@ -81,8 +81,8 @@ def test_modules_that_moved_are_where_the_record_has_them() -> None:
         assert RECORD["modules"][new] is None and RECORD["modules"][before] is not None
     for name in ("entry:build_app", "entry:run_server_worker", "cli_args:make_arg_parser",
                  "cli_args:validate_parsed_serve_args", "api_utils:with_cancellation"):  # fmt: skip
-        place, _, wanted = name.partition(":")
-        assert recorded(f"{versions.MOVED_VLLM_MODULES[place][-1]}:{wanted}") is not None
+        module, _, wanted = name.partition(":")
+        assert recorded(f"{versions.MOVED_VLLM_MODULES[module][-1]}:{wanted}") is not None
     found = recorded("vllm.entrypoints.openai.api_server:run_server_worker")
     assert found is not None and found[:3] == ["listen_address", "sock", "args"]
 
@@ -170,7 +170,7 @@ def test_every_sampling_parameter_is_known_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "place"),
+    ("words", "where"),
     [
         (["generation=vllm_colocate", "generation.colocate.sleep=kv"], "generation.colocate.sleep"),
         (["generation=vllm_colocate", "generation.colocate.sleep=weights"], None),
@@ -183,12 +183,12 @@ def test_every_sampling_parameter_is_known_to_it() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_exist_there_is_refused_with_its_key_and_the_version(
-    words: list[str], place: str | None, old: None, monkeypatch: pytest.MonkeyPatch
+    words: list[str], where: str | None, old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
     run = check.check_config(compose_config(["+recipe=smoke", *words]))
     problems = list(arguments.engine_problems(run))
-    assert [p.where for p in problems] == ([] if place is None else [place])
+    assert [p.where for p in problems] == ([] if where is None else [where])
     assert all(OLD in p.why and "0.32" in p.what for p in problems)
     monkeypatch.setattr(arguments, "installed_vllm_version", lambda: NEW)
     assert not list(arguments.engine_problems(run))
@@ -203,8 +203,8 @@ def test_what_is_refused_is_what_the_record_lacks() -> None:
 def test_the_record_has_what_an_older_vllm_is_asked_for() -> None:
     for section in ("colocate", "server"):
         for name, wanted in required_parts.required_parts(OLD, section, "weights").items():
-            place, _, inner = name.partition(":")
-            modules = versions.MOVED_VLLM_MODULES.get(place, (place,))
+            module, _, inner = name.partition(":")
+            modules = versions.MOVED_VLLM_MODULES.get(module, (module,))
             (found,) = [r for m in modules if (r := recorded(f"{m}:{inner}")) is not None]
             assert set(wanted) <= set(found), name
 

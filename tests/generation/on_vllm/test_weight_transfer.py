@@ -228,8 +228,8 @@ def test_what_is_announced_is_what_comes_in_the_serving_dtype(dtype):
     model = fresh("qwen3")
     before = copy.deepcopy(model.state_dict())
     source = ModelWeightSource(model, getattr(torch, dtype))
-    told = [(m.name, m.dtype, m.shape) for m in source.metadata()]
-    assert told == [(n, t.dtype, tuple(t.shape)) for n, t in source]
-    assert {d for _, d, _ in told} == {getattr(torch, dtype)}
+    got = [(m.name, m.dtype, m.shape) for m in source.metadata()]
+    assert got == [(n, t.dtype, tuple(t.shape)) for n, t in source]
+    assert {d for _, d, _ in got} == {getattr(torch, dtype)}
     assert all(not t.requires_grad and t.is_contiguous() for _, t in source)
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
