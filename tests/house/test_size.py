@@ -29,6 +29,10 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("rloo_cli", 240, "another vLLM is asked what it has; transformers up to 5.22"),
     ("tests", 390, "the lowest and the newest versions, and what a vLLM may lack"),
     ("docs", 50, "the table of tested versions"),
+    ("rloo_cli", 210, "forced answers: a completion that thinks too long still gets a score, and no"
+     " step waits for it"),
+    ("tests", 460, "the same: gradients, limits, records, three samplers, refusals"),
+    ("docs", 25, "the same"),
 ]  # fmt: skip
 
 
