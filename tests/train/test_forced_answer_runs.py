@@ -58,8 +58,9 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone(tmp_path: Path, layout
     total = torch.zeros(())
     for p, group in enumerate(batch.groups):
         for i, r in enumerate(group.rollouts):
-            own = torch.tensor(r.mask or [1] * len(r.completion_ids), dtype=torch.bool)
-            total = total - advantage[p, i] * row_logp(run.policy, batch, p, i)[own].sum()
+            sampled_ids = [not AT <= n < AT + len(TEXT) for n in range(len(r.completion_ids))]
+            logp = row_logp(run.policy, batch, p, i)[torch.tensor(sampled_ids)]
+            total = total - advantage[p, i] * logp.sum()
     expected = gradient(run, total / batch.score.numel())
     moved, _, _ = step(run, batch)
     assert apart(-moved / 0.01, expected) < 10 * EXACT
