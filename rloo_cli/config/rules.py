@@ -235,6 +235,7 @@ def run_problems(run: RunConfig, needs_reward: bool = True) -> Iterator[Problem]
     has_agent, engine = agent is not None, run.distributed.engine
     yield from rules_overlap.overlap_problems(generation, model, engine, has_agent)
     yield from rules_sampling.mask_problems(generation)
+    yield from rules_sampling.budget_problems(generation, has_agent)
     yield from _sampling(generation)
     yield from _attention(model)
     yield from rules_lora.adapter_problems(model, generation, engine, algorithm.needs_reference)

@@ -9,13 +9,14 @@ changes the relative probability of ids (a penalty, a bias) is not.
 from collections.abc import Iterator
 
 from rloo_cli.config.schema import GenerationConfig
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import Problem, clash_problems
 
 MASK_KEY, LIMIT_KEY = "generation.return_sampling_mask", "generation.max_sampling_mask_ids"
 # generation.kwargs of the transformers backend that truncate the distribution; that only ban ids.
 CUTTING_KWARGS = ("typical_p", "epsilon_cutoff", "eta_cutoff")
 BANNING_KWARGS = ("bad_words_ids", "suppress_tokens")
 STRUCTURED = "structured_outputs"  # a format that completions follow
+BUDGET_KEY = "generation.answer_budget"
 
 
 def cutting_settings(generation: GenerationConfig) -> list[str]:
@@ -73,3 +74,41 @@ def mask_problems(generation: GenerationConfig) -> Iterator[Problem]:
         why = "every token's mask would be too long"
         fix = f"generation.top_k={most}, or {LIMIT_KEY}={generation.top_k}"
         yield Problem(what, LIMIT_KEY, why, fix)
+
+
+def budget_problems(generation: GenerationConfig, has_agent: bool) -> Iterator[Problem]:
+    """Settings that do not go with generation.answer_budget."""
+    if generation.answer_budget is None:
+        return
+    off = f"{BUDGET_KEY}=null"
+    clashes = [
+        (
+            has_agent,
+            BUDGET_KEY,
+            "an agent",
+            "each turn of an episode has its own limit, and a forced turn would make no calls",
+            f"{off}, or agent=null",
+        ),
+        (
+            generation.overlap == "carry",
+            BUDGET_KEY,
+            "generation.overlap=carry",
+            "a completion that continues under other weights does not keep the text",
+            f"{off}, or generation.overlap=ahead",
+        ),
+        (
+            STRUCTURED in generation.kwargs,
+            "generation.kwargs",
+            f"generation.kwargs.{STRUCTURED}",
+            "the text interrupts the structure, and the answer would begin it again",
+            off,
+        ),
+        (
+            generation.min_tokens > 0,
+            "generation.min_tokens",
+            f"generation.min_tokens={generation.min_tokens}",
+            "the answer is sampled by a new request, which would count its tokens from 0",
+            "generation.min_tokens=0",
+        ),
+    ]
+    yield from clash_problems(BUDGET_KEY, clashes)

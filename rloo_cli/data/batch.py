@@ -7,6 +7,7 @@ Rollouts and groups need no torch: rewards can be tried without it.
 With tools or environments a completion is an episode, a list of `Turn`. Its flat ids also contain
 the environment's tokens, which the model only reads. Log-probability, KL, entropy, value, advantage
 and length cover only a completion's S sampled tokens (data/packing.py has S completions, N tokens).
+The text of a forced answer (generation.answer_budget) is read like these.
 """
 
 from __future__ import annotations
@@ -136,6 +137,11 @@ class Rollout:
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
 
     @property
+    def has_forced_answer(self) -> bool:
+        """Whether it did not end in time, and got the text of generation.answer_budget."""
+        return self.mask is not None and self.turns is None
+
+    @property
     def failed_in_environment(self) -> bool:
         """Whether it has no score because its environment failed."""
         return self.failed is not None
@@ -211,6 +217,8 @@ class Group:
     advantage: list[Tensor] | None = None  # K of (S,), where every token has its own
     returns: list[Tensor] | None = None  # K of (S,), what the value model is fitted to
     media: Media | None = None  # the prompt's images; None = no images
+    # The most tokens to sample for it in one call; None = generation.max_completion_length.
+    max_tokens: int | None = None
 
     def take_rollouts(self, rollouts: list[Rollout]) -> None:
         """Store the sampled rollouts, and the prompt that the sampler really got."""

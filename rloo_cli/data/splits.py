@@ -22,6 +22,7 @@ from rloo_cli.data.cache import ONE_PROCESS, Ranks, shared_folder
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.prompts import FIRST_PROMPTS, Prompts, tokenize_prompts
 from rloo_cli.data.render import ToolsOf
+from rloo_cli.data.vocabulary import answer_budget_ids
 from rloo_cli.utils.errors import ConfigError, DataError, Problem, RunError, refuse
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def tokenize_splits(
     """
     if context_length is not None and context_length <= config.generation.max_completion_length:
         raise ConfigError(_no_headroom(config.generation.max_completion_length, context_length))
+    answer_budget_ids(tokenizer, config.generation)
     headroom = prompt_headroom(config.generation, context_length)
     template_kwargs = config.generation.chat_template_kwargs
 

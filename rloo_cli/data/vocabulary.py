@@ -66,6 +66,23 @@ def same_token_ids(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizer
     return all(their_vocab.get(w) == i for w, i in our_vocab.items() if w not in added)
 
 
+def answer_budget_ids(tokenizer: "PreTrainedTokenizerBase", config: GenerationConfig) -> list[int]:
+    """The ids of the text of generation.answer_budget; [] without one.
+
+    Raises ConfigError if a completion with text and answer exceeds max_completion_length.
+    """
+    if (budget := config.answer_budget) is None:
+        return []
+    ids: list[int] = tokenizer.encode(budget.text, add_special_tokens=False)
+    total, most = budget.at + len(ids) + budget.tokens, config.max_completion_length
+    if total > most:
+        what = f"a completion with a forced answer can have {total} tokens, more than {most}"
+        why = f"at {budget.at} + the text's {len(ids)} + tokens {budget.tokens} = {total}"
+        fix = f"generation.max_completion_length={total}"
+        refuse("generation.answer_budget", what, fix, why)
+    return ids
+
+
 def check_stop_tokens(ids: Iterable[int], vocab_size: int, config: GenerationConfig) -> None:
     """Check that a completion can end before its length limit. Raises ConfigError.
 

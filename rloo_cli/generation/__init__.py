@@ -205,13 +205,14 @@ def check_prompt_lengths(
     """Raises GenerationError for an empty prompt, or one too long to leave room for completions."""
     for group in groups:
         length, which = len(group.prompt_ids), f"the prompt of draw {group.prompt_offset}"
-        total = length + max_completion_length
+        most = group.max_tokens or max_completion_length
+        total = length + most
         if length == 0:
             raise GenerationError(f"{which} has no tokens")
         if context_length is not None and total > context_length:
             raise GenerationError(
                 f"{which} leaves no room for its completion: {length} prompt tokens +"
-                f" {max_completion_length} = {total}, and the model's context length is"
+                f" {most} = {total}, and the model's context length is"
                 f" {context_length}; lower data.max_prompt_length or"
                 " generation.max_completion_length"
             )

@@ -245,6 +245,8 @@ def sample_record(group: Group, k: int) -> JsonObject:
         record["images"] = [*shown, *(encode_thumbnail(decode_png(text)) for text in turn_images)]
     if rollout.version_spans is not None:
         record["version_spans"] = [list(span) for span in rollout.version_spans]
+    if rollout.has_forced_answer:
+        record["answer_forced"] = True
     if rollout.turns is not None:
         record["turns"] = [
             {"told": t.observation, "said": t.text, "calls": t.calls} for t in rollout.turns

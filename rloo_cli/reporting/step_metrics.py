@@ -75,6 +75,8 @@ METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
     ("completions/max_terminated_length", "tokens", "max", "longest of these"),
     ("completions/clipped_ratio", "share", "mean:completions",
      "completions cut at max_completion_length"),
+    ("completions/answer_forced_share", "share", "mean:completions",
+     "completions that had not ended at generation.answer_budget.at, and got its text"),
     ("completions/unique_ratio", "share", "mean:completions",
      "distinct completions in the step"),
     ("completions/most_common_frac", "share", "mean:completions",
@@ -108,16 +110,23 @@ METRICS = {"Scores, rewards and advantages": [  # read by utils.metrics
 
 
 def rollout_metrics(
-    batch: Batch, std_over_step: bool = False, by_group: bool = True
+    batch: Batch,
+    std_over_step: bool = False,
+    by_group: bool = True,
+    has_answer_budget: bool = False,
 ) -> MetricValues:
     """Metrics of lengths, scores and groups of a step's batch, before any update.
 
     `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch). `by_group`: it
     compares a score with its siblings', so that a group of equal scores has no gradient.
+    `has_answer_budget`: generation.answer_budget is set.
     """
     metrics = _completion_metrics(batch) | _score_metrics(batch, by_group) | batch.facts
     if std_over_step and "reward_std_batch" in metrics:
         metrics["reward_std"] = metrics["reward_std_batch"]
+    if has_answer_budget:
+        forced = batch.rollout_values("has_forced_answer").double()
+        metrics["completions/answer_forced_share"] = float(forced.mean())
     return metrics
 
 

@@ -97,8 +97,9 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     state, settings = run.state, run.config.algorithm
     every_kl = settings.trains_kl_of_unscored
     metrics: JsonObject = step_metrics.rollout_metrics(
-        batch, settings.scales_by_batch, settings.compares_siblings
-    )
+        batch, settings.scales_by_batch, settings.compares_siblings,
+        run.config.generation.answer_budget is not None,
+    )  # fmt: skip
     metrics |= step_metrics.advantage_metrics(batch, settings.kl_weight, every_kl)
     metrics |= updates.to_metrics() | step_metrics.sampler_metrics(batch)
     metrics |= run.clock.lap()

@@ -30,6 +30,10 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("tests", 390, "the lowest and the newest versions, and what a vLLM may lack"),
     ("docs", 50, "the table of tested versions"),
     ("tests", 40, "a sweep by its name in compare, one error a key, UTF-16, Slurm's unused GPUs"),
+    ("rloo_cli", 210, "forced answers: a completion that thinks too long still gets a score, and no"
+     " step waits for it"),
+    ("tests", 460, "the same: gradients, limits, records, three samplers, refusals"),
+    ("docs", 25, "the same"),
 ]  # fmt: skip
 
 

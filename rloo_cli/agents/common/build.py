@@ -22,7 +22,9 @@ from rloo_cli.config.agent import (
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import GenerationConfig, ModelConfig, RunConfig
 from rloo_cli.data.image_rules import why_no_tool_images
+from rloo_cli.data.vocabulary import answer_budget_ids
 from rloo_cli.generation import Generator
+from rloo_cli.generation.common.forced_answers import ForcedAnswers
 from rloo_cli.generation.common.stop_rule import stop_ids
 
 if TYPE_CHECKING:
@@ -87,7 +89,8 @@ def build_generator(
     tools: ToolSet | None,
     vision: "VisionProcessor | None",
 ) -> Generator:
-    """The generator of the run's backend; with an agent, wrapped in a generator of episodes.
+    """The generator of the run's backend; with an agent, wrapped in a generator of episodes; with
+    generation.answer_budget, in one that forces answers.
 
     `tools` and `vision` are what `load_tool_set` and `load_episode_vision` return. Raises
     ConfigError if the chat template does not support tools.
@@ -97,6 +100,8 @@ def build_generator(
         model, tokenizer, run, context_length, folder, note
     )
     config = agent_config(run)
+    if (budget := run.generation.answer_budget) is not None:  # without an agent (config.rules)
+        return ForcedAnswers(inner, budget, tokenizer, answer_budget_ids(tokenizer, run.generation))
     if config is None:
         return inner
     length = run.generation.max_completion_length

@@ -55,14 +55,15 @@ class StopRule:
         longest = max((len(s.encode()) for s in self.stop_strings), default=0)
         self.stop_window = longest + STOP_WINDOW_SLACK
 
-    def finish_reason(self, ids: list[int]) -> str | None:
+    def finish_reason(self, ids: list[int], max_tokens: int | None = None) -> str | None:
         """Why the completion `ids` has ended (`stop`, `length`), or None if it has not.
 
         It is called after each token, so a stop string, if there is one, ends in the last token.
+        `max_tokens`: its own limit; None = max_completion_length.
         """
         if ids[-1] in self.stop_ids or self._ends_with_stop_string(ids):
             return "stop"
-        return "length" if len(ids) >= self.max_completion_length else None
+        return "length" if len(ids) >= (max_tokens or self.max_completion_length) else None
 
     def terminated(self, ids: list[int], finish_reason: str) -> bool:
         """Whether the completion ended on its own: an engine may report `length` if the last

@@ -41,6 +41,7 @@ class DecodeSequence:
     kept_ids: list[int] = field(default_factory=list)  # the completion's own ids in `prompt_ids`
     sampling_mask: SamplingMask | None = None  # of completion_ids; None = not kept
     media: Media | None = None  # the prompt's images
+    max_tokens: int | None = None  # of the whole completion; None = max_completion_length
     matcher: Any = None  # of `grammar`, with structured outputs
     num_matched: int = 0  # ids that it has read
 

@@ -107,7 +107,12 @@ class TransformersGenerator(GeneratorBase):
         assert len(groups) == len(seeds), f"{len(groups)} groups, but seeds for {len(seeds)}"
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         family = [
-            [DecodeSequence(i, group.prompt_ids, seed, media=group.media) for seed in group_seeds]
+            [
+                DecodeSequence(
+                    i, group.prompt_ids, seed, media=group.media, max_tokens=group.max_tokens
+                )
+                for seed in group_seeds
+            ]
             for i, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True))
         ]
         sequences = [sequence for siblings in family for sequence in siblings]
@@ -255,7 +260,9 @@ class TransformersGenerator(GeneratorBase):
                 )
             ids.append(token)
             sequence.logp.append(value)
-            sequence.finish_reason = self.stop_rule.finish_reason(sequence.all_ids)
+            sequence.finish_reason = self.stop_rule.finish_reason(
+                sequence.all_ids, sequence.max_tokens
+            )
             if sequence.finish_reason is not None:
                 on_finished(sequence)
 
@@ -287,7 +294,8 @@ class TransformersGenerator(GeneratorBase):
 
     def _longest_rest(self, sequences: list[DecodeSequence]) -> int:
         """The most tokens that one of these can still get."""
-        return self.config.max_completion_length - min(len(s.kept_ids) for s in sequences)
+        most = self.config.max_completion_length
+        return max((s.max_tokens or most) - len(s.kept_ids) for s in sequences)
 
     def _to_rollout(self, sequence: DecodeSequence) -> Rollout:
         reason = sequence.finish_reason or "length"

@@ -127,6 +127,8 @@ class VllmGenerator(GeneratorBase):
             stop_ids = self.stop_rule.stop_ids
             asked = (self.config, stop_ids, seed, greedy, temperature)
             params = self._without_images(sampling_params.completion_params(*asked))
+            if (most := groups[g].max_tokens) is not None:
+                params |= {"max_tokens": most}
             return EngineRequest(groups[g].prompt_ids, params, images[g])
 
         asks = [request(g, seeds[g][k]) for g, k in samples]
@@ -297,7 +299,8 @@ class VllmGenerator(GeneratorBase):
         if self.weight_sync.parity_checked:
             return
         probes = groups[: parity.PARITY_PROMPTS]
-        most = min(parity.PARITY_TOKENS, self.config.max_completion_length)
+        longest = self.config.max_completion_length
+        most = min(parity.PARITY_TOKENS, *(g.max_tokens or longest for g in probes))
         asks = [
             EngineRequest(
                 g.prompt_ids,

@@ -8,10 +8,24 @@ from urllib.parse import urlsplit
 
 import pytest
 from fake_server import Fake
+from generation_cases import config as transformers_config
 from reward_cases import PLAIN as PLAIN_CONTEXT
 from reward_cases import reward
-from vllm_cases import config, engine, groups, policy, right, sampler, tokenizer, weights
+from vllm_cases import (
+    changed,
+    config,
+    engine,
+    groups,
+    policy,
+    right,
+    sampler,
+    tokenizer,
+    weights,
+)
 
+from rloo_cli.config.schema import AnswerBudget
+from rloo_cli.generation.common.forced_answers import ForcedAnswers
+from rloo_cli.generation.hf.generator import TransformersGenerator
 from rloo_cli.generation.vllm import required_parts
 from rloo_cli.generation.vllm.engine import EngineRequest
 from rloo_cli.rewards.engine.scoring import ScoringStep
@@ -272,3 +286,33 @@ def test_rewards_are_asked_while_other_groups_are_still_being_drawn(there, tmp_p
         generator.close()
     assert stage.wait_for_scores().raw.shape == (1, len(PROMPTS), 2)
     assert begun == [1, 2, 3]
+
+
+def test_a_forced_answer_has_the_same_parts_as_from_the_trainers_own_sampler(there, tmp_path):
+    text, ends = tokenizer().encode("answer"), [*range(0, 258, 8)]
+    served = sampler(changed(config(there.url), stop_token_ids=ends), tmp_path)
+    served.load(policy(), 1)
+    keys = transformers_config(max_completion_length=16, stop_token_ids=ends)
+    here = TransformersGenerator(policy().model, tokenizer(), keys, 2048)
+    parts = []
+    try:
+        for inner in (served, here):
+            budget, chosen = AnswerBudget(at=4, text="answer", tokens=3), groups(PROMPTS)
+            source = ForcedAnswers(inner, budget, tokenizer(), text)
+            source.generate(chosen, [[*range(20)]] * len(chosen))
+            rows = [r for group in chosen for r in group.rollouts]
+            parts.append(set())
+            for r in rows:
+                told = [not math.isnan(x) for x in r.behaviour_logp]
+                assert told == [bool(m) for m in r.mask or [1] * len(r.completion_ids)]
+                answer = len(r.completion_ids) - 4 - len(text)
+                if r.has_forced_answer:
+                    assert r.completion_ids[4 : 4 + len(text)] == text and "answer" in r.text
+                    assert r.mask == [1] * 4 + [0] * len(text) + [1] * answer
+                else:
+                    assert r.terminated and r.length <= 4 and r.mask is None
+                parts[-1].add((r.has_forced_answer, r.terminated, r.finish_reason, r.turns))
+                assert r.terminated or answer == 3
+    finally:
+        served.close()
+    assert parts[0] == parts[1] and len(parts[0]) == 3  # in time; forced and ended; forced and cut

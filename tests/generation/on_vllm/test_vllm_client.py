@@ -28,6 +28,8 @@ from vllm_cases import (
     weights,
 )
 
+from rloo_cli.config.schema import AnswerBudget
+from rloo_cli.generation.common.forced_answers import ForcedAnswers
 from rloo_cli.generation.vllm import required_parts
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRequest
 from rloo_cli.generation.vllm.http import HttpClient
@@ -668,3 +670,23 @@ def test_a_policy_in_another_dtype_loosens_parity(fake, make):
     half = Policy(copy.deepcopy(policy().model).to(torch.bfloat16), 1.0)
     generator.load(half, 1)
     assert generator.tolerance == 0.1
+
+
+def test_a_server_that_is_lost_before_the_forced_answers_is_asked_for_no_more_than_these(
+    fake, make
+):
+    text = tokenizer().encode("ab")
+    budget = AnswerBudget(at=4, text="ab", tokens=3)
+
+    def answered():
+        return draw(ForcedAnswers(make(), budget, tokenizer(), text))
+
+    whole = answered()
+    fake.asked.clear()
+    fake.dies_at = {fake.drawn + PROBES + COUNT + 2}
+    assert repr(answered()) == repr(whole)
+    asked = [(body["token_ids"], body["sampling_params"]["max_tokens"]) for body in fake.draws()]
+    begun = [most for ids, most in asked if ids in PROMPTS]
+    later = [most for ids, most in asked if ids not in PROMPTS]
+    assert set(begun[PROBES:]) == {4} and set(later) == {3}
+    assert fake.deaths == 1 and len(later) > COUNT  # parity was checked again with these prompts
