@@ -7,7 +7,7 @@ reward that reads tokens or loads a model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from rloo_cli.cli.reward import completions
 from rloo_cli.cli.reward.completions import SHORTEST_FILLER, ProbeCompletion
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-TOKEN_ARGUMENTS = {"completion_ids", "completions_ids", "prompt_ids"}
 NOT_AN_ANSWER = ("code_tests", "ifeval")  # types whose column tells how to judge an answer
 NOT_ANSWER_COLUMNS = ("question", "problem", "query", "instruction", "context", "task", "source")
 CHARACTERS_PER_TOKEN = 4  # of English text, approximately
@@ -246,7 +245,7 @@ def _load_for_rewards(
     """
     modules = [registry.registered_module("rewards", r.config.type) for r in subject.rewards]
     subject.loads_models = any(hasattr(module, "ready") for module in modules)
-    if not subject.loads_models and not any(map(_reads_tokens, subject.rewards)):
+    if not subject.loads_models and not any(reward.reads_tokens for reward in subject.rewards):
         return []
     from rloo_cli.policy import load  # lazy: torch, not needed by other rewards
     from rloo_cli.utils import process_exit  # lazy: torch
@@ -278,15 +277,6 @@ def _run_hooks(
         subject.notes.append, reward_load,
     )  # fmt: skip
     return _take_in_turns([part.prompt_ids for part in tokenized.values()])
-
-
-def _reads_tokens(reward: Reward) -> bool:
-    """Whether a reward reads token ids; with **kwargs, whether its code names them."""
-    if reward.parameter_names is not None:
-        return bool(reward.parameter_names & TOKEN_ARGUMENTS)
-    code: Any = getattr(reward.code, "__code__", None)
-    named = () if code is None else (*code.co_varnames, *map(str, code.co_consts))
-    return bool(TOKEN_ARGUMENTS & {*named})
 
 
 def lenient_reward(reward: Reward, **changes: object) -> Reward:

@@ -15,6 +15,7 @@ from rloo_cli.utils.worker_pool import WorkerPool
 POSITIONAL_ONLY_KIND = inspect.Parameter.POSITIONAL_ONLY
 VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 RewardFunction = Callable[..., Any]
+TOKEN_ARGUMENTS = {"completion_ids", "completions_ids", "prompt_ids"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class Reward:
         default_factory=dict, repr=False, compare=False
     )
     pools: list[WorkerPool] = field(default_factory=list, repr=False, compare=False)  # of workers
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads token ids; with **kwargs, whether its code names them."""
+        if self.parameter_names is not None:
+            return bool(self.parameter_names & TOKEN_ARGUMENTS)
+        code: Any = getattr(self.code, "__code__", None)
+        named = () if code is None else (*code.co_varnames, *map(str, code.co_consts))
+        return bool(TOKEN_ARGUMENTS & {*named})
 
 
 def build_reward(name: str, config: RewardConfig) -> Reward:
