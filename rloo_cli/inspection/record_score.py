@@ -1,7 +1,8 @@
 """Scores the held-out completions of a record again, with the rewards of its config.
 
-Rewards get the recorded prompts, texts and columns, in the batches of the evaluation. Samples hold
-no token ids: a reward that reads them, or loads a model, cannot be checked. Imports torch.
+Rewards get the recorded prompts, texts and columns, in the batches of the evaluation. Of the tokens
+samples hold only the number, which is all that the shipped rewards read. A reward that loads a
+model, or a user's that reads tokens, cannot be checked. Imports torch.
 """
 
 import math
@@ -31,6 +32,10 @@ from rloo_cli.run import RunState
 from rloo_cli.utils.errors import DataError, RunError, refuse
 from rloo_cli.utils.files import JsonObject, read_json
 
+NOT_RECORDED = (
+    "completion_ids", "completions_ids", "prompt_ids", "sampled_ids", "behaviour_logps",
+    "environments", "environment_rewards",
+)  # fmt: skip
 SAME_SCORE = 1e-9  # relative; a smaller difference is rounding
 INVALID_CONTENT = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
@@ -125,9 +130,9 @@ def _target_problems(said: JsonObject, target: TargetConfig, metrics: JsonObject
 def _check_rewards(rewards: Sequence[Reward]) -> None:
     """Raises ConfigError for a reward that needs more than the texts that samples hold."""
     for reward in rewards:
-        module = registry.registered_module("rewards", reward.config.type)
-        if hasattr(module, "ready") or reward.reads_tokens:
-            needs = "loads a model" if hasattr(module, "ready") else "reads token ids"
+        loads = hasattr(registry.registered_module("rewards", reward.config.type), "ready")
+        if loads or (reward.config.type == "function" and reward.reads_any(NOT_RECORDED)):
+            needs = "loads a model" if loads else "reads tokens"
             why = f"it {needs}, and samples hold only texts"
             fix = "a record of a run whose rewards read texts and columns"
             refuse(f"reward.{reward.name}", "this score cannot be recomputed", fix, why)
@@ -158,7 +163,7 @@ def _score_samples(
 
 
 def _recorded_group(siblings: Sequence[JsonObject]) -> Group:
-    """Recorded completions of a prompt; every token id is 0, which no checked reward reads."""
+    """Recorded completions of a prompt; every token id is 0, only their number counts."""
     first = siblings[0]
     rollouts = [
         Rollout(

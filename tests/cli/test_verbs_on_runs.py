@@ -41,7 +41,7 @@ CODES = {"doctor": {0, 20}, "first difference": {0, 20}}
 WHOLE_CODES: dict[tuple[str, str], int] = {
     ("push", "interrupted"): 2,  # it has no final/
     ("compare", "long"): 2,  # it was trained on other prompts
-    **{("record", name): 2 for name in WHOLE},  # a reward reads token ids
+    ("record", "interrupted"): 2,  # it is not finished
 }
 
 

@@ -29,7 +29,7 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("rloo_cli", 240, "another vLLM is asked what it has; transformers up to 5.22"),
     ("tests", 390, "the lowest and the newest versions, and what a vLLM may lack"),
     ("docs", 50, "the table of tested versions"),
-    ("rloo_cli", 560, "a run ends at a score that is sure, and can be sealed so that others check it"),
+    ("rloo_cli", 560, "a run ends at a score that is sure, and others can check a record of it"),
     ("tests", 360, "the same: five ways to tamper with a record, twice; the clock over a stop"),
 ]  # fmt: skip
 

@@ -154,10 +154,17 @@ def test_content_that_no_run_writes_is_refused(sealed: Path) -> None:
 
 
 def test_a_reward_that_reads_what_samples_do_not_hold_is_refused() -> None:
-    rewards = build_rewards(check_config(compose_config(["+recipe=smoke"])).rewards, {})
+    def mine(completion_ids: list[list[int]]) -> list[float]:
+        return [float(sum(ids)) for ids in completion_ids]
+
+    words = ["+recipe=smoke", "reward=[]"]
+    words.append("+reward.mine={type: function, path: 'python:mine', kwargs: {}}")
+    rewards = build_rewards(check_config(compose_config(words)).rewards, {"mine": mine})
     with pytest.raises(ConfigError) as refused:
         record_score._check_rewards(rewards)
-    assert_refused(refused, 2, "reward.length_tokens")
+    assert_refused(refused, 2, "reward.mine")
+    shipped = build_rewards(check_config(compose_config(["+recipe=smoke"])).rewards, {})
+    record_score._check_rewards(shipped)  # one counts the tokens
 
 
 def test_a_second_seed_that_falls_short_is_found(
@@ -217,6 +224,7 @@ def test_a_run_that_nobody_could_check_is_not_recorded(
     copy()
     edit_text(run / "config.yaml", "extract: text", "extract: text\n  length_tokens: {type: x}")
     refuse("config.yaml")
+    copy()
     edit_text(run / "run.json", '"prompts"', '"promises"')
     refuse("rloo doctor")
     refuse("record", "quickstart", "--out", "record")  # it exists

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+TOKEN_ARGUMENTS = {"completion_ids", "completions_ids", "prompt_ids"}
 NOT_AN_ANSWER = ("code_tests", "ifeval")  # types whose column tells how to judge an answer
 NOT_ANSWER_COLUMNS = ("question", "problem", "query", "instruction", "context", "task", "source")
 CHARACTERS_PER_TOKEN = 4  # of English text, approximately
@@ -245,7 +246,7 @@ def _load_for_rewards(
     """
     modules = [registry.registered_module("rewards", r.config.type) for r in subject.rewards]
     subject.loads_models = any(hasattr(module, "ready") for module in modules)
-    if not subject.loads_models and not any(reward.reads_tokens for reward in subject.rewards):
+    if not subject.loads_models and not any(r.reads_any(TOKEN_ARGUMENTS) for r in subject.rewards):
         return []
     from rloo_cli.policy import load  # lazy: torch, not needed by other rewards
     from rloo_cli.utils import process_exit  # lazy: torch

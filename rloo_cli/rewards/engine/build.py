@@ -1,7 +1,7 @@
 """Builds a reward: its code, its config, and the arguments in its signature."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from rloo_cli.utils.worker_pool import WorkerPool
 POSITIONAL_ONLY_KIND = inspect.Parameter.POSITIONAL_ONLY
 VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 RewardFunction = Callable[..., Any]
-TOKEN_ARGUMENTS = {"completion_ids", "completions_ids", "prompt_ids"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,13 @@ class Reward:
     )
     pools: list[WorkerPool] = field(default_factory=list, repr=False, compare=False)  # of workers
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether it reads token ids; with **kwargs, whether its code names them."""
+    def reads_any(self, arguments: Collection[str]) -> bool:
+        """Whether it takes one of these arguments; with **kwargs, whether its code names one."""
         if self.parameter_names is not None:
-            return bool(self.parameter_names & TOKEN_ARGUMENTS)
+            return not self.parameter_names.isdisjoint(arguments)
         code: Any = getattr(self.code, "__code__", None)
         named = () if code is None else (*code.co_varnames, *map(str, code.co_consts))
-        return bool(TOKEN_ARGUMENTS & {*named})
+        return not {*named}.isdisjoint(arguments)
 
 
 def build_reward(name: str, config: RewardConfig) -> Reward:
