@@ -57,6 +57,11 @@ def write_manifest(folder: Path, metadata: Mapping[str, object]) -> None:
 
 def checkpoint_problem(folder: Path) -> str | None:
     """Why this folder is not a complete checkpoint of a known format; None when it is."""
+    return sealed_folder_problem(folder) or _state_problem(folder)
+
+
+def sealed_folder_problem(folder: Path) -> str | None:
+    """Why a folder is not as its manifest sealed it; None when it is."""
     if not folder.is_dir():
         return "it is not a folder"
     if not (folder / MANIFEST_FILE).is_file():
@@ -94,7 +99,7 @@ def _files_problem(folder: Path, files: JsonObject) -> str | None:
         for (path, facts), digest in zip(files.items(), hashes, strict=True):
             if digest != facts["blake2b"]:
                 return f"{path} has changed since it was saved (its hash differs)"
-    return _state_problem(folder)
+    return None
 
 
 def _state_problem(folder: Path) -> str | None:
@@ -106,7 +111,7 @@ def _state_problem(folder: Path) -> str | None:
         sections += [known.pop("memory"), known.pop("entropy_control", {})]  # an algorithm's
         counts = {*known.values(), *values["journals"].values(), values["steps"]}
         texts = [values["fingerprint"]]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its trainer/state.json is not valid"
     kinds = [(counts, int), (sections, dict), (texts, str)]
     if not all(isinstance(v, kind) for values_of_kind, kind in kinds for v in values_of_kind):

@@ -23,7 +23,8 @@ from rloo_cli.utils.files import JsonObject
 # Keys that may change during a run: they affect results by rounding at most.
 CHANGEABLE_KEYS = (
     "root", "name", "resume", "resume_allow_changes", "logging", "guards", "checkpoint", "eval",
-    "distributed", "data.eval_split", "train.micro_batch_size", "train.micro_batch_tokens",
+    "target", "distributed", "data.eval_split", "train.micro_batch_size",
+    "train.micro_batch_tokens",
     "train.layout", "train.old_logp", "train.forward_all", "train.keep_logits_gb",
     "train.no_grad_batch_size", "generation.transformers", "sft", "reward_model",
     "slurm",
@@ -229,6 +230,7 @@ def read_run_config(folder: Path) -> JsonObject | None:
 
 def _is_same_length(one: JsonObject, other: JsonObject) -> bool:
     same = all(one.get(key) == other.get(key) for key in ("max_steps", "total_episodes"))
+    same = same and one.get("target", other.get("target")) == other.get("target")
     return same and bool(one["train"]["epochs"] == other["train"]["epochs"])
 
 

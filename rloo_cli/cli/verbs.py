@@ -350,6 +350,25 @@ VERBS: dict[str, Verb] = {
         "Both runs train in separate processes, in a temporary folder under root. If anything "
         "differs, it prints the first difference and exits with 20.",
     ),
+    "record": Verb(
+        "inspect",
+        "seal a run into a folder that others can check: RUN; verify FOLDER",
+        {NEW: "RUN", "verify": "FOLDER"},
+        {
+            "--out FOLDER": "the record's folder (RUN/record)",
+            "--again": "also train the record's config with another seed, into runs/",
+            "--seed N": "the seed of --again (the record's + 1)",
+            "--json": "print the record, or what verify found, as JSON; logs go to stderr",
+        },
+        (
+            "rloo record quickstart --out quickstart_record",
+            "rloo record verify quickstart_record --again",
+        ),
+        "verify compares every file with its hash, then scores the recorded completions with the "
+        "config's rewards. It exits with 20 if a file, a score or the second run does not hold.",
+        flags_of={NEW: ("--out",), "verify": ("--again", "--seed")},
+        needs={"--seed": ("--again",)},
+    ),
     "slurm": Verb(
         "serve and scale",
         "turn a recipe into a Slurm job: render or submit [KIND] +recipe=NAME",

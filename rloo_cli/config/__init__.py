@@ -27,6 +27,7 @@ rules_model   checks of the files in a model's folder, without torch
 rules_overlap  settings that do not go with overlapped sampling
 rules_paths   checks that configured paths exist
 rules_sampling  settings that change the sampler's distribution, and its masks
+rules_target  the rules of target
 schema        every fixed key: name, type, limits, meaning
 slurm_keys    resources of a batch script
 supervised    settings of sft and reward-model, from a run's config

@@ -37,8 +37,8 @@ from rloo_cli.utils.files import JsonObject
 ModelT = TypeVar("ModelT", bound=BaseModel)
 # Keys that a run can change and remain the same experiment (docs/reference.md).
 KEYS_NOT_HASHED = (
-    "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
-    "total_episodes", "train.epochs", "sft", "reward_model", "distributed", "slurm",
+    "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "target",
+    "max_steps", "total_episodes", "train.epochs", "sft", "reward_model", "distributed", "slurm",
     "guards", "generation.max_sampling_mask_ids",
 )  # fmt: skip
 # Where and how an inference engine runs, not what it computes: not part of the experiment either.

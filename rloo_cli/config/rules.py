@@ -19,6 +19,7 @@ from rloo_cli.config import (
     rules_overlap,
     rules_paths,
     rules_sampling,
+    rules_target,
     synthetic,
     template,
 )
@@ -240,6 +241,7 @@ def run_problems(run: RunConfig, needs_reward: bool = True) -> Iterator[Problem]
     yield from _attention(model)
     yield from rules_lora.adapter_problems(model, generation, engine, algorithm.needs_reference)
     yield from _evaluation(run.eval, run.rewards)
+    yield from rules_target.target_problems(run.target, run.eval, run.rewards, run.held_out)
     yield from config_judge.judge_problems(run.eval, run.held_out, generation)
     yield from config_agent.agent_reward_problems(agent, run.rewards)
     yield from config_agent.prompt_problems(agent, data, run.held_out)

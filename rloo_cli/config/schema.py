@@ -538,6 +538,21 @@ class EvalConfig(Frozen):
     batch_size: Positive = key("Completions sampled in parallel")
     judge: SerializeAsAny[Frozen] | None = key("Judge of greedy completions; null = none")
 
+    @property
+    def pass_ks(self) -> list[int]:
+        """The k of pass@k: those of `pass_at`, else powers of two up to K, and K."""
+        if self.pass_at is not None:
+            return sorted(set(self.pass_at))
+        k = self.num_generations
+        return sorted({2**i for i in range(k.bit_length())} | {k})
+
+
+class TargetConfig(Frozen):
+    only_with: ClassVar = {".metric": ("at_least", "confidence")}
+    metric: str | None = key("Held-out score that ends the run, such as eval_reward; null = none")
+    at_least: float | None = key("The lower end of the score's interval at which the run ends")
+    confidence: float = key("Confidence of that interval; all are 95 %", ge=0.95, le=0.95)
+
 
 class CheckpointConfig(Frozen):
     only_with: ClassVar = {"max_steps>=.every": ("every",)}
@@ -646,6 +661,7 @@ class RunConfig(Frozen):
     distributed: DistributedConfig
     train: TrainConfig
     eval: EvalConfig
+    target: TargetConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     guards: GuardsConfig = key("Health rules: fail = stop after that step, warn = print once, off")

@@ -230,17 +230,28 @@ def _evaluation_samples(
     setup: EvaluationSetup, name: str, groups: list[Group], scores: Scores, greedy: bool
 ) -> list[JsonObject]:
     """Every completion as a line of the samples file, with its scores."""
-    # Nothing is normalized over a group: a score must not depend on the other completions.
-    settings = setup.algorithm.config.model_copy(update={"multi_reward": "sum"})
-    weighted, scorable = combine_scores(scores.raw, scores.weights.tolist(), settings)
+    scored = iter(scored_fields(setup.algorithm.config, scores))
     samples = []
     for p, group in enumerate(groups):
         for k in range(len(group.rollouts)):
-            by_reward = zip(scores.names, scores.raw[:, p, k].tolist(), strict=True)
             sample: JsonObject = {"set": name or None, "greedy": greedy} | sample_record(group, k)
-            sample["row"] = group.example
-            sample["score"] = float(weighted[p, k]) if scorable[p, k] else None
-            sample["rewards"] = {n: None if v != v else v for n, v in by_reward}
+            sample |= {"row": group.example} | next(scored)
             index = p * len(group.rollouts) + k
             samples.append(sample | {n: values[index] for n, values in scores.extras.items()})
     return samples
+
+
+def scored_fields(config: Switches, scores: Scores) -> list[JsonObject]:
+    """The fields `score` and `rewards` of each of the P*K completions; None = no score."""
+    # Nothing is normalized over a group: a score must not depend on the other completions.
+    settings = config.model_copy(update={"multi_reward": "sum"})
+    weighted, scorable = combine_scores(scores.raw, scores.weights.tolist(), settings)
+    found = zip(weighted.flatten().tolist(), scorable.flatten().tolist(), strict=True)
+    by_reward = scores.raw.flatten(1).T.tolist()
+    return [
+        {
+            "score": score if is_scorable else None,
+            "rewards": {n: None if v != v else v for n, v in zip(scores.names, row, strict=True)},
+        }
+        for (score, is_scorable), row in zip(found, by_reward, strict=True)
+    ]

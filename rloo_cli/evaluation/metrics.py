@@ -96,7 +96,7 @@ def _sampled_metrics(samples: Sequence[JsonObject], settings: EvalConfig) -> Jso
     for completions in prompts.values():
         values = [v for s in completions if (v := _pass_value(s, settings)) is not None]
         counts.append((len(values), sum(v >= least for v in values)))
-    for k in pass_ks(settings):
+    for k in settings.pass_ks:
         estimates = [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
         metrics |= _mean_score(f"pass@{k}", estimates, keys, max(1, num // k))
         if 0 < (known := len(estimates) - estimates.count(None)) < len(prompts):
@@ -109,14 +109,6 @@ def _pass_value(sample: JsonObject, settings: EvalConfig) -> float | None:
     reward = settings.pass_reward
     score: float | None = sample["score"] if reward is None else sample["rewards"][reward]
     return score
-
-
-def pass_ks(settings: EvalConfig) -> list[int]:
-    """The k of pass@k: those of `pass_at`, else powers of two up to K, and K."""
-    if settings.pass_at is not None:
-        return sorted(set(settings.pass_at))
-    k = settings.num_generations
-    return sorted({2**i for i in range(k.bit_length())} | {k})
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -127,9 +127,10 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
     if not recorded:
         print(f"{folder}: the folder was removed during the run", file=sys.stderr)
         return code
+    target = {} if code else read_json(folder / "summary.json").get("target", {})
     reasons = {
-        0: "finished", 8: "its disk is full", 75: "stopped on request",
-        130: "ended by a second Ctrl-C",
+        0: "its target was reached" if target.get("reached") else "finished",
+        8: "its disk is full", 75: "stopped on request", 130: "ended by a second Ctrl-C",
     }  # fmt: skip
     why = reasons.get(code, f"exited with code {code}")
     if died:

@@ -13,6 +13,7 @@ panel           the panel, for a terminal or as SVG
 prompt_ledger   the fate of every prompt, line by line
 staleness_metrics  the age of the weights that sampled
 statistics      intervals of scores and win rates, means over seeds, differences
+target          the held-out score that ends a run, and the clock until then
 token_strip     the tokens of a few samples, with their log-probabilities
 trackers/       accelerate's trackers (wandb, tensorboard ...), in separate processes
 step_metrics    a step's metrics: rewards, advantages, speed, memory

@@ -9,6 +9,7 @@ from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.policy import offload
 from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.reporting import step_metrics
+from rloo_cli.reporting import target as targets
 from rloo_cli.reporting.staleness_metrics import one_lag_metrics, staleness_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
@@ -32,7 +33,11 @@ def evaluate_and_checkpoint(run: Run) -> bool:
             save.save_checkpoint(run)
             if not last:
                 run.log.draw_curves(rate_limited=True)
-    if run.world.check_stop(end_asked=run.log.events.end_asked()) and not last:
+    reached = targets.is_target_reached(config.target, run.log, state.step)
+    if run.world.check_stop(end_asked=run.log.events.end_asked() or reached) and not last:
+        if reached:
+            result = targets.target_result(config.target, run.log)
+            run.log.note(f"the run ends: {targets.target_text(result)}")
         run.num_steps = state.step
         return evaluate_and_checkpoint(run)
     if sweep_time_slices.is_sweep_trial() and not last:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rloo_cli.reporting import eval_lines
 from rloo_cli.reporting.panel import before_after_tables, evaluation_table, last_message
+from rloo_cli.reporting.target import target_result, target_text
 from rloo_cli.run import Run
 from rloo_cli.utils import paths
 from rloo_cli.utils.files import JsonObject
@@ -50,6 +51,8 @@ def print_report(run: Run) -> None:
         console.print(before_after_tables(shown, last, examples, since))
     elif last:
         console.print(evaluation_table(last, list(run.eval_sets)))
+    if target := target_result(run.config.target, run.log):
+        console.print(f"{'target':<14} {target_text(target)}", highlight=False)
     for name in LISTED_FILES:
         if (run.folder / name).exists():
             console.print(f"{name:<14} {paths.path_as_typed(run.folder / name)}", highlight=False)

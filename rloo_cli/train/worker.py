@@ -30,6 +30,7 @@ from rloo_cli.distributed.world import (
     rank_lost_error,
 )
 from rloo_cli.reporting.events import Events, EventSender, load_listeners
+from rloo_cli.reporting.target import target_result
 from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
@@ -252,6 +253,8 @@ def _write_results(run: Run, first_step: int, seconds: float, bytes_before: floa
         "updates": run.state.updates,
         "final": str(paths.path_as_typed(final)),
     }
+    if target := target_result(run.config.target, run.log):
+        summary["target"] = target
     write_json(run.folder / "summary.json", summary)
     update_json(
         run.folder / "run.json",

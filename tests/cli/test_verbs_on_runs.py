@@ -33,6 +33,7 @@ VERBS = {
     "first difference": ("compare", "RUN", "../again", "--first-difference"),
     "sync": ("sync", "RUN", "tensorboard"),
     "push": ("push", "RUN", "--dry-run"),
+    "record": ("record", "RUN", "--out", "out/record"),
 }
 WHOLE = ("finished", "interrupted", "thrice", "long")
 # What a verb ends with on a whole run: 0, but for these; 20: it looked for something and found it.
@@ -40,6 +41,7 @@ CODES = {"doctor": {0, 20}, "first difference": {0, 20}}
 WHOLE_CODES: dict[tuple[str, str], int] = {
     ("push", "interrupted"): 2,  # it has no final/
     ("compare", "long"): 2,  # it was trained on other prompts
+    ("record", "interrupted"): 2,  # it is not finished
 }
 
 

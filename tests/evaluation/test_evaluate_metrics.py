@@ -9,7 +9,6 @@ import pytest
 
 from rloo_cli.config.check import check_config
 from rloo_cli.config.compose import compose_config
-from rloo_cli.evaluation import metrics as evaluation_metrics
 from rloo_cli.evaluation.metrics import eval_set_metrics, pass_at_k
 from rloo_cli.reporting import eval_lines
 
@@ -85,7 +84,7 @@ def test_pass_at_k_is_exact_where_binomials_are_too_large_for_a_float():
     ],
 )
 def test_k_are_powers_of_two_and_all_where_none_are_asked_for(words, ks):
-    assert evaluation_metrics.pass_ks(settings(*words)) == ks
+    assert settings(*words).pass_ks == ks
 
 
 # Means

@@ -29,6 +29,7 @@ NOTHING_HERE = {
     "samples": "not found",
     "ledger": "not found",
     "compare": "no run",
+    "record": "not found|is not a record",
 }
 # Words before the flag, of verbs that do nothing without an action.
 WORDS = {"slurm": ["render"], "reward": ["test"], "recipes": ["list"]}

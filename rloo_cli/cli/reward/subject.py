@@ -7,7 +7,7 @@ reward that reads tokens or loads a model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from rloo_cli.cli.reward import completions
 from rloo_cli.cli.reward.completions import SHORTEST_FILLER, ProbeCompletion
@@ -246,7 +246,7 @@ def _load_for_rewards(
     """
     modules = [registry.registered_module("rewards", r.config.type) for r in subject.rewards]
     subject.loads_models = any(hasattr(module, "ready") for module in modules)
-    if not subject.loads_models and not any(map(_reads_tokens, subject.rewards)):
+    if not subject.loads_models and not any(r.reads_any(TOKEN_ARGUMENTS) for r in subject.rewards):
         return []
     from rloo_cli.policy import load  # lazy: torch, not needed by other rewards
     from rloo_cli.utils import process_exit  # lazy: torch
@@ -278,15 +278,6 @@ def _run_hooks(
         subject.notes.append, reward_load,
     )  # fmt: skip
     return _take_in_turns([part.prompt_ids for part in tokenized.values()])
-
-
-def _reads_tokens(reward: Reward) -> bool:
-    """Whether a reward reads token ids; with **kwargs, whether its code names them."""
-    if reward.parameter_names is not None:
-        return bool(reward.parameter_names & TOKEN_ARGUMENTS)
-    code: Any = getattr(reward.code, "__code__", None)
-    named = () if code is None else (*code.co_varnames, *map(str, code.co_consts))
-    return bool(TOKEN_ARGUMENTS & {*named})
 
 
 def lenient_reward(reward: Reward, **changes: object) -> Reward:

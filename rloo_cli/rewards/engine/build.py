@@ -1,7 +1,7 @@
 """Builds a reward: its code, its config, and the arguments in its signature."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,14 @@ class Reward:
         default_factory=dict, repr=False, compare=False
     )
     pools: list[WorkerPool] = field(default_factory=list, repr=False, compare=False)  # of workers
+
+    def reads_any(self, arguments: Collection[str]) -> bool:
+        """Whether it takes one of these arguments; with **kwargs, whether its code names one."""
+        if self.parameter_names is not None:
+            return not self.parameter_names.isdisjoint(arguments)
+        code: Any = getattr(self.code, "__code__", None)
+        named = () if code is None else (*code.co_varnames, *map(str, code.co_consts))
+        return not {*named}.isdisjoint(arguments)
 
 
 def build_reward(name: str, config: RewardConfig) -> Reward:
