@@ -93,8 +93,8 @@ def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
     parts = [("score", sample.get("score")), *(sample.get("rewards") or {}).items()]
     parts += [(name, sample[name]) for name in OPTIONAL_FIELDS if name in sample]
     scores = " · ".join(f"{clean_line(name)} {_format_number(value)}" for name, value in parts)
-    numbers = {"set": sample.get("set"), "draw": sample.get("draw"), "completion": sample.get("k")}
-    which = " · ".join(f"{name} {clean_line(n)}" for name, n in numbers.items() if n is not None)
+    names = [name for name in ("set", "draw", "k") if sample.get(name) is not None]
+    which = " · ".join(f"{name} {clean_line(sample[name])}" for name in names)
     length, reason = sample.get("completion_length", "?"), sample.get("finish_reason", "?")
     end = f"{sample.get('prompt_length', '?')} + {length} tokens, {reason}"
     if sample.get("terminated") is False:
