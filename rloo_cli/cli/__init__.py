@@ -18,7 +18,7 @@ multirun        --multirun: jobs, other sweepers and launchers, objective
 plan            rloo plan, and train --dry-run
 push            rloo push
 recipes         rloo recipes
-record          rloo record: seal a run; check such a folder
+record          rloo record
 replay          rloo replay
 report          rloo report
 reward/         rloo reward

@@ -28,6 +28,9 @@ from rloo_cli.utils.files import JsonObject, read_json
 def run(args: list[str]) -> int:
     """Run the verb. Raises RunError."""
     options = parse_verb("record", args)
+    if options.again and options.action != "verify":
+        why = "--again trains the config of a record that exists"
+        refuse("command line", "--again goes with verify", "rloo record verify FOLDER --again", why)
     with answers.json_answer(options.json) as answer:
         if options.action == "verify":
             code = _verify(Path(options.folder), options, answer)

@@ -366,7 +366,7 @@ VERBS: dict[str, Verb] = {
         ),
         "verify compares every file with its hash, then scores the recorded completions with the "
         "config's rewards. It exits with 20 if a file, a score or the second run does not hold.",
-        flags_of={NEW: ("--out",), "verify": ("--again", "--seed")},
+        flags_of={"verify": ("--again", "--seed")},
         needs={"--seed": ("--again",)},
     ),
     "slurm": Verb(

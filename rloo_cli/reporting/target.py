@@ -19,7 +19,9 @@ def target_result(target: TargetConfig, log: RunLog) -> JsonObject:
         return {}
     low = line.get(f"{target.metric}/low")  # None: without variation there is no interval
     return {
-        **target.model_dump(),
+        "metric": target.metric,
+        "at_least": target.at_least,
+        "confidence": target.confidence,
         "value": line.get(target.metric),
         "low": low,
         "reached": low is not None and low >= target.at_least,

@@ -230,3 +230,4 @@ def test_a_run_that_nobody_could_check_is_not_recorded(
     refuse("record", "quickstart", "--out", "record")  # it exists
     refuse("runs/quickstart", "verify", "runs/quickstart")  # not a record
     refuse("--again", "verify", "record", "--seed", "3")
+    refuse("rloo record verify FOLDER --again", "quickstart", "--again")
