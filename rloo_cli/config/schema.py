@@ -278,7 +278,7 @@ class DataConfig(DatasetConfig):
 
 
 class AnswerBudget(Frozen):
-    """`generation.answer_budget`: when a completion is asked for its answer, and how."""
+    """`generation.answer_budget`: max_completion_length includes the text and the answer."""
 
     at: Positive = key("Tokens of a completion after which it gets the text, if it has not ended")
     text: NotEmpty = key("Text that asks for the answer; it is read, and not trained on")
@@ -322,9 +322,7 @@ class GenerationConfig(Frozen):
         " training waits rather than exceed it"
     )
     max_completion_length: Positive = key("Most tokens in a completion")
-    answer_budget: AnswerBudget | None = key(
-        "Force an answer: {at, text, tokens}, which max_completion_length includes; null = off"
-    )
+    answer_budget: AnswerBudget | None = key("Force an answer: {at, text, tokens}; null = off")
     min_tokens: int = key("Minimal tokens before a stop id can be sampled", ge=0)
     temperature: float = key("Sampling temperature, > 0; also used for log-probabilities", gt=0)
     top_p: float = key("Nucleus sampling; 1 = off", gt=0, le=1)

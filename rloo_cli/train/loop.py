@@ -23,9 +23,7 @@ def run_training_loop(run: Run) -> None:
     state = run.state
     sync_weights(run)
     while evaluate_and_checkpoint(run):
-        # A run that was stopped inside a step resumes with that step's batch and scores, and with
-        # the number of updates done.
-        if run.step_progress is None:
+        if run.step_progress is None:  # else resumed in a step: with its batch, scores and updates
             seen = state.seen_by_rewards(run)
             run.step_progress = StepProgress(run.source.next_batch(state.step, state.place, seen))
         batch, updates = run.step_progress.batch, run.step_progress.updates

@@ -214,8 +214,7 @@ def take_optimizer_step(
 
     `factor` multiplies the gradient, as normalizing multiplies the advantages.
     """
-    # The weights change below: a sampler that works during the update stops first, and what it
-    # sampled is compared with the weights that it had.
+    # Before weights change, a sampler that works beside the update stops, and is checked.
     run.source.pause(run.policy)
     entropy = step_progress.updates.take_entropy()
     if not plan.num_tokens:
