@@ -1,9 +1,8 @@
 """`rloo` as a side of the benchmark: what `rloo train` does in a step, with nothing left out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from shapes import Shape
@@ -26,7 +25,8 @@ from sides import (
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
-from rloo_cli.data.batch import Batch, Rollout
+from rloo_cli.data.batch import Batch, Group, Rollout
+from rloo_cli.generation import Generator, GeneratorWrapper, ignore_arrival
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import build_run
@@ -72,6 +72,27 @@ def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Ru
     return run
 
 
+class RecordedSampler(GeneratorWrapper):
+    """Gives recorded completions in the place of sampling."""
+
+    def __init__(self, inner: Generator, recorded: Sequence[Sequence[Rollout]]):
+        super().__init__(inner)
+        self.recorded = recorded
+
+    def generate(
+        self,
+        groups: list[Group],
+        seeds: list[list[int]],
+        greedy: bool = False,
+        temperature: float | None = None,
+        arrived: Callable[[int], None] = ignore_arrival,
+    ) -> None:
+        """Give each group its recorded completions."""
+        for index, (group, own) in enumerate(zip(groups, self.recorded, strict=True)):
+            group.rollouts = list(own)
+            arrived(index)
+
+
 class Side:
     """A run that takes one step at a time."""
 
@@ -104,7 +125,7 @@ class Side:
     def train(self, path: str | None) -> Answer:
         """The train phase on the recorded completions: reference, forward, backward, optimizer."""
         run, sampler, take = self.run, self.run.rollouts.generator, self.run.optimizer.step
-        run.rollouts.generator = SimpleNamespace(generate=self.replay, metrics={})
+        run.rollouts.generator = RecordedSampler(sampler, self.recorded)
         cycle = StepProgress(self.batch(0))
         run.rollouts.generator = sampler
 
@@ -127,11 +148,6 @@ class Side:
         # Without the sampler's own log-probabilities: they would age while the weights move.
         self.recorded = [[replace(r, behaviour_logp=None) for r in g.rollouts] for g in groups]
         return {"rows": [[g.prompt_ids, r.completion_ids] for g in groups for r in g.rollouts]}
-
-    def replay(self, groups: Any, seeds: Any, **_: Any) -> None:
-        """In the place of sampling."""
-        for group, own in zip(groups, self.recorded, strict=True):
-            group.rollouts = list(own)
 
     def obey(self, order: Order) -> Answer:
         """One order's answer."""

@@ -5,7 +5,8 @@
 Each checkout has a process of its own, with the same weights and rows; they take turns, A B A B,
 and one works while the other waits. First both train once from the same weights, and their
 gradients are compared. Then per round one whole step each and one train phase each (see
-versus_trl.py); medians, every round, and the median of the rounds' ratios are shown.
+versus_trl.py); medians, every round, the median of the rounds' ratios and each process's peak
+memory are shown.
 """
 
 import argparse
@@ -80,6 +81,10 @@ def measure(
                 got = version.ask(what, **order)
                 if number:
                     seconds[what][label].append(got["cpu"])
+    peaks = {
+        label: v.ask("train", rows=rows, gradient=None)["peak"] for label, v in versions.items()
+    }
+    print("peak MB:", ", ".join(f"{label} {peak:.0f}" for label, peak in peaks.items()))
     return seconds
 
 
