@@ -34,6 +34,7 @@ ADDITIONS: list[tuple[str, int, str]] = [
      " step waits for it"),
     ("tests", 460, "the same: gradients, limits, records, three samplers, refusals"),
     ("docs", 25, "the same"),
+    ("bench", 10, "peaks beside versus_before; long completions and long prompts"),
     ("rloo_cli", 20, "what two readers of the reading path read twice"),
     ("rloo_cli", 560, "a run ends at a score that is sure, and others can check a record of it"),
     ("tests", 360, "the same: five ways to tamper with a record, twice; the clock over a stop"),

@@ -203,7 +203,9 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         num_steps=4,
         state=SimpleNamespace(step=2, evaluated=2),
         config=SimpleNamespace(
-            eval=SimpleNamespace(at_start=False, every=0), checkpoint=SimpleNamespace(every=2)
+            eval=SimpleNamespace(at_start=False, every=0),
+            checkpoint=SimpleNamespace(every=2),
+            target=SimpleNamespace(metric=None, at_least=None),
         ),
         step_progress=None,
         clock=StepTimer(),
@@ -212,6 +214,7 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
             draw_curves=lambda rate_limited: did.append(rate_limited),
             events=EventSender(),
             advisor=SimpleNamespace(levels={}),
+            metrics_lines=[],
         ),
     )
     monkeypatch.setattr(between_steps.save, "save_checkpoint", lambda run: None)
