@@ -59,8 +59,8 @@ class PPO(RLOO[Config]):
         (N,), (N,) -> (N,), (N,)
         """
         config = self.config
-        if step.value is None:  # no completion of the step is usable
-            assert not len(step.score), "ppo needs values"
+        if step.value is None:  # no completion was forwarded: all are unusable or masked
+            assert not step.mask.any(), "ppo needs values"
             return TokenAdvantages(step.mask, step.mask)
         grid = Grid(step)
         e, v = grid.at_end(step.score), grid.rows(step.value)

@@ -90,10 +90,11 @@ def _record_facts(run: RunRecord, metric: str, has_episodes: bool) -> JsonObject
 def _check_recordable(run: RunRecord, line: JsonObject, metric: str, has_episodes: bool) -> None:
     """Raises ConfigError for a run of which a record could not be checked."""
     what, why, fix = f"{run.folder} cannot be recorded", "", ""
+    checkpoint = run.run_metadata.get("came_from")  # a resumed run's is in its own folder
     if not run.finished:
         why, fix = f"it is {run.status_text}", "finish it first, with resume=auto"
-    elif run.run_metadata.get("came_from"):
-        why = f"it began at a checkpoint of another run, {run.run_metadata['came_from']}"
+    elif checkpoint and Path(checkpoint).resolve().parent != run.folder.resolve():
+        why = f"it began at a checkpoint of another run, {checkpoint}"
         fix = "record a run that began at its first step"
     elif metric not in line:
         why = f"its last evaluation has no {metric}"

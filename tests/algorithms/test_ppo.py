@@ -67,6 +67,13 @@ def near(found: Any, expected: list[float]) -> None:
     )
 
 
+def test_a_step_whose_completions_are_all_masked_has_no_values_and_advantages_of_zero() -> None:
+    masked = tokens([3, 2], [1.0, 0.0], None, mask=torch.zeros(5, dtype=torch.float64))
+    near(ppo.token_table(masked, config()).advantage, [0.0] * 5)
+    with pytest.raises(AssertionError):
+        ppo.token_table(tokens([3], [1.0], None), config())
+
+
 def test_advantages_and_returns_are_those_of_the_vector() -> None:
     table = ppo.token_table(VECTOR, config(beta=0.05))
     near(table.returns, [0.976037, 0.964250, 1.015])

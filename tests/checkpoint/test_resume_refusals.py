@@ -159,7 +159,7 @@ def test_a_path_that_cannot_be_used_is_an_error_of_its_own(
 REFUSED = {
     "nothing said": ([], "runs/smoke is a run of this config", "fix      resume=auto"),
     "the config differs": (["algorithm.beta=0.2"], "algorithm.beta: 0.05 -> 0.2", "name=OTHER"),
-    "beta": (["algorithm.beta=0.2", "resume=auto"], "algorithm.beta: 0.05 -> 0.2", "take the"),
+    "beta": (["algorithm.beta=0.2", "resume=auto"], "algorithm.beta: 0.05 -> 0.2", "allow"),
     "batch": (["train.prompts_per_step=8", "resume=auto"], "train.prompts_per_step", "allow"),
     "data": (["data.max_samples=20", "resume=auto"], "data.max_samples: None -> 20", "allow"),
     "seed": (["seed=2", "resume=auto"], "seed: 1 -> 2", "allow"),

@@ -42,6 +42,7 @@ WHOLE_CODES: dict[tuple[str, str], int] = {
     ("push", "interrupted"): 2,  # it has no final/
     ("compare", "long"): 2,  # it was trained on other prompts
     ("record", "interrupted"): 2,  # it is not finished
+    ("record", "long"): 2,  # its files were written by the test, without a summary of steps
 }
 
 

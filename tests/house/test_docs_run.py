@@ -23,6 +23,7 @@ FINDING_VERBS = (
     "doctor",
     "reward",
     "replay",
+    "record",
 )  # that say by their exit code that they found something
 VERBS = ("train", "eval", "sft", "reward-model")  # that would load a model
 # What is run in place of printed words: runs of +debug=cpu have two steps, and names are stand-ins.
