@@ -26,7 +26,9 @@ def run(quickstart: tuple[Rloo, Ended]) -> Path:
 
 def test_the_quickstart_learns_to_add(quickstart: tuple[Rloo, Ended], run: Path) -> None:
     _, ended = quickstart
-    assert ended.code == 0 and ended.err == "", ended.said
+    assert ended.code == 0, ended.said
+    # bitsandbytes, which the tests install, says at its import that it has no kernels.
+    assert [line for line in ended.err.splitlines() if "kernels-community" not in line] == []
     summary = read_json(run / "summary.json")
     assert summary["before"] < 0.5 and summary["after"] > 0.9
     assert summary["steps"] == summary["updates"] == 80
@@ -52,8 +54,9 @@ def test_the_quickstart_ends_with_a_table_and_three_problems(
     lines = [line.split() for line in quickstart[1].out.splitlines()]
     (header,) = [i for i, words in enumerate(lines) if words[:2] == ["held", "out"]]
     assert lines[header] == ["held", "out", "before", "after", "change"]
+    # Of `reward 0.366 (0.325 to 0.98 (0.964 to +0.614`: the intervals end on the next line.
     reward = next(words for words in lines[header:] if words[:1] == ["reward"])
-    before, after, change = map(float, reward[1:])
+    before, after, change = map(float, (reward[1], reward[4], reward[-1]))
     assert before < 0.5 and after > 0.9 and change == pytest.approx(after - before, abs=0.01)
     problems = [words for words in lines[header:] if words and re.fullmatch(r"\d+\+\d+=", words[0])]
     assert len(problems) == 3
