@@ -29,6 +29,7 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("rloo_cli", 240, "another vLLM is asked what it has; transformers up to 5.22"),
     ("tests", 390, "the lowest and the newest versions, and what a vLLM may lack"),
     ("docs", 50, "the table of tested versions"),
+    ("tests", 10, "a step of masked completions alone; a resumed run that is recorded"),
     ("tests", 40, "a sweep by its name in compare, one error a key, UTF-16, Slurm's unused GPUs"),
     ("rloo_cli", 210, "forced answers: a completion that thinks too long still gets a score, and no"
      " step waits for it"),
