@@ -166,7 +166,7 @@ WORDS: dict[str, Case] = {
         "reward_defaults=null", fix="reward_defaults.KEY=VALUE", rule=True
     ),
     "keys for a choice": train("model={path: x}", fix="model.KEY=VALUE", rule=True),
-    "no choice": train("algorithm=null", key="algorithm.name"),
+    "no choice": train("algorithm=null", where="command line", fix="algorithm=CHOICE"),
     "two recipes": train("+recipe=quickstart", rule=True),
     "a list of recipes": train("+recipe=[smoke]", fix="+recipe=smoke"),
     "a depth without end": train(
