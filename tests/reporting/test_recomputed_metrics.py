@@ -178,6 +178,7 @@ RECOMPUTED = {
     "ppo": "loss/value_avg val/clipfrac_avg value/explained_variance",
     "remax": "objective/greedy_scores",
     "masks": "sampling/mask_ids/mean sampling/mask_ids/max sampling/mask_bytes",
+    "budget": "completions/answer_forced_share",
     "carry": "staleness/span_max staleness/frac_lag<k> sampling/logp_diff_lag<k>",
     "episodes": "agent/turns agent/calls agent/bad_calls agent/errors agent/failures"
     " agent/retokenised agent/truncated_by/turns agent/truncated_by/tokens"
@@ -434,6 +435,19 @@ def test_a_run_with_sampling_masks(tmp_path: Path) -> None:
         }
 
     check_some(run, "masks", of_masks)
+
+
+def test_a_run_with_an_answer_budget(tmp_path: Path) -> None:
+    budget = "generation.answer_budget={at: 3, text: 'ab', tokens: 2}"
+    run = trained(tmp_path, budget, "logging.every=2", digits=digits)
+
+    def of_the_text(step: int) -> Parts:
+        rows = plain.read_rows(run, step)
+        forced = [row.ids[3:5] == [66, 67] and row.mask[3:5] == [0, 0] for row in rows]
+        return {"completions/answer_forced_share": mean(sum(forced), len(rows))}
+
+    check_some(run, "budget", of_the_text)
+    assert all(0 < line["completions/answer_forced_share"] < 1 for line in run.lines())
 
 
 WORLD = '''
