@@ -55,6 +55,7 @@ def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Ru
         *OURS,
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'prompts.jsonl'}",
+        f"data.max_prompt_length={shape.prompt[1]}",
         f"root={folder}",
         f"name={root.name}",
         f"seed={seed}",
