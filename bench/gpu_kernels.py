@@ -22,6 +22,8 @@ from torch import Tensor
 
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import whole_group_slices
+from rloo_cli.generation.hf.decode_batch import DecodeSequence
+from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.policy import layouts
 from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.policy.model import Policy
@@ -218,6 +220,60 @@ def time_optimizer(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
             facts[f"gb_on_top_{name}"] = (torch.cuda.max_memory_allocated() - before) / 1e9
         yield dict(facts)
         del inner, weights
+
+
+def capture_decode(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:
+    """One token of every completion by our own sampler: eager, and as one captured CUDA graph.
+
+    The graph is that of one position: it says what capturing is worth, and nothing uses it yet.
+    """
+    here, kind = torch.device(device), getattr(torch, dtype)
+    shape = model_shape(sizes["model"])
+    prefix = SharedPrefix(random_model(shape, here, kind, seed=SEED).eval())
+    drawn = torch.Generator().manual_seed(SEED)
+    prompts = [torch.randint(2, shape.vocabulary, (sizes["prompt"],), generator=drawn).tolist()
+               for _ in range(sizes["prompts"])]  # fmt: skip
+    table, facts = [], {"verdict": "measured"}
+    for k in sizes["completions"]:
+        rows = [DecodeSequence(g, prompt, 0) for g, prompt in enumerate(prompts) for _ in range(k)]
+        with torch.no_grad(), prefix.decoding_attention():
+            row = time_decode(prefix, rows, sizes)
+        table.append(
+            {"rows": len(rows), "tokens/s eager": 1000 * len(rows) / row["ms eager"]} | row
+        )
+        if "off" in row:
+            worst = max(line["off"] for line in table)
+            facts |= {"verdict": verdict_of(worst <= EXACT), "off": worst, "allowed": EXACT}
+        yield facts | {"table": list(table)}
+
+
+def time_decode(prefix: SharedPrefix, rows: list[DecodeSequence], sizes: Facts) -> Facts:
+    """Milliseconds of a token after `sizes["decoded"]` others; on a GPU captured as well."""
+    decoded = sizes["decoded"]
+    batch, _ = prefix.prefill(rows, decoded + 1)
+    for end in range(batch.prompt_width + 1, batch.prompt_width + decoded + 1):
+        batch.input_ids[:, end - 1] = end  # any ids do
+        prefix.forward(batch, end)
+
+    def decode() -> Tensor:
+        batch.cache.num_decoded = decoded  # the same position again
+        return prefix.forward(batch, batch.prompt_width + decoded + 1)
+
+    facts: Facts = {"ms eager": 1000 * median_seconds(decode, sizes["timed"])}
+    if batch.input_ids.is_cuda:
+        exact = decode().clone()
+        stream = torch.cuda.Stream()  # what kernels set up at first use is no part of a graph
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            decode()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = decode()
+        facts["ms captured"] = 1000 * median_seconds(graph.replay, sizes["timed"])
+        facts["tokens/s captured"] = 1000 * len(rows) / facts["ms captured"]
+        facts["off"] = relative_error([captured], [exact])
+    return facts
 
 
 def run_marked_tests(device: str, dtype: str, sizes: Facts) -> Iterator[Facts]:

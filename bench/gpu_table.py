@@ -87,6 +87,19 @@ def kernel_rows() -> Iterator[GpuRow]:
                  {"tensors": 64, "size": 16_000_000, "steps": 10},
                  {"tensors": 3, "size": 1000, "steps": 1}, ("distributed/optimizer.py",),
                  expected="fused: 9.6 ms per 1B")  # fmt: skip
+    for model, expected in {
+        "0.1B": "eager 12 to 15 ms; captured 55,000 and 190,000 tokens/s with 64 and 256 rows",
+        "1.5B": "captured 28,000 and 90,000 tokens/s with 64 and 256 rows",
+    }.items():
+        yield GpuRow(
+            f"captured decode {model}", "A token of our own sampler, eager and as a CUDA graph",
+            "gpu_kernels:capture_decode",
+            {"model": model, "prompt": 200, "prompts": 8, "completions": [8, 32], "decoded": 60,
+             "timed": 20},
+            {"model": "tiny", "prompt": 8, "prompts": 2, "completions": [2], "decoded": 3,
+             "timed": 1},
+            ("generation/hf",), expected=expected, rehearsal="a CPU has no CUDA graphs",
+        )  # fmt: skip
 
 
 def training_rows() -> Iterator[GpuRow]:
@@ -130,6 +143,7 @@ def training_rows() -> Iterator[GpuRow]:
             seconds=200, packages=("peft",) * (name == "lora"), expected="within 3 %",
         )  # fmt: skip
     yield switch_row("micro-batch tokens", "train.micro_batch_tokens=8192")
+    yield switch_row("compile", "train.compile=true", seconds=590)
     yield marked_row("gpu and not vllm", "tests marked gpu", 400)
 
 
@@ -239,9 +253,6 @@ def engine_rows() -> Iterator[GpuRow]:
             model=model, rows=2, length=4, updates=4,
             runner=QWEN3 if model == "0.1B" else "V1 (GPT-NeoX, Qwen2)",
         )  # fmt: skip
-    # Our own sampler would use the compiled layers: `train.compile` is for engines.
-    yield switch_row("compile", "train.compile=true", "generation=vllm_colocate",
-                     vllm=LEAST_VLLM, seconds=590, rehearsal=IPC)  # fmt: skip
     yield server_row("server, gloo, one GPU", "A server and a trainer on one GPU", "gloo")
     yield server_row("server, two API processes", "The same with two processes that take requests",
                      "gloo", api=2, vllm="0.32")  # fmt: skip

@@ -1,5 +1,6 @@
 """`rloo` as a side of the benchmark: what `rloo train` does in a step, with nothing left out."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from sides import (
     CLIP,
     LONG,
     RATE,
+    WORDS_VARIABLE,
     Answer,
     Order,
     Orders,
@@ -55,6 +57,7 @@ def build(shape: Shape, folder: Path, seed: int, more: Sequence[str] = ()) -> Ru
         *OURS,
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'prompts.jsonl'}",
+        f"data.max_prompt_length={shape.prompt[1]}",
         f"root={folder}",
         f"name={root.name}",
         f"seed={seed}",
@@ -160,7 +163,7 @@ class Side:
 
 def serve(shape: Shape, folder: Path, seed: int, orders: Orders) -> None:
     """Obey until there are no more orders."""
-    run = build(shape, folder, seed)
+    run = build(shape, folder, seed, os.environ.get(WORDS_VARIABLE, "").split())
     side = Side(run)
     orders.answer(
         base=memory("VmRSS"),

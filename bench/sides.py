@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 BETA, RATE, CLIP, NOISE, LONG = 0.05, 1e-5, 1.0, 0.01, 10_000  # LONG: steps that never come
+WORDS_VARIABLE = "RLOO_BENCH_WORDS"  # keys for the run of `rloo`, from versus_before.py
 Order = dict[str, Any]
 Answer = dict[str, Any]
 

@@ -49,7 +49,7 @@ def random_model(shape: Shape) -> Any:
         "intermediate_size": shape.mlp,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": max(1024, shape.prompt[1] + shape.completion[1]),
         "tie_word_embeddings": shape.tied,
         "bos_token_id": None,
         "eos_token_id": EOS,

@@ -1,6 +1,7 @@
 """Seconds of `rloo`'s step before and after a change, in turns.
 
     python bench/versus_before.py --before ../older-checkout --workload W1 --rounds 8
+    python bench/versus_before.py --before . --words train.compile=true     a setting, in turns
 
 Each checkout has a process of its own, with the same weights and rows; they take turns, A B A B,
 and one works while the other waits. First both train once from the same weights, and their
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import toys
 from shapes import ON_CPU, SHAPES
+from sides import WORDS_VARIABLE
 from versus_trl import SEED, Child, apart
 
 HERE = Path(__file__).resolve().parent.parent
@@ -28,14 +30,14 @@ HERE = Path(__file__).resolve().parent.parent
 class Version(Child):
     """`rloo` of one checkout, in a process of its own."""
 
-    def __init__(self, label: str, checkout: Path, workload: str, folder: Path):
+    def __init__(self, label: str, checkout: Path, workload: str, folder: Path, words: str):
         self.tool, self.micro = label, 8
         self.errors = folder / "errors.txt"
-        words = [str(checkout / "bench/versus_trl.py"), "--one", "rloo", "--workload", workload]
+        command = [str(checkout / "bench/versus_trl.py"), "--one", "rloo", "--workload", workload]
         self.process = subprocess.Popen(
-            [sys.executable, *words, "--micro", "8", "--folder", str(folder)],
+            [sys.executable, *command, "--micro", "8", "--folder", str(folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors.open("w"), text=True,
-            env=os.environ | {"PYTHONPATH": str(checkout)},
+            env=os.environ | {"PYTHONPATH": str(checkout), WORDS_VARIABLE: words},
         )  # fmt: skip
         self.ready = self.heard()
 
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, required=True, help="a checkout of an older commit")
     parser.add_argument("--workload", choices=ON_CPU, default="W1")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--words", default="", help="keys that only this checkout's run has")
     args = parser.parse_args()
     checkouts = {"before": args.before.resolve(), "now": HERE}
     with tempfile.TemporaryDirectory(prefix="rloo-bench-") as root, ExitStack() as held:
@@ -53,7 +56,9 @@ def main() -> None:
             folder = Path(root, label)
             folder.mkdir()
             toys.write(SHAPES[args.workload], folder, SEED)
-            versions[label] = held.enter_context(Version(label, checkout, args.workload, folder))
+            words = args.words if label == "now" else ""
+            version = Version(label, checkout, args.workload, folder, words)
+            versions[label] = held.enter_context(version)
         rows = versions["before"].ask("record")["rows"]
         versions["now"].ask("record")
         for label, version in versions.items():

@@ -232,7 +232,6 @@ def run_problems(run: RunConfig, needs_reward: bool = True) -> Iterator[Problem]
     yield from _user_code(run.rewards, run.eval.judge, specs)
     yield from _optimizer(run.train)
     yield from _context(model, data.max_prompt_length, generation.max_completion_length)
-    yield from _compiled(run.train, generation)
     has_agent, engine = agent is not None, run.distributed.engine
     yield from rules_overlap.overlap_problems(generation, model, engine, has_agent)
     yield from rules_sampling.mask_problems(generation)
@@ -333,13 +332,6 @@ def _evaluation(evaluation: EvalConfig, rewards: Mapping[str, RewardConfig]) -> 
         what, why = "is not a reward of this run", f"rewards: {', '.join(rewards)}"
         near = guess_name(reward, rewards)
         yield value_problem("eval.pass_reward", repr(reward), what, near, why)
-
-
-def _compiled(train: TrainConfig, generation: GenerationConfig) -> Iterator[Problem]:
-    if train.compile and generation.samples_here:
-        why = "the same layers sample token by token, and would be recompiled for that"
-        what, fix = "needs a separate sampler", "false, or generation=vllm_server"
-        yield value_problem("train.compile", "true", what, fix, why)
 
 
 def _context(model: ModelConfig, longest_prompt: int | None, longest: int) -> Iterator[Problem]:

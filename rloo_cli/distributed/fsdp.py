@@ -74,9 +74,7 @@ class FSDPEngine(ParallelEngine):
             if keeps_masters and value.dtype in HALF_DTYPES:
                 head = _master_names(value.head, "score.")  # float32 in every pass
                 masters += [f"value.{n}" for n in _master_names(value.model) if n not in head]
-        optimizer = Optimizer(
-            policy.model, train, num_updates, distributed, value_module, self.offloads
-        )
+        optimizer = Optimizer(policy.model, train, num_updates, distributed, value_module)
         optimizer.shard_masters = frozenset(masters)
         return optimizer
 
@@ -142,7 +140,7 @@ class FSDPEngine(ParallelEngine):
     ) -> None:
         """Fill and shard these modules, which compute in `dtype`, in this order."""
         offload: OffloadPolicy = OffloadPolicy()
-        if self.offloads and self.distributed_config.offload == "parameters":
+        if self.distributed_config.offload == "parameters" and self.world.device.type == "cuda":
             offload = CPUOffloadPolicy(pin_memory=True)
         mixed = MixedPrecisionPolicy()
         if dtype in HALF_DTYPES and storage_dtype is not None:

@@ -85,7 +85,7 @@ class DeepSpeedEngine(ParallelEngine):
                     _cast_parameters(unit, dtype)
                 deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=dtype)
         trained = [p for p in model.parameters() if p.requires_grad]
-        inner = build_optimizer(trained, self.train_config, self.offloads)
+        inner = build_optimizer(trained, self.train_config)
         engine, *_ = deepspeed.initialize(
             model=root, optimizer=inner, config=settings, dist_init_required=False
         )

@@ -352,6 +352,20 @@ def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def plain_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Let layers that train.compile has compiled run uncompiled inside: a sampler's calls of one
+    token, whose keys grow with each, would compile them again."""
+    compiled = [(m, call) for m in model.modules() if (call := m._compiled_call_impl) is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
 def weight_shape(weight: Tensor) -> tuple[int, ...]:
     """The shape of a weight, also of one that DeepSpeed has partitioned."""
     return tuple(getattr(weight, "ds_shape", weight.shape))

@@ -175,7 +175,7 @@ def test_a_dry_run_brings_back_the_rows_of_both_queues(lease: Any, tmp_path: Pat
     assert lease.dry_run(tmp_path / "out") == 0
     rows = brought_rows(tmp_path / "out")
     assert rows.index("train phase W5") < rows.index("whole step W5") < rows.index("real run")
-    assert rows.count("\n") == 8
+    assert rows.count("\n") == 9
 
 
 @pytest.mark.process

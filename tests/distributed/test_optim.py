@@ -258,24 +258,25 @@ def test_a_step_forgets_its_gradients(dtype):
 def test_how_the_optimizer_is_computed_is_this_machines_whatever_the_checkpoint_says():
     _, first = optimizer()
     tensors, facts = first.dump()
-    assert facts["groups"][0]["fused"] is None
+    assert facts["groups"][0]["fused"] is True
     _, second = optimizer()
-    second.inner.param_groups[0]["fused"] = True  # as on a GPU
+    second.inner.param_groups[0]["fused"] = None  # as on a device that torch has no such kernel for
     second.restore(tensors, facts)
-    assert second.inner.param_groups[0]["fused"] is True
+    assert second.inner.param_groups[0]["fused"] is None
     assert second.inner.param_groups[0]["lr"] == first.inner.param_groups[0]["lr"]
 
 
-def test_torchs_fused_adamw_is_for_weights_that_are_all_on_gpus():
-    def weight(cuda, floating=True):
-        return SimpleNamespace(is_cuda=cuda, is_floating_point=lambda: floating)
+def test_torchs_fused_adamw_is_for_weights_that_are_all_in_one_kind_of_memory():
+    def weight(kind, floating=True):
+        return SimpleNamespace(device=torch.device(kind), is_floating_point=lambda: floating)
 
-    assert can_use_fused([weight(True), weight(True)])
-    assert not can_use_fused([weight(True), weight(False)]) and not can_use_fused([])
-    assert not can_use_fused([weight(True, floating=False)])
+    assert can_use_fused([weight("cuda")] * 2) and can_use_fused([weight("cpu")] * 2)
+    assert not can_use_fused([weight("cuda"), weight("cpu")]) and not can_use_fused([])
+    assert not can_use_fused([weight("cuda", floating=False)])
+    assert not can_use_fused([weight("mps")])
 
 
-# An optimizer in the CPU's memory, of a model that computes on a GPU.
+# Fused AdamW in the CPU's memory: of a model that computes there or on a GPU.
 
 DECAYED = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimizer_kwargs": {"betas": [0.8, 0.99]}}
 
@@ -299,8 +300,10 @@ def drawn(mesh=None):
     return model, values[1:]
 
 
-def made(model, offloaded):
-    return Optimizer(model, config(**DECAYED, **CONSTANT), 100, offloaded=offloaded)
+def made(model, fused=None):
+    own = {} if fused is None else {"fused": fused}
+    kwargs = DECAYED["optimizer_kwargs"] | own
+    return Optimizer(model, config(**DECAYED | CONSTANT | {"optimizer_kwargs": kwargs}), 100)
 
 
 def walk(model, found, gradients):
@@ -310,11 +313,11 @@ def walk(model, found, gradients):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_an_offloaded_adamw_makes_torchs_own_steps(sharded, request):
+def test_a_fused_adamw_makes_the_steps_of_torchs_plain_one(sharded, request):
     (plain, gradients), (model, shards) = (
         drawn(), drawn(request.getfixturevalue("mesh") if sharded else None),
     )  # fmt: skip
-    found = made(model, offloaded=True)
+    found = made(model)
     assert found.inner.param_groups[0]["fused"] is True
     inner = torch.optim.AdamW([plain.free], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.99))
     walk(model, found, shards)
@@ -327,7 +330,7 @@ def test_an_offloaded_adamw_makes_torchs_own_steps(sharded, request):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_checkpoint_goes_on_whether_the_optimizer_is_offloaded_or_not(first):
+def test_a_checkpoint_goes_on_whether_the_optimizer_is_fused_or_not(first):
     model, gradients = drawn()
     one = made(model, first)
     walk(model, one, gradients[:2])
@@ -344,13 +347,11 @@ def test_a_checkpoint_goes_on_whether_the_optimizer_is_offloaded_or_not(first):
 
 
 @pytest.mark.parametrize(
-    ("device", "offload", "offloads"),
-    [("cuda", "optimizer", True), ("cuda", "none", False), ("cpu", "parameters", False)],
+    ("device", "offload"), [("cuda", "optimizer"), ("cuda", "none"), ("cpu", "parameters")]
 )
-def test_what_computes_on_a_cpu_keeps_the_optimizer_that_it_had(device, offload, offloads):
+def test_what_deepspeed_offloads_is_pinned_for_a_gpu_alone(device, offload):
     spread = SimpleNamespace(offload=offload, engine="zero3")
     engine = DeepSpeedEngine(SimpleNamespace(device=torch.device(device)), config(), spread)
-    assert engine.offloads is offloads
     zero = engine._deepspeed_config(torch.float32)["zero_optimization"]
     pinned = {"device": "cpu", "pin_memory": device == "cuda"}
     assert zero.get("offload_optimizer") == (None if offload == "none" else pinned)

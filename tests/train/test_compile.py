@@ -1,9 +1,15 @@
-"""train.compile: compiled layers compute what plain ones do, and who may have them."""
+"""train.compile: compiled layers compute what plain ones do, and the sampler leaves them alone."""
 
+import copy
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import generation_cases
 import loop_cases
 import pytest
 import torch
-from assert_refused import assert_refused
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli.data.batch import Group, Rollout
@@ -11,7 +17,6 @@ from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.distributed import gather
 from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
-from rloo_cli.utils.errors import ConfigError
 
 
 def groups(more: int) -> list[Group]:
@@ -54,9 +59,34 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_for_rows_of_any_number
             assert torch.allclose(found, known, atol=1e-5)
 
 
-def test_a_sampler_that_uses_the_same_layers_is_refused(sentence) -> None:
-    with pytest.raises(ConfigError) as refused:
-        loop_cases.checked((), ("train.compile=true",))
-    assert_refused(refused, 2, "train.compile", fix="generation=vllm_server")
-    sentence(refused)
-    loop_cases.checked((), ("train.compile=true", "generation=vllm_server"))
+def test_the_sampler_runs_layers_uncompiled_though_they_are_compiled() -> None:
+    model = copy.deepcopy(generation_cases.make())
+    expected = generation_cases.ids(sampled(model))
+
+    def compiled(*_: Any, **__: Any) -> None:
+        raise AssertionError("the sampler ran a compiled layer")
+
+    for layer in gather.decoder_layers(model):
+        layer._compiled_call_impl = compiled
+    assert generation_cases.ids(sampled(model)) == expected
+    with pytest.raises(AssertionError, match="ran a compiled layer"):
+        model(torch.tensor([[5, 6]]))
+
+
+def sampled(model: Any) -> Any:
+    """Completions by the sampler that trains the same layers."""
+    sampler = generation_cases.generator(model)
+    return generation_cases.sample(sampler, generation_cases.PROMPTS, generation_cases.SEEDS)
+
+
+@pytest.mark.slow
+def test_a_run_with_compiled_layers_makes_the_update_of_a_plain_one(tmp_path: Path) -> None:
+    moved, layers = [], []
+    for word in ("train.compile=false", "train.compile=true"):
+        with mock.patch.dict(os.environ, RLOO_CACHE=loop_cases.cache()):
+            run = loop_cases.alone(tmp_path, *loop_cases.PLAIN, word, f"name=run{len(moved)}")
+        layers.append(gather.decoder_layers(run.policy.model)[0]._compiled_call_impl)
+        run.generator.load(run.policy, 0)
+        moved.append(loop_cases.step(run)[0])
+    assert layers[0] is None and layers[1] is not None
+    assert moved[0].norm() > 0 and loop_cases.apart(moved[1], moved[0]) < 1e-4
