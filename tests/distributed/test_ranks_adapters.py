@@ -175,7 +175,7 @@ def test_every_kind_of_adapter_is_trained_as_by_one_process(home, single, kind, 
     assert home(*words, f"name={one}") == 0, home.said()
     assert home(*words, f"name={two}", *spread(engine), ranks=2) == 0, home.said()
     runs = home.folder / "runs"
-    assert adapters_apart(runs / one, runs / two) < 1e-4
+    assert adapters_apart(runs / one, runs / two) < 2e-4
 
 
 HALF = ("model.dtype=bfloat16", "max_steps=2", "eval.at_start=false")

@@ -44,7 +44,8 @@ def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(forked, engin
     (saved,) = manifest.list_checkpoints(run)
     assert manifest.checkpoint_problem(saved) is None
     assert len(list(saved.glob("trainer/optimizer-*-of-2.safetensors"))) == 2
-    again = ["resume=auto", *own[:1], "reward.function.path=mine.py:score"]
+    again = ["resume=auto", "resume_allow_changes=true", *own[:1]]
+    again += ["reward.function.path=mine.py:score"]
     reward(forked.folder, "pass")
     assert forked(*WORDS, *SHORT, *again, *spread(engine), "name=s", ranks=2) == 0, forked.said()
     assert [r["step"] for r in strict(run / "metrics.jsonl") if "loss" in r] == [1, 2, 3]

