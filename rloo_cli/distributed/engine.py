@@ -37,6 +37,11 @@ class ParallelEngine:
         self.world, self.train_config = world, train
         self.distributed_config, self.lora_config = distributed, lora
 
+    @property
+    def offloads(self) -> bool:
+        """Whether weights or optimizer lie in CPU memory for a model that computes on a GPU."""
+        return self.distributed_config.offload != "none" and self.world.device.type == "cuda"
+
     def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
         """Distribute the policy over the ranks. -> its optimizer
 

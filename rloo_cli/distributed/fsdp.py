@@ -140,7 +140,7 @@ class FSDPEngine(ParallelEngine):
     ) -> None:
         """Fill and shard these modules, which compute in `dtype`, in this order."""
         offload: OffloadPolicy = OffloadPolicy()
-        if self.distributed_config.offload == "parameters" and self.world.device.type == "cuda":
+        if self.offloads and self.distributed_config.offload == "parameters":
             offload = CPUOffloadPolicy(pin_memory=True)
         mixed = MixedPrecisionPolicy()
         if dtype in HALF_DTYPES and storage_dtype is not None:

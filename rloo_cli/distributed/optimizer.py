@@ -345,9 +345,8 @@ def build_optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.
 
 def can_use_fused(parameters: Sequence[Tensor]) -> bool:
     """Whether torch's fused AdamW supports these: all on GPUs, or all on the CPU."""
-    kinds = {p.device.type for p in parameters if p.is_floating_point()}
-    whole = all(p.is_floating_point() for p in parameters)
-    return whole and (kinds == {"cuda"} or kinds == {"cpu"})
+    devices = {parameter.device.type for parameter in parameters}
+    return devices in ({"cuda"}, {"cpu"}) and all(p.is_floating_point() for p in parameters)
 
 
 def warmup_updates(config: TrainConfig, num_updates: int) -> int:

@@ -353,7 +353,7 @@ def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def plain_layers(model: PreTrainedModel) -> Iterator[None]:
+def uncompiled_layers(model: PreTrainedModel) -> Iterator[None]:
     """Let layers that train.compile has compiled run uncompiled inside: a sampler's calls of one
     token, whose keys grow with each, would compile them again."""
     compiled = [(m, call) for m in model.modules() if (call := m._compiled_call_impl) is not None]

@@ -68,9 +68,10 @@ def test_the_contract_holds_for_the_server_here(odd, tmp_path, monkeypatch):
     seeds = [m["data"]["seed"] for m in server.heard if m["type"] == "reset"]
     assert len({*seeds[:2]}) == 2 and all(seed < 2**31 for seed in seeds)
     deadline = time.monotonic() + 10  # the server may hear the last word after its client has gone
-    while [m["type"] for m in server.heard].count("close") < len(seeds):
+    while (closed := [m["type"] for m in server.heard].count("close")) < len(seeds):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert closed == len(seeds)
 
 
 def test_a_session_outlives_a_turn_that_takes_longer_than_the_server_waits_for_a_pong(odd):

@@ -347,11 +347,13 @@ def test_a_checkpoint_goes_on_whether_the_optimizer_is_fused_or_not(first):
 
 
 @pytest.mark.parametrize(
-    ("device", "offload"), [("cuda", "optimizer"), ("cuda", "none"), ("cpu", "parameters")]
+    ("device", "offload", "offloads"),
+    [("cuda", "optimizer", True), ("cuda", "none", False), ("cpu", "parameters", False)],
 )
-def test_what_deepspeed_offloads_is_pinned_for_a_gpu_alone(device, offload):
+def test_what_is_offloaded_is_pinned_for_a_gpu_alone(device, offload, offloads):
     spread = SimpleNamespace(offload=offload, engine="zero3")
     engine = DeepSpeedEngine(SimpleNamespace(device=torch.device(device)), config(), spread)
+    assert engine.offloads is offloads
     zero = engine._deepspeed_config(torch.float32)["zero_optimization"]
     pinned = {"device": "cpu", "pin_memory": device == "cuda"}
     assert zero.get("offload_optimizer") == (None if offload == "none" else pinned)

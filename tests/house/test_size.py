@@ -38,10 +38,11 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("bench", 10, "peaks beside versus_before; long completions and long prompts"),
     ("rloo_cli", 20, "what two readers of the reading path read twice"),
     ("rloo_cli", 560, "a run ends at a score that is sure, and others can check a record of it"),
-    ("bench", 82, "what a captured decode step of our own sampler is worth; a setting beside none"),
-    ("tests", 36, "train.compile with the sampler that trains the same layers"),
-    ("tests", 16, "the share of forced answers computed once more from what a run wrote"),
     ("tests", 360, "the same: five ways to tamper with a record, twice; the clock over a stop"),
+    ("rloo_cli", 7, "a fork bomb in the sandbox is ended on a busy machine, too"),
+    ("bench", 82, "what a captured decode step of our own sampler is worth; a setting beside none"),
+    ("tests", 42, "train.compile with the sampler that trains the same layers"),
+    ("tests", 16, "the share of forced answers computed once more from what a run wrote"),
 ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from rloo_cli.generation.hf.repeated_prefix import RepeatedPrefix, can_select_se
 from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.generation.transformers import Config
 from rloo_cli.policy import lora
-from rloo_cli.policy.model import Policy, in_eval_mode, plain_layers
+from rloo_cli.policy.model import Policy, in_eval_mode, uncompiled_layers
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.policy.vision import image_token_ids
 from rloo_cli.utils import signals
@@ -184,8 +184,8 @@ class TransformersGenerator(GeneratorBase):
         """Sample these completions, batch by batch, to their ends or until `interrupted`."""
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
-        plain = plain_layers(self.model)
-        with in_eval_mode(self.model), native_attention(self.model), plain, torch.no_grad():
+        eager = uncompiled_layers(self.model)
+        with in_eval_mode(self.model), native_attention(self.model), eager, torch.no_grad():
             device = next(self.model.parameters()).device
             limit = decode_batch.max_decode_tokens(self.config, self.model, device)
             # If all of them can share prompts, so can any subset.
