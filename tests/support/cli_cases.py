@@ -38,6 +38,11 @@ class Ended:
         """Both streams."""
         return self.out + self.err
 
+    @property
+    def own_err(self) -> list[str]:
+        """Lines of `err`, without that of bitsandbytes: on import it says that it lacks kernels."""
+        return [line for line in self.err.splitlines() if "kernels-community" not in line]
+
 
 @dataclass(frozen=True)
 class Rloo:
