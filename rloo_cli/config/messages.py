@@ -29,6 +29,7 @@ OPTIONAL_SECTIONS = {
 }  # fmt: skip
 # A number with an exponent, as written: its digits before the exponent in a group.
 EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
+SECTIONS_WITH_DEFAULTS = ("model", "data")  # groups whose files start from their `default`
 REGISTRY_KEYS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 CHOSEN_SECTIONS = REGISTRY_KEYS | {"agent": ("agents", "kind")}  # an agent may be null
 
@@ -217,12 +218,14 @@ def validation_problems(
     """
     meanings = schema_keys(model)
     problems: dict[str, Problem] = {}
+    without_value: list[str] = []
     for item in error.errors():
         key = _key(item["loc"], values, item["type"])
         section = next((s for s in OPTIONAL_SECTIONS if key.startswith(f"{s}.")), None)
         if item["type"] == "extra_forbidden":
             problems[key] = unknown_key_problem(key, meanings)
         elif item["type"] == "missing" and section is None:
+            without_value.append(key)
             problems[key] = Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
         elif item["type"] == "missing" and section is not None:
             # `model.lora.r=8` alone: the others have no value
@@ -245,7 +248,25 @@ def validation_problems(
             problems[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
     # A union reports itself in addition to the wrong key inside it.
     deepest = [k for k in problems if not any(other.startswith(f"{k}.") for other in problems)]
-    return [_with_meaning(problems[key], meanings) for key in deepest]
+    incomplete = _sections_without_defaults(without_value, values)
+    shown = [k for k in deepest if k.partition(".")[0] not in incomplete or k not in without_value]
+    return [*incomplete.values(), *(_with_meaning(problems[key], meanings) for key in shown)]
+
+
+def _sections_without_defaults(
+    without_value: Sequence[str], values: JsonObject
+) -> dict[str, Problem]:
+    """Section -> one problem for a file of one's own, model/mine.yaml, without a defaults list."""
+    found: dict[str, Problem] = {}
+    for section in SECTIONS_WITH_DEFAULTS:
+        lacking = [key for key in without_value if key.startswith(f"{section}.")]
+        if len(lacking) > 1:
+            given = [key for key, _ in walk_values(values) if key.startswith(f"{section}.")]
+            why = f"{len(lacking)} of its keys have no value: {', '.join(lacking)}"
+            fix = "defaults: [default, _self_] as the first line of its file"
+            what, where = f"{section} is incomplete", (given or [section])[0]
+            found[section] = Problem(what, where, why, fix)
+    return found
 
 
 def _value_fix(item: ErrorDetails, key: str) -> str:

@@ -48,6 +48,17 @@ def test_a_section_that_is_empty_is_incomplete(section):
     assert got.startswith(f"error: {section} is incomplete\n"), got
 
 
+@pytest.mark.parametrize("section", ["model", "data"])
+def test_a_file_of_ones_own_without_its_defaults_list_is_one_mistake(section):
+    composed = compose_config(["+recipe=quickstart"])
+    values = composed.values | {section: {"path": "mine", "dtyp": "float32"}}
+    with pytest.raises(ConfigError) as raised:
+        check.check_config(replace(composed, values=values))
+    found = {p.what.partition(" ")[0]: p.fix for p in raised.value.problems}
+    assert found.keys() == {section, f"{section}.dtyp"}
+    assert found[section].startswith("defaults: [default, _self_]")
+
+
 @pytest.mark.slow  # a check for each key and kind: 4,000 of them
 @pytest.mark.parametrize("recipe", ["tools_mini", "tldr_judge", "tldr_1b_ppo"])
 def test_no_key_ends_in_a_traceback_whatever_it_holds(recipe):
