@@ -249,7 +249,7 @@ def validation_problems(
     # A union reports itself in addition to the wrong key inside it.
     deepest = [k for k in problems if not any(other.startswith(f"{k}.") for other in problems)]
     incomplete = _sections_without_defaults(without_value, values)
-    shown = [k for k in deepest if k.partition(".")[0] not in incomplete or k not in without_value]
+    shown = [k for k in deepest if k.rpartition(".")[0] not in incomplete or k not in without_value]
     return [*incomplete.values(), *(_with_meaning(problems[key], meanings) for key in shown)]
 
 
@@ -259,7 +259,7 @@ def _sections_without_defaults(
     """Section -> one problem for a file of one's own, model/mine.yaml, without a defaults list."""
     found: dict[str, Problem] = {}
     for section in SECTIONS_WITH_DEFAULTS:
-        lacking = [key for key in without_value if key.startswith(f"{section}.")]
+        lacking = [key for key in without_value if key.rpartition(".")[0] == section]
         if len(lacking) > 1:
             given = [key for key, _ in walk_values(values) if key.startswith(f"{section}.")]
             why = f"{len(lacking)} of its keys have no value: {', '.join(lacking)}"

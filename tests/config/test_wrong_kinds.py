@@ -59,6 +59,13 @@ def test_a_file_of_ones_own_without_its_defaults_list_is_one_mistake(section):
     assert found[section].startswith("defaults: [default, _self_]")
 
 
+def test_sources_without_a_weight_are_a_mistake_each():
+    mixture = {name: {"path": name} for name in ("first", "second")}
+    got = said(compose_config(["+recipe=quickstart"]), "data.mixture", mixture)
+    assert [f"data.mixture.{name}.weight has no value" in got for name in mixture] == [True, True]
+    assert "data is incomplete" not in got
+
+
 @pytest.mark.slow  # a check for each key and kind: 4,000 of them
 @pytest.mark.parametrize("recipe", ["tools_mini", "tldr_judge", "tldr_1b_ppo"])
 def test_no_key_ends_in_a_traceback_whatever_it_holds(recipe):

@@ -43,7 +43,7 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("bench", 82, "what a captured decode step of our own sampler is worth; a setting beside none"),
     ("tests", 42, "train.compile with the sampler that trains the same layers"),
     ("rloo_cli", 22, "a model file of one's own without its defaults list is one error, not 17"),
-    ("tests", 12, "the same"),
+    ("tests", 19, "the same; a source of a mixture without its weight is not taken for it"),
     ("tests", 16, "the share of forced answers computed once more from what a run wrote"),
 ]  # fmt: skip
 
