@@ -38,7 +38,7 @@ LINES = {
 }
 LONGEST_LOOP = 710
 FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+TREES = words.package_trees()
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LONGEST_FILE, LONGEST_FUNCTION, SHORTEST_FILE = 600, 50, 40
 MOST_WHOLE_CONFIGS = 108  # functions that take the whole RunConfig; it only goes down

@@ -16,6 +16,7 @@ from unittest import mock
 
 import loop_cases
 import pytest
+from words import package_trees
 
 from rloo_cli.reporting import log
 from rloo_cli.reporting.eval_lines import INTERVAL_PARTS
@@ -25,7 +26,7 @@ from rloo_cli.utils import metrics
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rloo_cli"
 PAGE = ROOT / "docs" / "metrics.md"
-TREES = {str(p.relative_to(PACKAGE)): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")}
+TREES = package_trees()
 DECLARED = metrics.declared_metrics()
 MODULES = sorted({m.module for m in DECLARED})
 RULES = r"|last|min|max|mean|(mean|rms|share):[a-z_]+(/?<\w+>|\d)?"

@@ -3,10 +3,10 @@
 import ast
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from words import package_trees
 
 import rloo_cli
 
@@ -42,11 +42,6 @@ def rows() -> list[list[str]]:
     ]  # fmt: skip
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
-
-
 def test_every_line_of_the_page_has_a_test_that_is_there() -> None:
     found = rows()
     assert len(found) > 25
@@ -62,7 +57,7 @@ def test_every_line_of_the_page_has_a_test_that_is_there() -> None:
 
 
 def test_what_makes_objects_of_bytes_is_imported_where_it_may_be() -> None:
-    for name, tree in trees():
+    for name, tree in package_trees().items():
         imported = {
             alias.name.partition(".")[0]
             for node in ast.walk(tree)
@@ -80,7 +75,7 @@ def test_what_makes_objects_of_bytes_is_imported_where_it_may_be() -> None:
 
 
 def test_no_code_of_a_text_is_run_and_no_archive_unpacked() -> None:
-    for name, tree in trees():
+    for name, tree in package_trees().items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue

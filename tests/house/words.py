@@ -9,6 +9,7 @@ it is the only one of its name in the package. Methods are not counted: their cl
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "rloo_cli"
@@ -19,13 +20,20 @@ HOOKS = {
 MOST = 0.4  # one-word names, of all
 
 
+@cache
+def package_trees() -> dict[str, ast.Module]:
+    """Every file of the package, parsed once a process: 79,000 lines take a second or more."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}
+
+
 def public_functions() -> Iterator[tuple[str, str]]:
     """(file, name) of every public function at the top of a module, hooks left out."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+    for file, tree in package_trees().items():
+        for node in tree.body:
             function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if function and not node.name.startswith("_") and node.name not in HOOKS:
-                yield str(path.relative_to(PACKAGE)), node.name
+                yield file, node.name
 
 
 def one_word(name: str) -> bool:

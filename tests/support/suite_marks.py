@@ -23,7 +23,7 @@ FIXTURE_MARKS = {
     "server": "vllm", "slurm": "slurm", "fast": "process", "launchers": "process",
     "rloo": "process", "rloo_without_torch": "process",
 }  # fmt: skip
-LIMIT_S = 10.0  # five on a quiet machine
+LIMIT_S = 30.0  # five on a quiet machine: a shared host has been five times as slow
 NO_VLLM = pytest.mark.skipif(
     not installed_vllm_version(), reason="vLLM is not installed: make test-engines does it"
 )
