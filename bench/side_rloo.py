@@ -109,11 +109,11 @@ class Side:
         state = self.run.state
         return self.run.rollouts.next_batch(state.step, offset, state.seen_by_rewards(self.run))
 
-    def step(self) -> Answer:
+    def step(self, count: bool = False) -> Answer:
         """A whole step, with its ledger, its log line and its samples on disk."""
         run, state = self.run, self.run.state
         run.clock.lap()
-        self.watch.start()
+        self.watch.start(count)
         cycle = StepProgress(self.batch(state.place))
         update_policy(run, cycle)
         with run.clock.phase("sync"):
@@ -157,7 +157,8 @@ class Side:
         if order["do"] == "record":
             return self.record()
         self.rows.take()
-        got = self.step() if order["do"] == "step" else self.train(order["gradient"])
+        step = order["do"] == "step"
+        got = self.step(order.get("count", False)) if step else self.train(order["gradient"])
         return got | {"computed": self.rows.take(), "peak": memory("VmHWM")}
 
 

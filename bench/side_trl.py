@@ -223,7 +223,7 @@ class Side(TrainerCallback):
             raise Done
         self.phases.take()
         self.rows.take()
-        self.watch.start()
+        self.watch.start(self.order.get("count", False))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """The optimizer is done; what the loop does now is no part of the train phase."""

@@ -4,7 +4,8 @@ A side is built on the folder that `toys.write` made and then obeys orders, one 
 
     {"do": "record"}                       `rloo` only: sample one batch, and say its token ids
     {"do": "train", "gradient": null}      the train phase on those ids; a path: save its gradient
-    {"do": "step"}                         a whole step, from prompts to the optimizer's
+    {"do": "step", "count": true}          a whole step, from prompts to the optimizer's; counted,
+                                           it also says how many GFLOP its products took
 
 Each is answered with seconds by the wall and of this process, a split of them, the token positions
 that the training forwards computed, and the peak memory so far. Only one side works at a time.
@@ -16,10 +17,12 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 BETA, RATE, CLIP, NOISE, LONG = 0.05, 1e-5, 1.0, 0.01, 10_000  # LONG: steps that never come
 WORDS_VARIABLE = "RLOO_BENCH_WORDS"  # keys for the run of `rloo`, from versus_before.py
@@ -74,19 +77,46 @@ class Rows:
         return seen
 
 
+def attention_flop(
+    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **_: Any
+) -> int:
+    """Two products of torch's CPU attention, of (B, H, S, D) and (B, H, T, D); half if causal."""
+    return 4 * q[0] * q[1] * q[2] * k[2] * q[3] // (2 if causal else 1)
+
+
+def attention_backward_flop(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, dropout: float, causal: bool, **_: Any
+) -> int:
+    """Five products: the scores once more, and the gradients of values, scores, q and k."""
+    return attention_flop(q, k, v, dropout, causal) * 5 // 2
+
+
+for name, formula in (("", attention_flop), ("_backward", attention_backward_flop)):
+    kernel = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")
+    register_flop_formula(kernel)(formula)
+
+
 class Watch:
     """Wall and processor seconds since `start`, with what a GPU was asked to do."""
 
-    def start(self) -> None:
-        """From here."""
+    counter: FlopCounterMode | None = None
+
+    def start(self, count: bool = False) -> None:
+        """From here. `count`: the floating-point operations of products, too, which takes time."""
         wait()
+        self.counting = ExitStack()
+        self.counter = FlopCounterMode(display=False) if count else None
+        if self.counter is not None:
+            self.counting.enter_context(self.counter)
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
-        """To here."""
+        """To here; the first reading ends the count."""
         wait()
         wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
-        return {"seconds": wall, "cpu": cpu}
+        self.counting.close()
+        counted = {} if self.counter is None else {"gflop": self.counter.get_total_flops() / 1e9}
+        return {"seconds": wall, "cpu": cpu, **counted}
 
 
 def wait() -> None:

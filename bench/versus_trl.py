@@ -197,14 +197,16 @@ def one(args: argparse.Namespace) -> None:
 
 
 def alone(args: argparse.Namespace) -> None:
-    """One tool without the others, in a fresh process: its seconds and memory, as JSON."""
+    """One tool without the others, in a fresh process: its seconds, memory and GFLOP, as JSON."""
     shape = SHAPES[args.workload]
     with tempfile.TemporaryDirectory(prefix="rloo-bench-") as root:
         toys.write(shape, Path(root), SEED)
         micro = args.micro or (shape.batch if args.tool == "trl_best" else 8)
         with Child(args.tool, args.workload, Path(root), micro) as child:
-            steps = [child.ask("step") for _ in range(args.rounds + 1)]
-            print(json.dumps({"tool": args.tool, **child.ready, "steps": steps[1:]}))
+            steps = [child.ask("step", count=not number) for number in range(args.rounds + 1)]
+            gflop = steps[0]["gflop"]  # of the step that is not timed
+            said = {"tool": args.tool, **child.ready, "gflop": gflop, "steps": steps[1:]}
+            print(json.dumps(said))
 
 
 def main() -> None:

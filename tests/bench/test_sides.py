@@ -9,6 +9,7 @@ import torch
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 import side_rloo  # noqa: E402
+import sides  # noqa: E402
 import toys  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
@@ -29,5 +30,17 @@ def test_a_side_trains_on_the_completions_that_it_recorded_and_then_takes_a_step
     trained = side.obey({"do": "train", "gradient": str(gradient)})
     assert gradient.exists() and torch.load(gradient, weights_only=True)
     assert trained["computed"] > 0 and side.run.state.updates == 1
-    side.obey({"do": "step", "gradient": None})
+    counted = side.obey({"do": "step", "count": True})
     assert side.run.state.updates == 2 and side.run.state.step == 1
+    assert counted["gflop"] > 0 and "gflop" not in side.obey({"do": "step"})
+
+
+def test_the_count_of_a_step_knows_the_products_of_attention_on_a_cpu() -> None:
+    watch, q = sides.Watch(), torch.ones(1, 2, 5, 16, requires_grad=True)
+    watch.start(count=True)
+    (q[0, 0] @ torch.ones(16, 3)).sum()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attention(q, q, q).sum().backward()
+    attention(q, q, q, is_causal=True).sum().backward()
+    product = 2 * 2 * 5 * 5 * 16  # one of the attention's seven: two forward, five backward
+    assert watch.read()["gflop"] * 1e9 == 2 * 5 * 16 * 3 + 7 * product * 1.5  # half, if causal
