@@ -45,7 +45,7 @@ ADDITIONS: list[tuple[str, int, str]] = [
     ("rloo_cli", 22, "a model file of one's own without its defaults list is one error, not 17"),
     ("tests", 19, "the same; a source of a mixture without its weight is not taken for it"),
     ("tests", 16, "the share of forced answers computed once more from what a run wrote"),
-    ("tests", 5, "the package is parsed once for all checks of its source: CI on a slow host"),
+    ("tests", 8, "the package is parsed once for all checks of its source: CI on a slow host"),
     ("bench", 35, "the products of a step counted: how much of the ratio to TRL is arithmetic"),
     ("tests", 14, "the same"),
 ]  # fmt: skip
