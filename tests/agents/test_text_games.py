@@ -57,7 +57,7 @@ def test_a_real_game_is_played_to_its_end(tmp_path, monkeypatch):
     (group,) = play(generator, {"game": 0})
     (row,) = group.rollouts
     got = [turn.observation[0]["content"] for turn in row.turns[1:]]
-    assert "not a verb I recognize" in got[0] and "=-" not in got[0]
+    assert "not a verb I recognise" in got[0] and "=-" not in got[0]
     assert "Commands: " in got[0] and "take cloak" in got[0]
     assert row.episode_facts["ended_by"] == "done" and row.environment["won"] is True
     assert row.environment_reward == 1.0 and row.environment["moves"] == 5
